@@ -1,0 +1,227 @@
+"""Arguments of every command; the modules that run them (and torch) are imported only when one runs.
+
+1. click parses the arguments; what is no option is an override such as `outer.lr=0.5` or `model=14m`.
+2. `diloco.config.compose` turns overrides into a `Config`: a bad one ends here, before anything heavy is imported.
+3. `diloco.cli.<command>.run(config, ...)` does the work and returns the exit code.
+
+`main` maps errors to one line and an exit code through `diloco.errors.guard`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from diloco import __version__
+from diloco.errors import ConfigError, guard
+
+__all__ = ["cli", "main"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits; the console script and `python -m diloco` are this."""
+    sys.exit(guard(lambda: _invoke(list(sys.argv[1:] if arguments is None else arguments))))
+
+
+def _invoke(arguments: list[str]) -> int:
+    # Not cli.main(): it turns Ctrl+C into its own Abort and any broken pipe, even a peer's socket, into exit code 1.
+    try:
+        with cli.make_context("diloco", arguments or ["--help"]) as context:
+            return int(cli.invoke(context) or 0)
+    except click.exceptions.Exit as finished:
+        return finished.exit_code
+    except click.ClickException as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", "diloco")
+        raise ConfigError(f"{error.format_message()} See {command} --help") from None
+
+
+class _Command(click.Command):
+    """A command whose help ends with the choices of every configuration group."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        if not any(parameter.name == "overrides" for parameter in self.params):
+            return
+        from diloco.config import choices
+
+        with formatter.section("Groups (GROUP=CHOICE)"):
+            formatter.write_dl([(group, " ".join(names)) for group, names in choices().items()])
+        with formatter.section("Settings (KEY=VALUE)"):
+            formatter.write_text(f"{ctx.command_path} --cfg help lists them with meaning, range and default")
+
+
+def _configured(function: _Function) -> _Function:
+    """Adds what every command that takes a configuration has."""
+    for decorate in (
+        click.argument("overrides", nargs=-1, type=click.UNPROCESSED),
+        click.option(
+            "--config",
+            "base",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Start from this config.yaml of a run instead of the defaults.",
+        ),
+        click.option(
+            "--cfg",
+            type=click.Choice(["job", "manifest", "help"]),
+            help="Print the composed configuration, the manifest and its hash, or every setting; then stop.",
+        ),
+    ):
+        function = decorate(function)
+    return function
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="diloco")
+def cli() -> None:
+    """Serverless DiLoCo: peers anywhere train one model, without a server.
+
+    \b
+    diloco local experiment=quickstart       four peers on this machine, in three minutes
+    diloco generate runs/quickstart/model    text from the result
+    """
+
+
+@cli.command(cls=_Command)
+@_configured
+def local(**arguments: Any) -> int:
+    """Train with several peers on this machine.
+
+    \b
+    diloco local experiment=quickstart
+    diloco local local.peers=2 model=tiny outer.sync_every=50 run.dir=runs/mine
+    diloco local experiment=quickstart outer=data_parallel run.dir=runs/baseline
+    diloco local data=text data.path=notes/ budget.tokens=5000000 budget.outer_steps=null
+
+    The peers talk over the real network stack. Running it again with the same run.dir resumes the run.
+    """
+    return _run("local", **arguments)
+
+
+@cli.command(cls=_Command)
+@_configured
+def train(**arguments: Any) -> int:
+    """Train as one peer, in a new swarm or joining one.
+
+    \b
+    diloco train run.id=mine swarm=network
+    diloco train run.id=mine 'swarm.initial_peers=[/ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...]'
+    torchrun --nproc-per-node=8 -m diloco.train run.id=mine model=150m data=hub
+
+    Without swarm.initial_peers it starts a new swarm and prints the address for the others.
+    """
+    return _run("train", **arguments)
+
+
+@cli.command(cls=_Command)
+@click.option("--new", is_flag=True, help="Start a new swarm instead of joining one.")
+@click.argument("address", required=False)
+@_configured
+def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments: Any) -> int:
+    """Hold fragments, without training.
+
+    \b
+    diloco host --new run.id=mine swarm=network 'swarm.listen=[/ip4/0.0.0.0/tcp/4100]'
+    diloco host /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
+
+    For a machine without an accelerator that stays: it keeps the state of the swarm and others can start from it.
+    """
+    addresses = [] if address is None else [address]
+    if address is not None and not address.startswith(("/", "@")):  # the first argument was an override already
+        addresses, overrides = [], (address, *overrides)
+    if arguments["cfg"] is None and new == bool(addresses):
+        raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
+    return _run("host", (*overrides, *(f"swarm.initial_peers={one}" for one in addresses)), **arguments)
+
+
+@cli.command(name="eval", cls=_Command)
+@click.argument("model", metavar="MODEL_DIR", type=click.Path(path_type=Path))
+@_configured
+def evaluate(model: Path, base: Path | None, **arguments: Any) -> int:
+    """Measure the held-out loss of a model.
+
+    \b
+    diloco eval runs/quickstart/model
+    diloco eval exported/ data=text data.path=notes/ eval.sequences=256
+
+    MODEL_DIR is in Hugging Face format, or a run directory. Inside a run directory the settings of that run are the
+    defaults, so its loss is reproduced.
+    """
+    beside = (directory / "config.yaml" for directory in (model, model.parent))
+    base = base or next((file for file in beside if file.is_file()), None)
+    return _run("eval", base=base, model=model, **arguments)
+
+
+@cli.command(cls=_Command)
+@click.argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+def export(source: Path, out: Path) -> int:
+    """Write a checkpoint as a Hugging Face model directory.
+
+    \b
+    diloco export runs/quickstart exported/
+    """
+    return _implementation("export")(source=source, out=out)
+
+
+@cli.command(cls=_Command)
+@click.argument("model", metavar="MODEL_DIR", type=click.Path(path_type=Path))
+@click.option("--prompt", default="", help="Text to continue.")
+@click.option("--tokens", type=click.IntRange(1, 1 << 20), default=256, show_default=True, help="Tokens to generate.")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True, help="0 takes the likeliest token."
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the sampling.")
+def generate(**arguments: Any) -> int:
+    """Print text from a model.
+
+    \b
+    diloco generate runs/quickstart/model --prompt 'def main(' --tokens 200
+
+    MODEL_DIR is in Hugging Face format, or a run directory.
+    """
+    return _implementation("generate")(**arguments)
+
+
+def _run(command: str, overrides: tuple[str, ...], cfg: str | None, base: Path | None, **options: Any) -> int:
+    """Composes the configuration, and prints it or runs the command with it."""
+    from diloco.config import compose, help_text
+
+    if cfg == "help":
+        return _write(help_text())
+    config = compose(overrides, base=base)
+    if cfg == "job":
+        return _write(config.to_yaml())
+    if cfg == "manifest":
+        manifest = config.manifest()
+        click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
+        return _write(manifest.to_json(indent=2))
+    warnings = [] if config.run.report else config.warnings(overrides)  # a supervisor has said them already
+    if command != "local":
+        typed = [override.partition("=")[0] for override in overrides]
+        warnings += [f"{key} has no effect with diloco {command}" for key in typed if key.startswith("local.")]
+    for warning in warnings:
+        click.echo(f"diloco: warning: {warning}", err=True)
+    return _implementation(command)(config, **options)
+
+
+def _implementation(command: str) -> Callable[..., int]:
+    run: Callable[..., int] = import_module(f"diloco.cli.{command}").run
+    return run
+
+
+def _write(text: str) -> int:
+    try:
+        click.echo(text.rstrip("\n"))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `diloco train --cfg job | head` has seen enough; keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

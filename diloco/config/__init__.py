@@ -1,0 +1,64 @@
+"""Settings: `configs/` and the command line become a frozen `Config`; its run-owned half is the `Manifest`.
+
+    configs/*.yaml + overrides --Hydra--> mapping --pydantic--> Config --manifest()--> Manifest --> hash on the wire
+
+- `base.py`      the run-owned and the peer-local half as types
+- `groups.py`    every setting: type, range, meaning
+- `schema.py`    `Config`, checks across groups, warnings
+- `manifest.py`  `Manifest`: canonical JSON, hash, differences, untrusted input
+- `compose.py`   Hydra composition, unknown keys and choices
+- `describe.py`, `messages.py`   the schema in words: help and one-line errors
+"""
+
+from __future__ import annotations
+
+from diloco.config.base import PeerLocal, RunOwned
+from diloco.config.compose import choices, compose, help_text
+from diloco.config.groups import (
+    BudgetConfig,
+    CheckpointConfig,
+    DataConfig,
+    DataPlace,
+    DataRecipe,
+    EvalConfig,
+    InnerConfig,
+    LocalConfig,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    RunIdentity,
+    RunPlace,
+    SwarmConfig,
+    TrainConfig,
+    WandbConfig,
+)
+from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
+from diloco.config.schema import Config
+
+__all__ = [
+    "WIRE_VERSION",
+    "BudgetConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DataPlace",
+    "DataRecipe",
+    "EvalConfig",
+    "InnerConfig",
+    "LocalConfig",
+    "Manifest",
+    "ModelConfig",
+    "OuterConfig",
+    "PeerLocal",
+    "RunConfig",
+    "RunIdentity",
+    "RunOwned",
+    "RunPlace",
+    "SwarmConfig",
+    "TrainConfig",
+    "WandbConfig",
+    "choices",
+    "compose",
+    "flatten",
+    "help_text",
+]

@@ -1,0 +1,132 @@
+"""The two halves of a configuration as types, and the value types that both use.
+
+Whether a setting defines the run (and so travels in the manifest) or belongs to one peer (and never leaves it) is said
+by the class that declares it: `RunOwned` or `PeerLocal`. A group with settings of both kinds inherits from one class
+of each kind, so that a function which takes the run-owned class cannot see the other half.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
+
+from diloco.errors import ConfigError
+
+__all__ = [
+    "Directory",
+    "Expected",
+    "Multiaddr",
+    "Name",
+    "NotEmpty",
+    "PeerAddress",
+    "PeerLocal",
+    "RunOwned",
+    "Settings",
+    "Tuple",
+]
+
+
+_Settings = TypeVar("_Settings", bound="Settings")
+
+
+class Settings(BaseModel):
+    """Frozen and strict: an unknown key, a number as text or a boolean as number is an error, never a guess."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def parse(cls: type[_Settings], values: Mapping[str, Any]) -> _Settings:
+        """Like `model_validate`, for values that somebody typed: raises ConfigError with one line."""
+        from diloco.config.messages import explain  # which is written in terms of this module
+
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls)) from None
+
+
+class RunOwned(Settings):
+    """Settings that define the run: equal on all peers, part of the manifest and of its hash."""
+
+
+class PeerLocal(Settings):
+    """Settings of one peer: devices, paths, addresses, logging. They never leave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a value must be, in words, where the type alone does not say it; for errors and `--cfg help`."""
+
+    text: str
+
+
+def _to_text(value: Any) -> Any:
+    """`run.id=7` is a number to the override parser; the user meant text."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _to_tuple(value: Any) -> Any:
+    """A list from YAML or JSON becomes immutable, and a single text stands for a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_name(value: str) -> str:
+    # A name becomes a file name and a DHT key: no separators, nothing a shell or a path would treat specially.
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
+        raise PydanticCustomError("format", "not a name")
+    return value
+
+
+def _is_multiaddr(value: str) -> str:
+    if not re.fullmatch(r"(/[A-Za-z0-9._:%-]+)+", value):
+        raise PydanticCustomError("format", "not a multiaddr")
+    return value
+
+
+def _is_peer_address(value: str) -> str:
+    if value.startswith("@") and len(value) > 1:  # a file in which a peer has written its address, or will
+        return value
+    if "/p2p/" not in _is_multiaddr(value):
+        raise PydanticCustomError("format", "no peer id")
+    return value
+
+
+def _to_path(value: Any) -> Any:
+    if value == "":  # Path("") would silently be the current directory
+        raise PydanticCustomError("format", "empty path")
+    return Path(value) if isinstance(value, str) else value
+
+
+Directory = Annotated[Path, BeforeValidator(_to_path), Expected("a directory")]
+
+
+def _is_filled(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not value:
+        raise PydanticCustomError("format", "empty list")
+    return value
+
+
+NotEmpty = AfterValidator(_is_filled)
+Tuple = BeforeValidator(_to_tuple)
+Name = Annotated[
+    str,
+    BeforeValidator(_to_text),
+    AfterValidator(_is_name),
+    Expected("1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"),
+]
+Multiaddr = Annotated[str, AfterValidator(_is_multiaddr), Expected("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
+PeerAddress = Annotated[
+    str,
+    AfterValidator(_is_peer_address),
+    Expected(
+        "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., as a peer prints it, or @FILE"
+    ),
+]

@@ -1,0 +1,269 @@
+"""Every setting, with its type, range and meaning, one class per group; the cross-checks inside a group.
+
+Values that make a preset live in `configs/`; a default here is one that suits every preset. Checks across groups are
+in `schema.py` and, for the run-owned half, in `manifest.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from diloco.config.base import Directory, Expected, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, RunOwned, Tuple
+
+__all__ = [
+    "BudgetConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "DataPlace",
+    "DataRecipe",
+    "EvalConfig",
+    "InnerConfig",
+    "LocalConfig",
+    "ModelConfig",
+    "OuterConfig",
+    "RunConfig",
+    "RunIdentity",
+    "RunPlace",
+    "SwarmConfig",
+    "TrainConfig",
+    "WandbConfig",
+]
+
+CodecName = Literal["fp32", "fp16", "int8", "e3m0"]
+Seconds = Annotated[float, Field(ge=0, le=86400)]
+
+
+class RunIdentity(RunOwned):
+    id: Name = Field(description="Name of the run; peers of another run are refused.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the initial weights and of the order of the data.")
+
+
+class RunPlace(PeerLocal):
+    dir: Directory = Field(description="Run directory; a run found there is resumed.")
+    name: Name | None = Field(None, description="Display name of this peer; null derives one from its identity.")
+    lead: bool = Field(
+        True, description="Evaluate, and write model/ and the summary; one peer of a run directory does."
+    )
+    report: bool = Field(False, description="Write status as JSON lines on stdout, for a supervising process.")
+
+
+class RunConfig(RunPlace, RunIdentity):
+    """What is trained, and where this peer keeps it."""
+
+
+class BudgetConfig(RunOwned):
+    """When the run ends: the first limit that is reached."""
+
+    outer_steps: int | None = Field(
+        None, ge=1, le=10**15, description="Outer steps after which the run ends; null is no limit."
+    )
+    tokens: int | None = Field(
+        None, ge=1, le=10**18, description="Tokens of all peers after which the run ends; null is no limit."
+    )
+
+    @model_validator(mode="after")
+    def _ends(self) -> BudgetConfig:
+        if self.outer_steps is None and self.tokens is None:
+            raise ValueError("budget.outer_steps and budget.tokens are both null, so the run would never end; set one")
+        return self
+
+
+class LocalConfig(PeerLocal):
+    """`diloco local`: several peers on this machine."""
+
+    peers: int = Field(4, ge=1, le=1024, description="Peers that `diloco local` starts.")
+    step_delay_s: Annotated[tuple[Seconds, ...], Tuple] = Field(
+        (), description="Seconds slept per inner step, one per peer, to stand for slow hardware; [] is none."
+    )
+
+    @model_validator(mode="after")
+    def _one_delay_per_peer(self) -> LocalConfig:
+        if len(self.step_delay_s) not in (0, self.peers):
+            raise ValueError(
+                f"local.step_delay_s has {len(self.step_delay_s)} values for local.peers={self.peers}; "
+                "give one per peer or []"
+            )
+        return self
+
+
+class ModelConfig(RunOwned):
+    """A causal LM that transformers builds from a config (random weights) or loads from a directory."""
+
+    name: Name = Field(description="Name of the model in logs and summaries.")
+    model_type: Name = Field("llama", description="transformers model type that model.config belongs to.")
+    path: str | None = Field(None, description="Directory of a Hugging Face checkpoint to start from.")
+    config: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Keyword arguments of the transformers config; any of them can be overridden."
+    )
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _is_json(cls, config: Any) -> Any:
+        # NaN and infinity are floats but no JSON, and the manifest is hashed as JSON.
+        try:
+            json.dumps(config, allow_nan=False)
+        except ValueError:
+            raise ValueError("model.config holds nan or an infinity; use finite numbers") from None
+        return config
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if self.path is not None and self.config:
+            raise ValueError(
+                f"model.path={self.path} together with model.config (from model={self.name}) leaves open which one "
+                "counts; add model=pretrained, or drop model.path"
+            )
+        if self.path is None and not self.config:
+            raise ValueError(
+                "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME"
+            )
+        return self
+
+
+class DataRecipe(RunOwned):
+    source: Literal["stdlib", "text", "json", "parquet", "hub"] = Field(
+        description="stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset."
+    )
+    sequence_length: int = Field(128, ge=2, le=1 << 20, description="Tokens of one packed sequence.")
+    tokenizer: str = Field("bytes", min_length=1, description="'bytes', a directory, or a Hugging Face name.")
+    field: str = Field("text", min_length=1, description="Column that holds the text (json, parquet, hub).")
+    holdout: float = Field(0.02, gt=0, le=0.5, description="Part of the documents kept for evaluation, by hash.")
+    name: str | None = Field(
+        None, min_length=1, description="Dataset on the Hugging Face hub, such as allenai/c4 (hub)."
+    )
+    subset: str | None = Field(None, min_length=1, description="Configuration of the dataset, such as en (hub).")
+    split: str = Field("train", min_length=1, description="Split of the dataset (hub).")
+
+    @model_validator(mode="after")
+    def _fits_source(self) -> DataRecipe:
+        if self.source == "hub" and self.name is None:
+            raise ValueError("data.source=hub needs a dataset; set data.name=NAME, such as data.name=allenai/c4")
+        for key in ("name", "subset"):
+            if self.source != "hub" and getattr(self, key) is not None:
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)} has no effect with data.source={self.source}; "
+                    "drop it, or use data=hub"
+                )
+        return self
+
+
+class DataPlace(PeerLocal):
+    path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple] | None = Field(
+        None, description="File, directory or list of them with this peer's data (text, json, parquet)."
+    )
+    shard: int | None = Field(None, ge=0, description="Which of data.shards parts this peer reads; null derives it.")
+    shards: int | None = Field(None, ge=1, description="Parts that the data is cut into; null derives it.")
+
+    @model_validator(mode="after")
+    def _shard_exists(self) -> DataPlace:
+        if (self.shard is None) != (self.shards is None):
+            raise ValueError("data.shard and data.shards belong together; set both or neither")
+        if self.shard is not None and self.shards is not None and self.shard >= self.shards:
+            raise ValueError(
+                f"data.shard={self.shard} does not exist with data.shards={self.shards}; "
+                f"expected 0 to {self.shards - 1}"
+            )
+        return self
+
+
+class DataConfig(DataPlace, DataRecipe):
+    """Which text, and where this peer finds its part of it."""
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> DataConfig:
+        if self.source in ("text", "json", "parquet") and not self.path:
+            raise ValueError(f"data.source={self.source} needs files; set data.path=FILE_OR_DIRECTORY")
+        if self.source in ("stdlib", "hub") and self.path is not None:
+            shown = self.path[0] if len(self.path) == 1 else f"[{','.join(self.path)}]"
+            raise ValueError(
+                f"data.path={shown} has no effect with data.source={self.source}; "
+                "drop it, or add data=text, data=json or data=parquet"
+            )
+        return self
+
+
+class InnerConfig(RunOwned):
+    """The optimizer that every peer runs on its own batches."""
+
+    optimizer: Literal["adamw"] = Field("adamw", description="The inner optimizer; its state never leaves the peer.")
+    lr: float = Field(gt=0, le=10, description="Peak learning rate of the inner optimizer.")
+    batch_size: int = Field(ge=1, le=1 << 20, description="Sequences per inner step and peer.")
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Tuple] = Field(
+        (0.9, 0.95), description="Decay of AdamW's first and second moment."
+    )
+    weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay.")
+    clip: float = Field(1.0, gt=0, le=1e6, description="Largest norm of the gradient; a larger one is scaled down.")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
+    warmup_steps: int = Field(
+        0, ge=0, le=10**15, description="Inner steps in which the learning rate rises from 0 to inner.lr."
+    )
+    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of inner.lr (cosine).")
+
+
+class OuterConfig(RunOwned):
+    """What happens every `sync_every` inner steps."""
+
+    method: Literal["diloco", "data_parallel"] = Field(
+        description="diloco: pseudo-gradients and outer steps; data_parallel: gradients averaged in every inner step."
+    )
+    sync_every: int = Field(
+        ge=1,
+        le=1 << 30,
+        description="H, inner steps per outer step (with data_parallel: per evaluation and budget step).",
+    )
+    fragments: int = Field(1, ge=1, le=65536, description="Parts of the model, each with a syncer of its own.")
+    lr: float = Field(0.7, gt=0, le=10, description="Outer (Nesterov) learning rate.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Outer (Nesterov) momentum.")
+    codec_up: CodecName = Field("int8", description="Encoding of the pseudo-gradients that peers send.")
+    codec_down: CodecName = Field("int8", description="Encoding of the updates that syncers publish.")
+
+
+class SwarmConfig(PeerLocal):
+    """How this peer finds the others and is found."""
+
+    initial_peers: Annotated[tuple[PeerAddress, ...], Tuple] = Field(
+        (), description="Addresses of peers of the swarm to join; [] starts a new swarm."
+    )
+    listen: Annotated[tuple[Multiaddr, ...], Tuple, NotEmpty] = Field(
+        ("/ip4/127.0.0.1/tcp/0",), description="Multiaddrs to listen on; port 0 is any free port."
+    )
+    announce: Annotated[tuple[Multiaddr, ...], Tuple] = Field(
+        (), description="Multiaddrs to tell others, if they differ from swarm.listen (NAT, forwarded ports)."
+    )
+    identity_path: str | None = Field(
+        None, min_length=1, description="File with this peer's private key, made if missing; null is a new identity."
+    )
+    min_peers: int = Field(
+        1, ge=1, le=100_000, description="Peers, this one included, that must be there before inner step 1."
+    )
+    heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
+
+
+class TrainConfig(PeerLocal):
+    """The hardware of this peer."""
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$"), Expected("auto, cpu, cuda or cuda:N")] = (
+        Field("auto", description="auto takes the first free accelerator, else the CPU.")
+    )
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of the inner steps; weights stay fp32.")
+    step_delay_s: Seconds = Field(0.0, description="Seconds slept per inner step, to stand for slow hardware.")
+
+
+class CheckpointConfig(PeerLocal):
+    every: int = Field(1, ge=0, description="Outer steps between checkpoints; 0 is only at the end.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are deleted.")
+
+
+class EvalConfig(PeerLocal):
+    every: int = Field(1, ge=0, description="Outer steps between evaluations on held-out text; 0 is only at the end.")
+    sequences: int = Field(64, ge=1, description="Held-out sequences of one evaluation.")
+
+
+class WandbConfig(PeerLocal):
+    mode: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
+    project: str = Field("diloco", min_length=1, description="wandb project.")
+    entity: str | None = Field(None, min_length=1, description="wandb team or user; null is your default.")

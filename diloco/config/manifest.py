@@ -1,0 +1,123 @@
+"""The manifest: the run-owned half of a configuration, as peers exchange it.
+
+Its hash names the run on the wire, so the text that is hashed must not depend on who computed it: JSON with sorted
+keys, no spaces, ASCII only, and Python's shortest float representation, which every version since 3.1 agrees on.
+A manifest from another peer is untrusted: `from_json` accepts exactly what this version would write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from diloco.config.base import RunOwned
+from diloco.config.groups import BudgetConfig, DataRecipe, InnerConfig, ModelConfig, OuterConfig, RunIdentity
+from diloco.config.messages import explain, show
+from diloco.errors import ConfigError
+
+__all__ = ["MAX_MANIFEST_CHARACTERS", "WIRE_VERSION", "Manifest", "check_model_fits_data", "flatten"]
+
+# Raised whenever peers of the old and the new version could not train together.
+WIRE_VERSION = 1
+# A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
+MAX_MANIFEST_CHARACTERS = 65536
+
+
+class Manifest(RunOwned):
+    """Everything that all peers of a run must agree on."""
+
+    run: RunIdentity
+    budget: BudgetConfig
+    model: ModelConfig
+    data: DataRecipe
+    inner: InnerConfig
+    outer: OuterConfig
+    wire_version: int = Field(WIRE_VERSION, ge=1, description="Version of the protocol between peers.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        check_model_fits_data(self.model, self.data)
+        return self
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Canonical JSON (sorted keys, ASCII); `indent` is for files that people read, and changes no value."""
+        separators = (",", ":") if indent is None else (",", ": ")
+        return json.dumps(
+            self.model_dump(mode="json"), sort_keys=True, separators=separators, indent=indent, allow_nan=False
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Parses an untrusted manifest.
+
+        Raises ConfigError, with one line, for anything but a complete manifest of this wire version.
+        """
+        if len(text) > MAX_MANIFEST_CHARACTERS:
+            raise ConfigError(f"manifest has {len(text)} characters; at most {MAX_MANIFEST_CHARACTERS} are accepted")
+        try:
+            content = json.loads(text, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"manifest is not JSON: {show(str(error))}") from None
+        if not isinstance(content, dict):
+            raise ConfigError("manifest is not a JSON object")
+        version = content.get("wire_version")
+        if type(version) is not int or version != WIRE_VERSION:
+            raise ConfigError(
+                f"manifest has wire version {show(version)}, this diloco speaks {WIRE_VERSION}; "
+                "install the same version on all peers"
+            )
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(f"manifest: {explain(error, cls)}") from None
+
+    def hash(self) -> str:
+        """SHA-256 of the canonical JSON, 64 hexadecimal digits."""
+        return hashlib.sha256(self.to_json().encode("ascii")).hexdigest()
+
+    def differences(self, other: Manifest) -> list[str]:
+        """One text per setting that differs, such as `outer.lr: 0.7 here, 0.4 there`; empty for equal hashes."""
+        here, there = (dict(flatten(manifest.model_dump(mode="json"))) for manifest in (self, other))
+        return [
+            f"{key}: {_side(here, key)} here, {_side(there, key)} there"
+            for key in sorted(here.keys() | there.keys())
+            if _side(here, key) != _side(there, key)
+        ]
+
+
+def check_model_fits_data(model: ModelConfig, data: DataRecipe) -> None:
+    """Raises ValueError if the model cannot hold the tokens or the sequences of the data.
+
+    Only what the config itself says is checked; a model from `model.path` is checked when it is loaded.
+    """
+    vocabulary, positions = model.config.get("vocab_size"), model.config.get("max_position_embeddings")
+    if data.tokenizer == "bytes" and isinstance(vocabulary, int) and vocabulary < 256:
+        raise ValueError(
+            f"model.config.vocab_size={vocabulary} cannot hold bytes; data.tokenizer=bytes needs at least 256"
+        )
+    if isinstance(positions, int) and positions < data.sequence_length:
+        raise ValueError(
+            f"data.sequence_length={data.sequence_length} is longer than "
+            f"model.config.max_position_embeddings={positions}; lower the one or raise the other"
+        )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of the leaves of nested mappings; an empty mapping is a leaf."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _side(leaves: Mapping[str, Any], key: str) -> str:
+    return show(leaves[key]) if key in leaves else "not set"
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")

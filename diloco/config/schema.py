@@ -1,0 +1,152 @@
+"""`Config`: everything one peer knows before it starts, validated and frozen; the checks that span groups.
+
+A setting that cannot work is an error when the object is built. One that works but probably does not do what its
+author hopes is in `warnings()`, which the command prints once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from omegaconf import OmegaConf
+from pydantic import Field, ValidationError, model_validator
+
+from diloco.config.base import RunOwned, Settings
+from diloco.config.groups import (
+    BudgetConfig,
+    CheckpointConfig,
+    DataConfig,
+    DataRecipe,
+    EvalConfig,
+    InnerConfig,
+    LocalConfig,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    RunIdentity,
+    SwarmConfig,
+    TrainConfig,
+    WandbConfig,
+)
+from diloco.config.manifest import Manifest, check_model_fits_data
+from diloco.config.messages import explain
+from diloco.errors import ConfigError
+
+__all__ = ["Config"]
+
+_LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/|/dns4?/localhost/")
+
+
+class Config(Settings):
+    """The whole configuration of one peer; `compose` builds it from `configs/` and the command line."""
+
+    run: RunConfig
+    budget: BudgetConfig
+    local: LocalConfig = Field(default_factory=LocalConfig)
+    model: ModelConfig
+    data: DataConfig
+    inner: InnerConfig
+    outer: OuterConfig
+    swarm: SwarmConfig = Field(default_factory=SwarmConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        check_model_fits_data(self.model, self.data)
+        return self
+
+    def manifest(self) -> Manifest:
+        """The run-owned half."""
+        return Manifest(
+            run=_half(RunIdentity, self.run),
+            budget=self.budget,
+            model=self.model,
+            data=_half(DataRecipe, self.data),
+            inner=self.inner,
+            outer=self.outer,
+        )
+
+    def adopt(self, manifest: Manifest) -> Config:
+        """This peer's half with the run-owned half of `manifest`, as a joiner takes it from the swarm.
+
+        Raises ConfigError if the two do not fit, such as data.source=text there without a data.path here.
+        """
+        mine, theirs = self.model_dump(), manifest.model_dump(exclude={"wire_version"})
+        try:
+            return Config.model_validate({**mine, **{group: {**mine[group], **theirs[group]} for group in theirs}})
+        except ValidationError as error:
+            raise ConfigError(f"the manifest of the run does not fit this peer: {explain(error, Config)}") from None
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML with every key; `compose(base=FILE)` reads it back."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump(mode="json")))
+
+    def warnings(self, overrides: Sequence[str] = ()) -> list[str]:
+        """One line per setting that works but is probably not meant.
+
+        `overrides` are the arguments as the user typed them: a typed setting that has no effect in the chosen mode is
+        named, while the same value from a preset is not.
+        """
+        typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+        unused = [
+            f"{key} has no effect {reason}"
+            for key, reason in _without_effect(self)
+            if any(one == key or one.startswith(f"{key}.") for one in typed)
+        ]
+        return [*unused, *_doubtful(self)]
+
+
+_Half = TypeVar("_Half", bound=RunOwned)
+
+
+def _half(kind: type[_Half], whole: Settings) -> _Half:
+    return kind.model_validate({name: getattr(whole, name) for name in kind.model_fields})
+
+
+def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields (key, reason) of the settings that nothing reads in the chosen mode."""
+    if config.outer.method == "data_parallel":
+        for key in ("outer.fragments", "outer.lr", "outer.momentum", "outer.codec_up", "outer.codec_down", "swarm"):
+            yield key, "with outer.method=data_parallel, which has no outer steps and no swarm"
+    if config.inner.schedule == "constant":
+        yield "inner.final_lr_ratio", "with inner.schedule=constant"
+    if config.data.source in ("stdlib", "text"):
+        yield "data.field", f"with data.source={config.data.source}, which has no columns"
+    if config.data.source != "hub":
+        yield "data.split", f"with data.source={config.data.source}, which has no splits"
+    if config.model.path is not None:
+        yield "model.model_type", "with model.path, whose directory says it"
+    if config.wandb.mode == "disabled":
+        yield "wandb.project", "with wandb.mode=disabled"
+        yield "wandb.entity", "with wandb.mode=disabled"
+
+
+def _doubtful(config: Config) -> Iterator[str]:
+    budget, inner, outer, swarm = config.budget, config.inner, config.outer, config.swarm
+    if budget.outer_steps is not None and budget.tokens is not None:
+        yield (
+            f"budget.outer_steps={budget.outer_steps} and budget.tokens={budget.tokens} are both set; "
+            "the first one reached ends the run (null switches one off)"
+        )
+    if budget.outer_steps is not None and inner.warmup_steps >= budget.outer_steps * outer.sync_every:
+        yield (
+            f"inner.warmup_steps={inner.warmup_steps} is not over when the run ends after "
+            f"{budget.outer_steps * outer.sync_every} inner steps (budget.outer_steps x outer.sync_every)"
+        )
+    vocabulary = config.model.config.get("vocab_size")
+    if config.data.tokenizer == "bytes" and isinstance(vocabulary, int) and vocabulary > 1024:
+        yield (
+            f"data.tokenizer=bytes uses 256 of model.config.vocab_size={vocabulary}; "
+            "choose model=tiny or another data.tokenizer"
+        )
+    elsewhere = any(not _LOOPBACK.search(one) for one in swarm.initial_peers if not one.startswith("@"))
+    if elsewhere and all(_LOOPBACK.search(address) for address in swarm.listen):
+        yield (
+            "swarm.initial_peers is on another machine but swarm.listen only on this one; "
+            "add swarm=network, so that the others can connect to this peer"
+        )

@@ -1,0 +1,113 @@
+"""Everything that can go wrong for a user, with the exit code it ends in.
+
+    DilocoError            1   base; never raised itself
+    ├── ConfigError        2   bad configuration, arguments, or an unusable directory
+    │   ├── DataError      2   no data, unreadable data, no tokens in it
+    │   └── CheckpointError 2  a checkpoint or model directory that cannot be used
+    ├── SwarmError         3   the swarm cannot be reached or does not admit this peer
+    ├── DivergedError      4   training produced non-finite or absurd values
+    ├── UnsavedError       5   interrupted with work that is in no checkpoint
+    └── PayloadError       1   something from the network is invalid; refused and counted where it arrives,
+                               so a user sees it only if that catch is missing
+
+The text of each is one line: the key as typed, the value got, the remedy. Anything else that escapes is a bug of ours
+(exit code 1, with its traceback). Exit code 0 is a run that is done or was left cleanly.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from collections.abc import Callable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DilocoError",
+    "DivergedError",
+    "PayloadError",
+    "SwarmError",
+    "UnsavedError",
+    "guard",
+]
+
+
+class DilocoError(Exception):
+    """A mistake or a mishap with a remedy; `str(error)` is one line for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(DilocoError):
+    """A setting, an argument or a directory cannot be used."""
+
+    exit_code = 2
+
+
+class DataError(ConfigError):
+    """The training data is missing, unreadable or empty."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint or a model directory is missing, truncated, corrupt or of another run."""
+
+
+class SwarmError(DilocoError):
+    """The swarm cannot be reached, or it refuses this peer."""
+
+    exit_code = 3
+
+
+class DivergedError(DilocoError):
+    """Training diverged; going on would waste everybody's compute."""
+
+    exit_code = 4
+
+
+class UnsavedError(DilocoError):
+    """The run was interrupted and some of its work is in no checkpoint."""
+
+    exit_code = 5
+
+
+class PayloadError(DilocoError):
+    """Bytes or a header from another peer are invalid; refused where they arrive."""
+
+
+# Mishaps of the machine, not bugs: the user frees space or picks another directory.
+_DIRECTORY_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
+
+
+def guard(function: Callable[[], int | None]) -> int:
+    """Runs `function` and returns the exit code of the process; the one place where errors become text.
+
+    `DilocoError` and unusable directories (no space, no permission) print `diloco: error: <one line>` on stderr.
+    Ctrl+C that nobody handled ends in 5, like any interruption with unsaved work. Anything else is a bug: its
+    traceback is printed and the code is 1. Both `diloco` and `python -m diloco.train` go through here, so it imports
+    neither click nor torch.
+    """
+    try:
+        return function() or 0
+    except DilocoError as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return UnsavedError.exit_code
+    except OSError as error:
+        if error.errno not in _DIRECTORY_ERRNOS:
+            traceback.print_exc()
+            return DilocoError.exit_code
+        place = f"{error.filename}: " if error.filename else ""
+        _complain(f"{place}{error.strerror}; free or choose another place with run.dir=DIRECTORY")
+        return ConfigError.exit_code
+    except Exception:
+        traceback.print_exc()
+        return DilocoError.exit_code
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"diloco: error: {' '.join(text.split())}\n")
+    sys.stderr.flush()

@@ -1,0 +1,18 @@
+"""What every test shares: no network, no surprise threads, and hypothesis without time limits."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports the libraries that read these.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "agg"
+
+from hypothesis import HealthCheck, settings
+
+# A slow or busy machine must not fail a property: what is tested is the result.
+settings.register_profile("diloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("diloco")

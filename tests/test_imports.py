@@ -1,0 +1,194 @@
+"""Imports point down, every third-party package has a home, and the protocol touches neither clock nor socket.
+
+Read from the syntax tree, so an import inside a function or under TYPE_CHECKING counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "diloco"
+
+# From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not know each other.
+LAYERS = [
+    {"errors"},
+    {"config"},
+    {"protocol", "outer"},
+    {"swarm", "model", "data"},
+    {"train"},
+    {"cli"},
+]
+# Where a package may be imported; anything else that is not in the standard library may not be imported at all.
+HOMES = {
+    "hivemind": {"swarm"},
+    "transformers": {"model", "data"},
+    "tokenizers": {"data"},
+    "huggingface_hub": {"data"},
+    "datasets": {"data"},
+    "pyarrow": {"data"},
+    "wandb": {"train"},
+    "matplotlib": {"train"},
+    "torch.distributed": {"train"},
+    "torch": {"outer", "model", "data", "swarm", "train"},
+    "numpy": {"outer", "data", "train"},
+    "safetensors": {"model", "train"},
+    "msgpack": {"protocol", "swarm"},
+    "uvloop": {"swarm"},
+    "hydra": {"config"},
+    "omegaconf": {"config"},
+    "yaml": {"config"},
+    "annotated_types": {"config"},
+    "pydantic": {"config", "protocol"},
+    "pydantic_core": {"config", "protocol"},
+    "click": {"cli"},
+    "rich": {"cli"},
+}
+# Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per thread.)
+IO_MODULES = {"asyncio", "datetime", "multiprocessing", "select", "socket", "subprocess", "time"}
+SANS_IO = {"protocol": IO_MODULES | {"threading"}, "outer": IO_MODULES}
+# Loading either can run somebody else's code.
+NEVER = {"pickle", "dill", "marshal", "shelve"}
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of everything a module imports; for `from a import b` this is `a.b`."""
+    parents = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What is wrong with the imports of a module such as `diloco.swarm.node`."""
+    return [
+        f"{module}:{line} imports {name}: {why}"
+        for line, name in imports(source, module, is_package)
+        if (why := _forbidden(module, name))
+    ]
+
+
+def _forbidden(module: str, name: str) -> str | None:
+    part = module.split(".")[1] if "." in module else ""
+    top = name.split(".")[0]
+    if top == "diloco":
+        return _points_up(part, name)
+    if top in NEVER:
+        return "it can run code from a file"
+    if top in SANS_IO.get(part, ()):
+        return f"{part} reads no clock and opens no socket"
+    if top in sys.stdlib_module_names:
+        return None
+    package = max((home for home in HOMES if f"{name}.".startswith(f"{home}.")), key=len, default=None)
+    if package is None:
+        return "no part is its home"
+    return None if part in HOMES[package] else f"its home is {' or '.join(sorted(HOMES[package]))}"
+
+
+def _points_up(part: str, name: str) -> str | None:
+    target = [*name.split("."), ""][1]
+    if part in ("", "__main__") or target in ("", "__version__", part):  # the facade, and what it defines itself
+        return None
+    rank = {name: number for number, row in enumerate(LAYERS) for name in row}
+    if target not in rank or part not in rank:
+        return f"{target if target not in rank else part} is in no layer"
+    return None if rank[target] < rank[part] else f"{part} is not above {target}"
+
+
+def modules() -> list[tuple[str, Path]]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    names = [file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for file in files]
+    return [(name.removesuffix(".__init__"), file) for name, file in zip(names, files, strict=True)]
+
+
+@pytest.mark.parametrize(("module", "file"), modules(), ids=[name for name, _ in modules()])
+def test_imports_point_down_and_third_party_packages_stay_at_home(module: str, file: Path) -> None:
+    assert complaints(file.read_text(encoding="utf-8"), module, file.name == "__init__.py") == []
+
+
+def test_every_part_of_the_package_is_in_a_layer() -> None:
+    parts = {name.split(".")[1] for name, _ in modules() if "." in name} - {"__main__"}
+    assert parts <= set().union(*LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("diloco.outer.codecs", "from diloco.swarm.node import Node", "outer is not above swarm"),
+        ("diloco.outer.codecs", "import diloco.config.schema\nimport diloco.train", "outer is not above train"),
+        ("diloco.swarm.node", "from diloco.data import stream", "swarm is not above data"),
+        ("diloco.protocol.lease", "from diloco.outer import codec", "protocol is not above outer"),
+        ("diloco.errors", "from diloco.config import Config", "errors is not above config"),
+        ("diloco.swarm.node", "def late():\n    from diloco.cli import main", "swarm is not above cli"),
+        ("diloco.swarm.node", "from .. import train", "swarm is not above train"),
+        ("diloco.swarm.node", "from ..train import api", "swarm is not above train"),
+        (
+            "diloco.swarm.node",
+            "import importlib\nimportlib.import_module('diloco.train.api')",
+            "swarm is not above train",
+        ),
+        ("diloco.train.loop", "from diloco.dashboard import page", "dashboard is in no layer"),
+        ("diloco.train.loop", "import hivemind", "its home is swarm"),
+        (
+            "diloco.train.loop",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hivemind",
+            "its home is swarm",
+        ),
+        ("diloco.swarm.node", "import torch.distributed as dist", "its home is train"),
+        ("diloco.swarm.node", "from torch import distributed", "its home is train"),
+        ("diloco.config.schema", "import torch", "its home is data or model or outer or swarm or train"),
+        ("diloco.cli.main", "from pydantic import BaseModel", "its home is config or protocol"),
+        ("diloco.train.loop", "import requests", "no part is its home"),
+        ("diloco.protocol.lease", "import time", "protocol reads no clock and opens no socket"),
+        (
+            "diloco.outer.codecs",
+            "def late():\n    from asyncio import sleep",
+            "outer reads no clock and opens no socket",
+        ),
+        ("diloco.train.checkpoint", "import pickle", "it can run code from a file"),
+    ],
+)
+def test_the_checker_finds_what_is_wrong(module: str, source: str, complaint: str) -> None:
+    found = complaints(source, module)
+    assert len(found) == 1
+    assert found[0].endswith(f": {complaint}")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "diloco.train.loop",
+            "import torch, time, json\nfrom diloco.swarm import Node\nfrom diloco.errors import ConfigError",
+        ),
+        ("diloco.train.island", "import torch.distributed\nfrom torch.distributed import all_reduce"),
+        ("diloco.swarm.node", "from . import streams\nfrom .streams import open_stream\nfrom ..protocol import lease"),
+        ("diloco.cli.main", "from diloco import __version__"),
+        ("diloco", "def __getattr__(name):\n    from diloco.train.api import Swarm"),
+    ],
+)
+def test_the_checker_accepts_what_is_right(module: str, source: str) -> None:
+    assert complaints(source, module) == []
+
+
+@pytest.mark.parametrize(
+    "statement", ["import diloco", "import diloco.cli.main", "import diloco.config, diloco.errors"]
+)
+def test_nothing_heavy_is_imported_before_a_command_runs(statement: str) -> None:
+    heavy = "{'torch', 'transformers', 'hivemind', 'datasets', 'numpy', 'wandb', 'matplotlib'}"
+    code = f"import sys; {statement}; print(sorted({heavy} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert shown.stdout == "[]\n"

@@ -1,0 +1,171 @@
+"""Cuts a model into fragments and copies chunks of them out of and into its parameters.
+
+A fragment is a list of slices of flattened parameters, and is addressed as one flat fp32 vector:
+
+    parameters   [ embed ........ ][ layer.0 .. ][ layer.1 .. ][ head ........ ]
+    fragments    [ 0 .................. ][ 1 .................. ][ 2 .......... ]     partition()
+    chunks       [ CHUNK ][ CHUNK ][ .. ]                                            chunks()
+
+Chunks are small enough for a CPU cache and for a network block, so no caller ever needs a second copy of a fragment.
+Other patterns (strided layers, Streaming DiLoCo) are other functions that return `tuple[Fragment, ...]`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError
+
+__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "partition", "scatter_"]
+
+BLOCK = 4096
+"""Elements that share one scale in the block codecs."""
+
+CHUNK = 64 * BLOCK
+"""Elements handled at a time: 1 MiB of fp32."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The half-open range [start, stop) of the parameter `name`, flattened in row-major order."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A set of parameter slices that is synchronised together; element i of the fragment is element i of their
+    concatenation."""
+
+    index: int
+    slices: tuple[Slice, ...]
+    numel: int
+
+    def __post_init__(self) -> None:
+        assert self.numel == sum(piece.numel for piece in self.slices), "numel must be the length of the slices"
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(piece.numel for piece in self.slices))
+
+    def locate(self, start: int, stop: int) -> Iterator[tuple[int, Slice]]:
+        """Yields `(offset from start, slice)` for the parts of parameters that make up [start, stop) of the fragment.
+
+        Finding the first one takes O(log slices), so a fragment may have thousands of slices.
+        """
+        assert 0 <= start <= stop <= self.numel, f"[{start}, {stop}) is outside the fragment's {self.numel} elements"
+        position = start
+        first = bisect_right(self._ends, start)
+        for piece, end in zip(self.slices[first:], self._ends[first:], strict=True):
+            if position >= stop:
+                return
+            begin = piece.stop - (end - position)
+            length = min(end, stop) - position
+            yield position - start, Slice(piece.name, begin, begin + length)
+            position += length
+
+
+def partition(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
+    """Cuts the concatenation of all parameters, in the given order, in `fragments` nearly equal contiguous ranges.
+
+    Every element belongs to exactly one fragment. Cuts are multiples of BLOCK, so that only the last fragment has a
+    block that is not full; a model of fewer than `fragments` blocks is cut between elements instead.
+
+    Args:
+        numels: elements of each parameter; all peers must give the same names in the same order.
+        fragments: how many, at least 1.
+
+    Raises:
+        ConfigError: fewer elements than fragments.
+    """
+    total = sum(numels.values())
+    if total == 0:
+        raise ConfigError("the model has no parameters to synchronise; give it at least one that requires a gradient")
+    if not 1 <= fragments <= total:
+        raise ConfigError(f"outer.fragments={fragments} is not possible; choose 1 to {total}, the model's elements")
+    unit = BLOCK if total >= fragments * BLOCK else 1
+    units = -(-total // unit)
+    cuts = [min(i * units // fragments * unit, total) for i in range(fragments + 1)]
+    names = list(numels)
+    whole = Fragment(0, tuple(Slice(name, 0, numels[name]) for name in names if numels[name]), total)
+    return tuple(
+        Fragment(index, tuple(piece for _, piece in whole.locate(start, stop)), stop - start)
+        for index, (start, stop) in enumerate(pairwise(cuts))
+    )
+
+
+def chunks(numel: int) -> Iterator[tuple[int, int]]:
+    """Yields the half-open ranges of at most CHUNK elements that cover [0, numel); only the last may be shorter."""
+    for start in range(0, numel, CHUNK):
+        yield start, min(start + CHUNK, numel)
+
+
+@torch.no_grad()
+def gather_(out: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor]) -> None:
+    """Copies [start, stop) of the fragment out of the parameters into `out`, converting and moving as needed.
+
+    Args:
+        out: (stop - start,) fp32, contiguous.
+        parameters: the fragment's parameters by name, of any dtype, device and memory layout.
+    """
+    assert out.shape == (stop - start,), f"out is {tuple(out.shape)}, the range has {stop - start} elements"
+    for offset, piece in fragment.locate(start, stop):
+        for at, part in _rectangles(parameters[piece.name], piece.start, piece.stop):
+            begin = offset + at - piece.start
+            out[begin : begin + part.numel()].view(part.shape).copy_(part)
+
+
+@torch.no_grad()
+def scatter_(parameters: Mapping[str, Tensor], fragment: Fragment, start: int, stop: int, values: Tensor) -> None:
+    """Writes `values` into [start, stop) of the fragment, in place in the parameters; the inverse of `gather_`.
+
+    Args:
+        parameters: the fragment's parameters by name, of any dtype, device and memory layout; may require gradients.
+        values: (stop - start,) fp32, contiguous.
+    """
+    assert values.shape == (stop - start,), f"values are {tuple(values.shape)}, the range has {stop - start} elements"
+    for offset, piece in fragment.locate(start, stop):
+        for at, part in _rectangles(parameters[piece.name], piece.start, piece.stop):
+            begin = offset + at - piece.start
+            part.copy_(values[begin : begin + part.numel()].view(part.shape))
+
+
+def _rectangles(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Yields `(first flat index, view)` for views that together are [start, stop) of the tensor in row-major order.
+
+    A contiguous tensor is one view. Any other (a transposed weight, channels_last) cannot be flattened without
+    copying it whole, so the range is split along the first dimension into an incomplete first row, full rows and an
+    incomplete last row, and the incomplete ones likewise along the next: at most 2 * ndim - 1 views.
+    """
+    if start == stop:
+        return
+    if tensor.is_contiguous():
+        yield start, tensor.view(-1)[start:stop]
+        return
+    width = tensor.numel() // tensor.shape[0]
+    first, last = -(-start // width), stop // width
+    if first > last:  # inside one row
+        for at, part in _rectangles(tensor[last], start - last * width, stop - last * width):
+            yield last * width + at, part
+        return
+    if start < first * width:
+        for at, part in _rectangles(tensor[first - 1], start - (first - 1) * width, width):
+            yield (first - 1) * width + at, part
+    if first < last:
+        yield first * width, tensor[first:last]
+    if last * width < stop:
+        for at, part in _rectangles(tensor[last], 0, stop - last * width):
+            yield last * width + at, part

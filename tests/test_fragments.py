@@ -1,0 +1,180 @@
+"""Fragments: every element of every parameter belongs to exactly one, and travels exactly once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError
+from diloco.outer.fragments import BLOCK, CHUNK, Fragment, Slice, chunks, gather_, partition, scatter_
+
+LAYOUTS = ("contiguous", "transposed", "channels_last", "every_other", "reversed_dims")
+
+
+def make_parameter(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
+    """Zeros of that shape in a memory layout that needs care, where the shape allows it."""
+    if layout == "transposed" and len(shape) >= 2:
+        return torch.zeros(*shape[:-2], shape[-1], shape[-2], dtype=dtype).transpose(-1, -2)
+    if layout == "channels_last" and len(shape) == 4:
+        return torch.zeros(shape, dtype=dtype).to(memory_format=torch.channels_last)
+    if layout == "every_other" and len(shape) >= 1:
+        return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+    if layout == "reversed_dims":
+        return torch.zeros(shape[::-1], dtype=dtype).permute(tuple(reversed(range(len(shape)))))
+    return torch.zeros(shape, dtype=dtype)
+
+
+def number_elements_(parameters: dict[str, Tensor]) -> int:
+    """Gives every element its place in the concatenation as its value (small enough to be exact in bfloat16)."""
+    first = 0
+    for parameter in parameters.values():
+        numbers = torch.arange(first, first + parameter.numel()) % 251
+        parameter.copy_(numbers.view(parameter.shape))
+        first += parameter.numel()
+    return first
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Tensor]:
+    count = draw(st.integers(1, 5))
+    parameters = {}
+    for i in range(count):
+        shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+        parameters[f"p{i}"] = make_parameter(shape, draw(st.sampled_from(LAYOUTS)), dtype)
+    return parameters
+
+
+@settings(deadline=None, max_examples=80)
+@given(models(), st.data())
+def test_every_element_is_in_one_fragment_and_is_gathered_and_scattered_exactly_once(
+    parameters: dict[str, Tensor], data: st.DataObject
+) -> None:
+    total = number_elements_(parameters)
+    parts = partition({name: p.numel() for name, p in parameters.items()}, data.draw(st.integers(1, total)))
+    visits = {name: torch.zeros(p.numel(), dtype=torch.int) for name, p in parameters.items()}
+    gathered = []
+    for fragment in parts:
+        cuts = sorted({0, fragment.numel, *data.draw(st.lists(st.integers(0, fragment.numel), max_size=4))})
+        for start, stop in pairwise(cuts):
+            for _, piece in fragment.locate(start, stop):
+                visits[piece.name][piece.start : piece.stop] += 1
+            out = torch.full((stop - start,), torch.nan)
+            gather_(out, fragment, start, stop, parameters)
+            gathered.append(out)
+            scatter_(parameters, fragment, start, stop, out + 1)
+    assert all((count == 1).all() for count in visits.values())
+    # A second gathering or scattering of an element would have seen or made a value that is one higher.
+    assert torch.equal(torch.cat(gathered), (torch.arange(total) % 251).float())
+    after = torch.cat([p.reshape(-1).float() for p in parameters.values()])
+    assert torch.equal(after, (torch.arange(total) % 251).float() + 1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 10 * BLOCK), min_size=1, max_size=20), st.integers(1, 40))
+def test_fragments_are_balanced_contiguous_and_cut_at_blocks(numels: list[int], fragments: int) -> None:
+    total = sum(numels)
+    if total < fragments:
+        return
+    parts = partition({str(i): numel for i, numel in enumerate(numels)}, fragments)
+    assert [part.index for part in parts] == list(range(fragments))
+    sizes = [part.numel for part in parts]
+    assert sum(sizes) == total
+    if total >= fragments * BLOCK:
+        assert all(size % BLOCK == 0 for size in sizes[:-1])
+        assert max(sizes) - min(sizes) < 2 * BLOCK
+    else:
+        assert max(sizes) - min(sizes) <= 1
+    slices = [piece for part in parts for piece in part.slices]
+    assert all(piece.numel > 0 for piece in slices)
+    ranges: dict[str, list[tuple[int, int]]] = {str(i): [(0, 0)] for i in range(len(numels))}
+    for piece in slices:
+        assert ranges[piece.name][-1][1] == piece.start
+        ranges[piece.name].append((piece.start, piece.stop))
+    assert [ranges[str(i)][-1][1] for i in range(len(numels))] == numels
+    assert [int(piece.name) for piece in slices] == sorted(int(piece.name) for piece in slices)
+
+
+def test_partition_follows_the_given_order_of_parameters() -> None:
+    assert partition({"b": 3, "a": 5}, 2) == (
+        Fragment(0, (Slice("b", 0, 3), Slice("a", 0, 1)), 4),
+        Fragment(1, (Slice("a", 1, 5),), 4),
+    )
+
+
+@pytest.mark.parametrize("fragments", [0, 9])
+def test_an_impossible_number_of_fragments_is_refused_with_the_largest_possible(fragments: int) -> None:
+    with pytest.raises(ConfigError, match=rf"outer\.fragments={fragments} is not possible; choose 1 to 8"):
+        partition({"a": 3, "b": 5}, fragments)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameters"):
+        partition({"empty": 0}, 1)
+
+
+@pytest.mark.parametrize("numel", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+def test_chunks_cover_the_range_and_only_the_last_is_short(numel: int) -> None:
+    ranges = list(chunks(numel))
+    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges)][: len(ranges)]
+    assert sum(stop - start for start, stop in ranges) == numel
+    assert all(stop - start == CHUNK for start, stop in ranges[:-1])
+    assert all(0 < stop - start <= CHUNK for start, stop in ranges)
+
+
+def test_scatter_changes_the_live_parameters_of_a_module_that_trains() -> None:
+    layer = nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    storage = layer.weight.data_ptr()
+    parameters = dict(layer.named_parameters())
+    (fragment,) = partition({name: p.numel() for name, p in parameters.items()}, 1)
+    scatter_(parameters, fragment, 0, 8, torch.arange(8.0))
+    assert layer.weight.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert layer.bias.tolist() == [6, 7]
+    assert layer.weight.data_ptr() == storage
+    assert layer.weight.is_leaf and layer.weight.requires_grad
+    out = torch.empty(8)
+    gather_(out, fragment, 0, 8, parameters)
+    assert not out.requires_grad
+
+
+def test_gathering_a_transposed_weight_makes_no_copy_of_it_whole() -> None:
+    weight = torch.arange(6.0).view(2, 3).t()  # logical order 0 3 1 4 2 5
+    (fragment,) = partition({"w": 6}, 1)
+    for start in range(6):
+        for stop in range(start, 7):
+            out = torch.full((stop - start,), -1.0)
+            gather_(out, fragment, start, stop, {"w": weight})
+            assert out.tolist() == [0, 3, 1, 4, 2, 5][start:stop]
+
+
+def test_scatter_rounds_to_the_parameters_dtype() -> None:
+    parameters = {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    (fragment,) = partition({"w": 2}, 1)
+    scatter_(parameters, fragment, 0, 2, torch.tensor([1.0, 1 + 2**-9]))
+    assert parameters["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_range_outside_the_fragment_is_our_bug() -> None:
+    (fragment,) = partition({"w": 2}, 1)
+    with pytest.raises(AssertionError, match="outside"):
+        gather_(torch.empty(3), fragment, 0, 3, {"w": torch.zeros(2)})
+    with pytest.raises(AssertionError, match="elements"):
+        gather_(torch.empty(3), fragment, 0, 2, {"w": torch.zeros(2)})
+    with pytest.raises(AssertionError, match="elements"):
+        scatter_({"w": torch.zeros(2)}, fragment, 0, 2, torch.empty(1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_parameters_on_a_gpu_round_trip() -> None:
+    parameters = {"w": torch.arange(12.0, device="cuda").view(3, 4).t().to(torch.bfloat16)}
+    (fragment,) = partition({"w": 12}, 1)
+    out = torch.empty(12)
+    gather_(out, fragment, 0, 12, parameters)
+    scatter_(parameters, fragment, 0, 12, out + 1)
+    assert torch.equal(parameters["w"].cpu().float().reshape(-1), out + 1)

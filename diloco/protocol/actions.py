@@ -1,0 +1,62 @@
+"""What the sans-IO core asks its owner to do. The real node and the simulator carry out the same actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco.protocol.messages import Message
+from diloco.protocol.syncer import Close
+
+__all__ = ["Action", "Broadcast", "CatchUp", "Hold", "Merge", "Note", "Release"]
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Send a message to every connected peer."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class Hold:
+    """This peer is syncer of the fragment from now on: make its outer state ready and publish the lease in the DHT."""
+
+    fragment: int
+    term: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """This peer is not the fragment's syncer any more: drop what was collected and the outer state."""
+
+    fragment: int
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Make the next version out of the collected contributions, publish it, and report it by `Peer.published`."""
+
+    close: Close
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Fetch the fragment from one of the donors, in that order, and report it by `Peer.adopted`.
+
+    `outer` asks for the syncer's master and momentum too: the donor is handing the fragment over.
+    """
+
+    fragment: int
+    donors: tuple[str, ...]
+    outer: bool
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line for the event log."""
+
+    kind: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+Action = Broadcast | CatchUp | Hold | Merge | Note | Release

@@ -1,0 +1,268 @@
+"""Everything peers say to each other, as schemas.
+
+Two kinds of streams carry these messages, each as one msgpack map behind a 4-byte length:
+
+- *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`;
+- *bulk* streams, one per transfer: a `Contribution`, `StateRequest` or `ManifestRequest` and the answers to it, each
+  followed by raw payload whose length both sides know beforehand.
+
+Nothing read from the network becomes an object without passing its schema: unknown fields, wrong types, values out of
+range and unknown kinds all raise `PayloadError`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from diloco.errors import PayloadError
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "Claim",
+    "Contribution",
+    "Hello",
+    "ManifestReply",
+    "ManifestRequest",
+    "Message",
+    "Published",
+    "Receipt",
+    "Record",
+    "Refusal",
+    "State",
+    "StateHeader",
+    "StateRequest",
+    "Status",
+    "Verdict",
+    "decode",
+    "encode",
+    "expect",
+]
+
+MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
+
+State = Literal["starting", "ready", "training", "exchanging", "leaving", "done"]
+Name = Annotated[str, Field(max_length=128)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+Index = Annotated[int, Field(ge=0, lt=2**20)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Message(BaseModel):
+    """Base of all messages: frozen, strict, and no field that the schema does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Status(Message):
+    """What a peer is doing; sent on every change and as the heartbeat.
+
+    Attributes:
+        versions: anchor version of each fragment.
+        inner_step, target_steps: inner steps done since the last exchange, and how many there will be before the next.
+        steps_per_s: measured inner steps per second; 0 while there is no measurement.
+        tokens: tokens this peer has processed in this run.
+    """
+
+    kind: Literal["status"] = "status"
+    state: State
+    versions: Annotated[list[Count], Field(max_length=2**20)]
+    inner_step: Count = 0
+    target_steps: Count = 0
+    steps_per_s: Rate = 0.0
+    tokens: Count = 0
+
+
+class Claim(Message):
+    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor it stands on."""
+
+    kind: Literal["claim"] = "claim"
+    fragment: Index
+    term: Annotated[int, Field(ge=1, lt=2**62)]
+    version: Count
+    digest: Digest
+
+
+class Hello(Message):
+    """First message on a control stream: which run this peer is in, what it can do, and whom it knows."""
+
+    kind: Literal["hello"] = "hello"
+    wire_version: Count
+    run_id: Name
+    manifest_hash: Digest
+    name: Name
+    trains: bool
+    holds: bool
+    peers: Annotated[list[Name], Field(max_length=4096)]
+    status: Status
+    claims: Annotated[list[Claim], Field(max_length=2**20)]
+
+
+class Published(Message):
+    """Announcement of an update record: the fragment is now at `version`.
+
+    `applied_tokens` is the swarm clock: tokens merged into the model since version 0.
+    """
+
+    kind: Literal["published"] = "published"
+    fragment: Index
+    term: Annotated[int, Field(ge=1, lt=2**62)]
+    version: Count
+    digest: Digest
+    contributors: Annotated[list[Name], Field(max_length=4096)]
+    applied_tokens: Count
+
+
+class Contribution(Message):
+    """Header of a contribution; the encoded pseudo-gradient follows once the syncer has accepted it."""
+
+    kind: Literal["contribution"] = "contribution"
+    manifest_hash: Digest
+    fragment: Index
+    term: Annotated[int, Field(ge=1, lt=2**62)]
+    base_version: Count
+    steps: Annotated[int, Field(ge=1, lt=2**40)]
+    tokens: Annotated[int, Field(ge=1, lt=2**48)]
+
+
+class Verdict(Message):
+    """The syncer's answer to a contribution.
+
+    `accepted` means: send the payload from chunk `first_chunk` on (0, or later when an earlier stream broke midway; the
+    number of chunks when the whole payload is here already). Otherwise `reason` says why not, `version` and `term`
+    where the syncer stands; with `record_follows` the contribution is one version late and the update it missed comes
+    next.
+    """
+
+    kind: Literal["verdict"] = "verdict"
+    accepted: bool
+    first_chunk: Count = 0
+    record_follows: bool = False
+    reason: Annotated[str, Field(max_length=512)] = ""
+    version: Count = 0
+    term: Count = 0
+
+
+class Receipt(Message):
+    """The syncer has folded in the whole payload of a contribution."""
+
+    kind: Literal["receipt"] = "receipt"
+
+
+class Record(Message):
+    """Header of an update record; the encoded displacement follows, chunk after chunk."""
+
+    kind: Literal["record"] = "record"
+    fragment: Index
+    term: Annotated[int, Field(ge=1, lt=2**62)]
+    version: Count
+    digest_before: Digest
+    digest: Digest
+    contributors: Annotated[list[Name], Field(max_length=4096)]
+    applied_tokens: Count
+
+
+class StateRequest(Message):
+    """Asks for a fragment's newest anchor, and with `outer` also for the syncer's master and momentum.
+
+    A donor that still has the update record from `have_version` to the version after it sends that instead of the
+    state.
+    """
+
+    kind: Literal["state_request"] = "state_request"
+    manifest_hash: Digest
+    fragment: Index
+    have_version: Annotated[int, Field(ge=-1, lt=2**62)] = -1
+    outer: bool = False
+
+
+class StateHeader(Message):
+    """Header of a fragment's state; fp32 anchor follows, then master and momentum when `outer`."""
+
+    kind: Literal["state"] = "state"
+    fragment: Index
+    version: Count
+    digest: Digest
+    applied_tokens: Count
+    outer: bool
+
+
+class ManifestRequest(Message):
+    """Asks for the manifest of the run; needs no manifest hash, for it is how a newcomer learns it."""
+
+    kind: Literal["manifest_request"] = "manifest_request"
+
+
+class ManifestReply(Message):
+    """The manifest as canonical JSON."""
+
+    kind: Literal["manifest"] = "manifest"
+    text: Annotated[str, Field(max_length=MAX_FRAME_BYTES // 2)]
+
+
+class Refusal(Message):
+    """The stream is not wanted; `reason` is one line for the user of the other side."""
+
+    kind: Literal["refusal"] = "refusal"
+    reason: Annotated[str, Field(max_length=2048)]
+
+
+_Any = Annotated[
+    Status
+    | Claim
+    | Hello
+    | Published
+    | Contribution
+    | Verdict
+    | Receipt
+    | Record
+    | StateRequest
+    | StateHeader
+    | ManifestRequest
+    | ManifestReply
+    | Refusal,
+    Field(discriminator="kind"),
+]
+_adapter: TypeAdapter[Any] = TypeAdapter(_Any)
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    """Serialise a message as msgpack (without the length prefix)."""
+    packed: bytes = msgpack.packb(message.model_dump(), use_bin_type=True)
+    return packed
+
+
+def decode(frame: bytes) -> Message:
+    """Parse and validate one untrusted frame.
+
+    Raises:
+        PayloadError: the frame is not msgpack, too large, of an unknown kind, or does not fit its schema.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise PayloadError(f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    try:
+        fields = msgpack.unpackb(frame, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise PayloadError(f"a frame is not valid msgpack: {error}") from None
+    try:
+        message: Message = _adapter.validate_python(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PayloadError(f"a message does not fit its schema: {where}: {first['msg']}") from None
+    return message
+
+
+def expect(message: Message, kind: type[M]) -> M:
+    """Narrow a message to the kind that the conversation allows here; a `Refusal` or other kind raises
+    `PayloadError`.
+    """
+    if isinstance(message, kind):
+        return message
+    if isinstance(message, Refusal):
+        raise PayloadError(f"refused: {message.reason}")
+    raise PayloadError(f"expected {kind.__name__}, got {type(message).__name__}")

@@ -1,0 +1,389 @@
+"""The protocol of one peer, whole and sans-IO: events and `now` in, actions out.
+
+    connected / heard / lost / tick  ->  membership, leases, syncers  ->  Broadcast, Hold, Release, Merge, CatchUp, Note
+
+It never sleeps, opens a socket or reads a clock; the owner passes monotonic seconds and carries out the actions. Life
+of a peer:
+
+1. `starting`: it hears the others' hellos. With enough peers connected, vacant fragments are claimed; what differs from
+   the syncers' published anchors is fetched.
+2. `ready`: it agrees with every syncer on version and digest. When no connected trainer is still starting it may train.
+3. `training`, `exchanging`: in turn.
+4. `leaving`, `done`: it trains no more; its fragments go to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Note, Release
+from diloco.protocol.leases import Lease, LeaseTable
+from diloco.protocol.membership import Member, Membership
+from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, State, Status, Verdict
+from diloco.protocol.rendezvous import assign, order
+from diloco.protocol.syncer import Syncer
+
+__all__ = ["WIRE_VERSION", "Peer"]
+
+WIRE_VERSION = 1
+CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
+CONTROL_FRAGMENT = 0  # its update records carry the swarm clock
+
+
+class Peer:
+    """One peer's view of the swarm and its part in it.
+
+    Args:
+        me: this peer's id.
+        name: display name.
+        run_id, manifest_hash: what a peer on the other side must have too.
+        digests: digest of each fragment's anchor; its length is the number of fragments.
+        versions: anchor version of each fragment (all 0 in a new run).
+        applied_tokens: swarm clock at these versions.
+        trains, holds: whether this peer contributes, and whether it can be a syncer.
+        min_peers: connected peers, this one included, before anything is claimed.
+
+    On failure of other peers: a lost member is expected no more and its fragments are claimed anew under a higher term.
+    Messages that do not fit (unknown fragment, stale term) are ignored; nothing from the network makes this raise.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        name: str,
+        run_id: str,
+        manifest_hash: str,
+        digests: list[str],
+        versions: list[int] | None = None,
+        applied_tokens: int = 0,
+        trains: bool = True,
+        holds: bool = True,
+        min_peers: int = 1,
+    ) -> None:
+        self.me = me
+        self.name = name
+        self.run_id = run_id
+        self.manifest_hash = manifest_hash
+        self.digests = list(digests)
+        self.versions = list(versions or [0] * len(digests))
+        self.applied_tokens = applied_tokens
+        self.trains = trains
+        self.holds = holds
+        self.min_peers = min_peers
+        self.members = Membership()
+        self.leases = LeaseTable()
+        self.syncers: dict[int, Syncer] = {}
+        self.state: State = "starting"
+        self.heals = 0
+        self.takeovers = 0
+        self._step = (0, 0, 0.0, 0)
+        self._catching_up: set[int] = set()
+        self._merging: set[int] = set()
+        self._vacant_since: dict[int, float] = {}
+        self._opened = False
+
+    # -- what this peer says ------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """This peer's status as the others shall see it."""
+        inner_step, target_steps, steps_per_s, tokens = self._step
+        return Status(
+            state=self.state,
+            versions=list(self.versions),
+            inner_step=inner_step,
+            target_steps=target_steps,
+            steps_per_s=steps_per_s,
+            tokens=tokens,
+        )
+
+    def hello(self) -> Hello:
+        """First message to a newly connected peer."""
+        return Hello(
+            wire_version=WIRE_VERSION,
+            run_id=self.run_id,
+            manifest_hash=self.manifest_hash,
+            name=self.name,
+            trains=self.trains,
+            holds=self.holds,
+            peers=[member.peer for member in self.members.all()],
+            status=self.status(),
+            claims=[_claim_of(lease) for lease in self.leases.held_by(self.me)],
+        )
+
+    def objection(self, hello: Hello) -> str | None:
+        """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
+        if hello.wire_version != WIRE_VERSION:
+            return (
+                f"wire version {hello.wire_version} does not fit {WIRE_VERSION} here; install the same diloco version"
+            )
+        if hello.run_id != self.run_id:
+            return f"run.id={hello.run_id} is not the run here, which is run.id={self.run_id}"
+        if hello.manifest_hash != self.manifest_hash:
+            return f"the manifest {hello.manifest_hash[:12]} differs from {self.manifest_hash[:12]} here"
+        if len(hello.status.versions) != len(self.versions):
+            return f"{len(hello.status.versions)} fragments there, {len(self.versions)} here"
+        return None
+
+    # -- events from the network --------------------------------------------------------------------------------------
+
+    def connected(self, peer: str, hello: Hello, now: float) -> list[Action]:
+        """A peer said hello (and `objection` had none)."""
+        actions: list[Action] = []
+        if self.members.join(peer, hello, now):
+            actions.append(Note("join", {"peer": peer, "name": hello.name, "live": len(self.members) + 1}))
+        for claim in hello.claims:
+            actions += self._heard_claim(peer, claim)
+        return actions + self.tick(now)
+
+    def heard(self, peer: str, message: Message, now: float) -> list[Action]:
+        """A message arrived on the control stream of a connected peer."""
+        member = self.members.get(peer)
+        if member is None:
+            return []
+        actions: list[Action] = []
+        match message:
+            case Status():
+                if len(message.versions) == len(self.versions):
+                    member.hear(message, now)
+            case Claim():
+                actions += self._heard_claim(peer, message)
+            case Published():
+                actions += self._heard_published(peer, message)
+        return actions + self.tick(now)
+
+    def lost(self, peer: str, now: float, why: str) -> list[Action]:
+        """The connection to a peer is gone for good, or it left."""
+        member = self.members.get(peer)
+        if member is None:
+            return []
+        self.members.remove(peer)
+        kind = "leave" if member.status.state in ("leaving", "done") else "lost"
+        note = Note(kind, {"peer": peer, "name": member.name, "why": why, "live": len(self.members) + 1})
+        return [note, *self.tick(now)]
+
+    def tick(self, now: float) -> list[Action]:
+        """Let time pass: silent members go, vacant fragments are claimed, rounds close, gaps are caught up with."""
+        for peer in self.members.silent(now):
+            return self.lost(peer, now, "silent")  # ends in another tick
+        actions = self._claim_vacant(now)
+        actions += self._close_rounds(now)
+        actions += self._catch_up()
+        if self.state == "starting" and self._opened and all(map(self.agrees, range(len(self.versions)))):
+            self.state = "ready"
+            actions.append(Broadcast(self.status()))
+        return actions
+
+    def _heard_claim(self, peer: str, claim: Claim) -> list[Action]:
+        if claim.fragment >= len(self.versions):
+            return []
+        before = self.leases.get(claim.fragment)
+        if not self.leases.claim(peer, claim):
+            return []
+        actions: list[Action] = [
+            Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
+        ]
+        self._vacant_since.pop(claim.fragment, None)
+        if before is not None and before.holder == self.me and peer != self.me:
+            del self.syncers[claim.fragment]
+            self._merging.discard(claim.fragment)
+            actions.append(Release(claim.fragment))
+        return actions
+
+    def _heard_published(self, peer: str, message: Published) -> list[Action]:
+        lease = self.leases.get(message.fragment)
+        if lease is None or lease.holder != peer:
+            return []
+        self.leases.published(message.fragment, message.term, message.version, message.digest)
+        return []
+
+    # -- events from the training loop --------------------------------------------------------------------------------
+
+    def enter(self, state: State, now: float) -> list[Action]:
+        """This peer's training loop is in another state now."""
+        self.state = state
+        return [Broadcast(self.status()), *self.tick(now)]
+
+    def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
+        """Figures for the next heartbeat."""
+        self._step = (inner_step, target_steps, steps_per_s, tokens)
+
+    def may_train(self) -> bool:
+        """Whether the first inner step may be taken: agreed with all syncers, and no connected trainer is starting."""
+        return self.state == "ready" and all(m.status.state != "starting" for m in self.members.all() if m.trains)
+
+    def first_steps(self, sync_every: int) -> int:
+        """Inner steps of this peer's first round: fewer than `sync_every` when the others are in the middle of
+        theirs.
+        """
+        ahead = [
+            m.status.inner_step
+            for m in self.members.all()
+            if m.trains and m.status.state in ("training", "exchanging") and m.status.versions == self.versions
+        ]
+        return max(1, sync_every - max(ahead, default=0))
+
+    def adopted(self, fragment: int, version: int, digest: str, applied_tokens: int, now: float) -> list[Action]:
+        """The anchor of a fragment moved to a version: by an update record, or by fetching its state."""
+        self._catching_up.discard(fragment)
+        if version == self.versions[fragment] and digest != self.digests[fragment] and version > 0:
+            self.heals += 1
+        self.versions[fragment] = version
+        self.digests[fragment] = digest
+        if fragment == CONTROL_FRAGMENT:
+            self.applied_tokens = max(self.applied_tokens, applied_tokens)
+        syncer = self.syncers.get(fragment)
+        if syncer is not None and version > syncer.version:
+            syncer.advance(version)
+            self.leases.published(fragment, syncer.term, version, digest)
+        return [Broadcast(self.status()), *self.tick(now)]
+
+    def catch_up_failed(self, fragment: int) -> None:
+        """No donor answered; the next tick asks again."""
+        self._catching_up.discard(fragment)
+
+    def merging(self, fragment: int) -> bool:
+        """Whether a `Merge` of this fragment has been asked for and not reported as published."""
+        return fragment in self._merging
+
+    def agrees(self, fragment: int) -> bool:
+        """Whether the anchor of a fragment is the one that its syncer published last."""
+        lease = self.leases.get(fragment)
+        return lease is not None and lease.version == self.versions[fragment] and lease.digest == self.digests[fragment]
+
+    # -- syncer's side ------------------------------------------------------------------------------------------------
+
+    def offer(self, peer: str, header: Contribution) -> Verdict:
+        """Judge a contribution to a fragment by its header."""
+        if header.manifest_hash != self.manifest_hash:
+            return Verdict(accepted=False, reason=f"the manifest {header.manifest_hash[:12]} is not the one here")
+        syncer = self.syncers.get(header.fragment)
+        if syncer is None:
+            term = self.leases.term(header.fragment)
+            return Verdict(accepted=False, reason=f"not the syncer of fragment {header.fragment}", term=term)
+        return syncer.offer(peer, header)
+
+    def arrived(self, peer: str, fragment: int, now: float) -> list[Action]:
+        """The whole payload of a contribution is folded in."""
+        syncer = self.syncers.get(fragment)
+        if syncer is not None:
+            syncer.arrived(peer)
+        return self.tick(now)
+
+    def published(
+        self, fragment: int, digest: str, tokens: int, contributors: Collection[str], now: float
+    ) -> list[Action]:
+        """The merge that `Merge` asked for is done: announce the new version."""
+        self._merging.discard(fragment)
+        syncer = self.syncers.get(fragment)
+        if syncer is None:
+            return []
+        syncer.advance(syncer.version + 1)
+        self.versions[fragment] = syncer.version
+        self.digests[fragment] = digest
+        if fragment == CONTROL_FRAGMENT:
+            self.applied_tokens += tokens
+        self.leases.published(fragment, syncer.term, syncer.version, digest)
+        message = Published(
+            fragment=fragment,
+            term=syncer.term,
+            version=syncer.version,
+            digest=digest,
+            contributors=sorted(contributors),
+            applied_tokens=self.applied_tokens,
+        )
+        return [Broadcast(message), Broadcast(self.status()), *self.tick(now)]
+
+    def _close_rounds(self, now: float) -> list[Action]:
+        members = {member.peer: member for member in self.members.all()}
+        me = self.me if self.trains and self.state in ("ready", "training", "exchanging") else None
+        actions: list[Action] = []
+        for fragment, syncer in sorted(self.syncers.items()):
+            if fragment in self._merging or fragment in self._catching_up:
+                continue
+            close = syncer.poll(members, me, now)
+            if close is None:
+                continue
+            self._merging.add(fragment)
+            if close.missing:
+                actions.append(Note("missing", {"fragment": fragment, "peers": list(close.missing)}))
+            actions.append(Merge(close))
+        return actions
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def _live(self, peer: str) -> Member | None:
+        member = self.members.get(peer)
+        return None if member is None or member.status.state in ("leaving", "done") else member
+
+    def _claim_vacant(self, now: float) -> list[Action]:
+        self._opened = self._opened or len(self.members) + 1 >= self.min_peers
+        vacant = [f for f in range(len(self.versions)) if self._vacant(f)]
+        if not (self._opened and self.holds and vacant) or self.state in ("leaving", "done"):
+            return []
+        for fragment in vacant:
+            self._vacant_since.setdefault(fragment, now)
+        able = [m.peer for m in self.members.all() if m.holds and self._live(m.peer)] + [self.me]
+        load = {peer: len(self.leases.held_by(peer)) for peer in able}
+        holders = assign(vacant, able, load)
+        actions: list[Action] = []
+        for fragment in vacant:
+            waited_s = now - self._vacant_since[fragment]
+            turn_s = CLAIM_PATIENCE_S * order(able, fragment).index(self.me)
+            if holders[fragment] == self.me or waited_s > CLAIM_PATIENCE_S + turn_s:
+                actions += self._take(fragment)
+        return actions
+
+    def _vacant(self, fragment: int) -> bool:
+        lease = self.leases.get(fragment)
+        if lease is None or lease.holder == self.me:
+            return lease is None
+        holder = self.members.get(lease.holder)
+        # A peer that is done keeps its fragments while it is connected: there is no next version to make.
+        return holder is None or holder.status.state == "leaving"
+
+    def _take(self, fragment: int) -> list[Action]:
+        """Claim a vacant fragment, or first catch up with the highest version that anyone has."""
+        if fragment in self._catching_up:
+            return []
+        lease = self.leases.get(fragment)
+        leaver = lease.holder if lease is not None and lease.holder in self.members else None
+        behind = self.members.highest_version(fragment) > self.versions[fragment]
+        if behind or leaver is not None:
+            self._catching_up.add(fragment)
+            if leaver is not None:
+                self.leases.vacate(
+                    fragment
+                )  # its outer state is asked for once; if that fails, the claim goes on without
+                return [CatchUp(fragment, (leaver,), outer=True)]
+            return [CatchUp(fragment, tuple(self.members.donors(fragment, self.versions[fragment] + 1)), outer=False)]
+        term = self.leases.term(fragment) + 1
+        if term > 1:
+            self.takeovers += 1
+        claim = Claim(fragment=fragment, term=term, version=self.versions[fragment], digest=self.digests[fragment])
+        actions = self._heard_claim(self.me, claim)
+        self.syncers[fragment] = Syncer(fragment, term, self.versions[fragment])
+        return [*actions, Hold(fragment, term), Broadcast(claim)]
+
+    def _catch_up(self) -> list[Action]:
+        """What differs from the syncers is fetched, unless the training loop is at work: it notices at its exchange."""
+        actions: list[Action] = []
+        for fragment, version in enumerate(self.versions):
+            lease = self.leases.get(fragment)
+            if lease is None or fragment in self._catching_up or fragment in self._merging:
+                continue
+            if lease.holder == self.me:
+                donors = self.members.donors(fragment, version + 1)
+            elif self.state in ("training", "exchanging", "leaving", "done") and self.trains:
+                continue
+            elif lease.version < version or self.agrees(fragment):
+                continue
+            else:
+                donors = [lease.holder]
+            if donors:
+                self._catching_up.add(fragment)
+                actions.append(CatchUp(fragment, tuple(donors), outer=False))
+        return actions
+
+
+def _claim_of(lease: Lease) -> Claim:
+    return Claim(fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest)

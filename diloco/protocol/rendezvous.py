@@ -1,0 +1,52 @@
+"""Who should hold which fragment: weighted rendezvous hashing with a bound on the load.
+
+Every peer computes the same answer from the same set of peers, without talking. When a peer leaves, only its own
+fragments move. Plain rendezvous hashing leaves some peers with several fragments and others with none; the bound keeps
+every peer's share of the outer state near `fragments / peers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+__all__ = ["assign", "order", "score"]
+
+
+def score(peer: str, fragment: int, weight: float = 1.0) -> float:
+    """Rendezvous score of a peer for a fragment; higher is better (weighted form: -weight / ln(hash))."""
+    digest = hashlib.sha256(f"{fragment}:{peer}".encode()).digest()
+    uniform = (int.from_bytes(digest[:8], "big") + 0.5) / 2**64  # in (0, 1), so the logarithm is finite and not zero
+    return -weight / math.log(uniform)
+
+
+def order(peers: Iterable[str], fragment: int) -> list[str]:
+    """Peers from the best to the worst holder of a fragment; ties are broken by the id."""
+    return sorted(peers, key=lambda peer: (-score(peer, fragment), peer))
+
+
+def assign(fragments: Iterable[int], peers: Collection[str], load: Mapping[str, int]) -> dict[int, str]:
+    """Give each of the fragments a holder.
+
+    Args:
+        fragments: the fragments to give away.
+        peers: candidates; empty means that nothing can be assigned.
+        load: how many fragments each candidate holds already.
+
+    Returns:
+        fragment -> peer. No peer gets more than ceil(all fragments / peers), counting what it holds, unless it did
+        before.
+    """
+    wanted = sorted(fragments)
+    if not peers:
+        return {}
+    count = {peer: load.get(peer, 0) for peer in peers}
+    bound = math.ceil((len(wanted) + sum(count.values())) / len(count))
+    assignment = {}
+    for fragment in wanted:
+        ranked = order(count, fragment)
+        holder = next((peer for peer in ranked if count[peer] < bound), ranked[0])
+        assignment[fragment] = holder
+        count[holder] += 1
+    return assignment

@@ -1,0 +1,196 @@
+"""Bulk streams: contributions up, update records down, state and manifest for newcomers. One stream per transfer.
+
+A contribution, as both sides see it:
+
+1. contributor: header. syncer: verdict (from which chunk on).
+2. contributor: payload chunk by chunk, each encoded just before it is sent; syncer: each validated and folded in on
+   arrival.
+3. syncer: receipt. Both wait for the version to close.
+4. syncer: record header, then the update; contributor: keeps it aside until it is whole, applies it, compares the
+   digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import torch
+from hivemind.p2p import P2P
+from torch import Tensor
+
+from diloco.errors import PayloadError
+from diloco.outer.codecs import codec
+from diloco.outer.replica import Replica
+from diloco.protocol.leases import Lease
+from diloco.protocol.messages import (
+    Contribution,
+    ManifestReply,
+    ManifestRequest,
+    Receipt,
+    Record,
+    Refusal,
+    StateHeader,
+    StateRequest,
+    Verdict,
+    expect,
+)
+from diloco.protocol.peer import Peer
+from diloco.swarm.daemon import peer_id
+from diloco.swarm.streams import Stream, Traffic
+
+__all__ = ["BULK", "BulkClient", "FetchedRecord", "FetchedState", "Seconds"]
+
+BULK = "diloco/1/bulk"
+OPEN_TIMEOUT_S = 10.0
+STATE_CODEC = codec("fp32")
+
+
+@dataclass
+class Seconds:
+    """Where the time of one exchange went."""
+
+    comm: float = 0.0
+    wait: float = 0.0
+    outer: float = 0.0
+
+
+@dataclass(frozen=True)
+class FetchedRecord:
+    """An update record, whole; `update` is its payload (uint8)."""
+
+    header: Record
+    update: Tensor
+
+
+@dataclass(frozen=True)
+class FetchedState:
+    """A fragment's state from a donor; master and momentum only from a syncer that hands over."""
+
+    header: StateHeader
+    anchor: Tensor
+    master: Tensor | None
+    momentum: Tensor | None
+
+
+class BulkClient:
+    """This peer's side of the transfers it begins. Everything in `BROKEN`, and `PayloadError`, goes to the caller."""
+
+    def __init__(self, p2p: P2P, protocol: Peer, replica: Replica, traffic: Traffic) -> None:
+        self._p2p = p2p
+        self._protocol = protocol
+        self._replica = replica
+        self._traffic = traffic
+
+    async def open(self, peer: str) -> Stream:
+        """Open a bulk stream to a peer."""
+        opening = self._p2p.call_binary_stream_handler(peer_id(peer), BULK)
+        _, reader, writer = await asyncio.wait_for(opening, OPEN_TIMEOUT_S)
+        return Stream(peer, reader, writer, self._traffic)
+
+    async def contribute(
+        self, lease: Lease, header: Contribution, seconds: Seconds
+    ) -> tuple[Verdict, FetchedRecord | None]:
+        """Send one contribution to the syncer and wait for the record.
+
+        The wait has no time limit of its own: the caller ends it when the syncer is lost or loses its lease.
+        """
+        stream = await self.open(lease.holder)
+        try:
+            begun_at = time.monotonic()
+            await stream.send(header)
+            verdict = expect(await stream.receive(), Verdict)
+            if not verdict.accepted:
+                record = await self._receive_record(stream) if verdict.record_follows else None
+                return verdict, record
+            for chunk in range(verdict.first_chunk, len(self._replica.chunks[lease.fragment])):
+                await stream.send_payload(self._replica.encode(lease.fragment, chunk))
+            expect(await stream.receive(None), Receipt)
+            sent_at = time.monotonic()
+            message = await stream.receive(None)
+            record_at = time.monotonic()
+            record = await self._receive_record(stream, expect(message, Record))
+            seconds.comm = sent_at - begun_at + time.monotonic() - record_at
+            seconds.wait = record_at - sent_at
+            return verdict, record
+        finally:
+            stream.close()
+
+    async def _receive_record(self, stream: Stream, header: Record | None = None) -> FetchedRecord:
+        if header is None:
+            header = expect(await stream.receive(), Record)
+        if header.fragment >= len(self._replica.fragments):
+            raise PayloadError(f"a record for fragment {header.fragment}, which does not exist")
+        update = torch.empty(self._replica.update_nbytes(header.fragment), dtype=torch.uint8)
+        at = 0
+        for start, stop in self._replica.chunks[header.fragment]:
+            size = self._replica.down.nbytes(stop - start)
+            await stream.receive_payload(update[at : at + size])
+            at += size
+        return FetchedRecord(header, update)
+
+    async def fetch(self, donor: str, fragment: int, have_version: int, outer: bool) -> FetchedRecord | FetchedState:
+        """Get the newest state of a fragment from a donor, or the one record that is missing.
+
+        Raises:
+            PayloadError: the donor refuses, or sends something that is not what its header says.
+        """
+        stream = await self.open(donor)
+        try:
+            hash_ = self._protocol.manifest_hash
+            await stream.send(
+                StateRequest(manifest_hash=hash_, fragment=fragment, have_version=have_version, outer=outer)
+            )
+            answer = await stream.receive()
+            if isinstance(answer, Record):
+                return await self._receive_record(stream, answer)
+            header = expect(answer, StateHeader)
+            if header.fragment != fragment or (header.outer and not outer):
+                raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
+            vectors = [await self._receive_vector(stream, fragment) for _ in range(3 if header.outer else 1)]
+            return FetchedState(header, vectors[0], *(vectors[1:] if header.outer else (None, None)))
+        finally:
+            stream.close()
+
+    async def _receive_vector(self, stream: Stream, fragment: int) -> Tensor:
+        vector = torch.empty(self._replica.fragments[fragment].numel)
+        for start, stop in self._replica.chunks[fragment]:
+            payload = torch.empty(STATE_CODEC.nbytes(stop - start), dtype=torch.uint8)
+            await stream.receive_payload(payload)
+            STATE_CODEC.decode(payload, vector[start:stop])
+        return vector
+
+    async def fetch_manifest(self, donor: str) -> str:
+        """The manifest of the run that a peer is in, as untrusted JSON text."""
+        stream = await self.open(donor)
+        try:
+            await stream.send(ManifestRequest())
+            return expect(await stream.receive(), ManifestReply).text
+        finally:
+            stream.close()
+
+
+async def send_record(stream: Stream, record: FetchedRecord, replica: Replica) -> None:
+    """Write an update record: header, then its payload in the chunks of the fragment."""
+    await stream.send(record.header)
+    at = 0
+    for start, stop in replica.chunks[record.header.fragment]:
+        size = replica.down.nbytes(stop - start)
+        await stream.send_payload(record.update[at : at + size])
+        at += size
+
+
+async def send_state(stream: Stream, header: StateHeader, vectors: list[Tensor], replica: Replica) -> None:
+    """Write a fragment's state: header, then fp32 vectors that nobody changes meanwhile."""
+    await stream.send(header)
+    for vector in vectors:
+        for start, stop in replica.chunks[header.fragment]:
+            payload = torch.empty(STATE_CODEC.nbytes(stop - start), dtype=torch.uint8)
+            STATE_CODEC.encode(vector[start:stop], payload)
+            await stream.send_payload(payload)
+
+
+async def refuse(stream: Stream, reason: str) -> None:
+    """Tell the other side why its stream is not wanted."""
+    await stream.send(Refusal(reason=reason[:2000]))

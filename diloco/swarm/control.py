@@ -1,0 +1,236 @@
+"""The control mesh: one outgoing stream to every peer, one incoming from it, and the DHT to find new ones.
+
+What is said goes out on our stream; what we hear comes in on theirs. Bulk bytes never travel here, so a link saturated
+by a pseudo-gradient does not starve heartbeats. A stream that ends is noticed at once:
+
+1. A peer is killed. Our stream to it and its stream to us read end-of-file within milliseconds.
+2. We dial it once more. Its daemon is gone too, or lingers and accepts a stream that nobody answers.
+3. No answer: it is lost, and the protocol drops it from the round that is waiting for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.timed_storage import get_dht_time
+
+from diloco.errors import PayloadError
+from diloco.protocol.messages import Hello, Message, Refusal, Status, expect
+from diloco.protocol.peer import Peer
+from diloco.swarm.daemon import peer_id
+from diloco.swarm.streams import BROKEN, Stream, Traffic
+
+__all__ = ["UNREACHABLE", "ControlMesh"]
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "diloco/1/control"
+UNREACHABLE = (*BROKEN, ControlFailure, P2PDaemonError)
+DIAL_TIMEOUT_S = 10.0
+RECORD_LIFE_S = 60.0
+RECORD_PERIOD_S = 15.0
+
+
+class ControlMesh:
+    """Keeps this peer connected to all others of the run.
+
+    Args:
+        on_hello, on_message, on_lost: called in the loop for a peer that connected, spoke, or is gone.
+        on_refused: called with the reason when the other side refuses us.
+
+    A peer that cannot be reached is left out and dialled again when it is heard of again. Nothing here raises at the
+    owner; a wrong run or manifest is refused on the stream with the reason.
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        dht: DHTNode,
+        protocol: Peer,
+        traffic: Traffic,
+        on_hello: Callable[[str, Hello], None],
+        on_message: Callable[[str, Message], None],
+        on_lost: Callable[[str, str], None],
+        on_refused: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self._p2p = p2p
+        self._dht = dht
+        self._protocol = protocol
+        self._traffic = traffic
+        self._on_hello = on_hello
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_refused = on_refused
+        self._outgoing: dict[str, asyncio.Queue[Message | None]] = {}
+        self._incoming: dict[str, Stream] = {}
+        self._dialling: dict[str, asyncio.Task[bool]] = {}
+        self._checking: set[str] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._closed = False
+
+    async def start(self, seeds: Iterable[str]) -> list[str]:
+        """Listen, dial the seeds and whomever the DHT names; returns the seeds that answered."""
+        await self._p2p.add_binary_stream_handler(CONTROL, self._serve)
+        seeds = list(seeds)
+        answered = await asyncio.gather(*(self.dial(peer) for peer in seeds))
+        self._spawn(self._discover())
+        return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
+
+    def broadcast(self, message: Message) -> None:
+        """Queue a message to every connected peer; never blocks."""
+        for queue in self._outgoing.values():
+            queue.put_nowait(message)
+
+    async def close(self) -> None:
+        """Flush what is queued, end all streams, and forget the DHT record."""
+        self._closed = True
+        for queue in self._outgoing.values():
+            queue.put_nowait(None)
+        senders = [task for task in self._tasks if task.get_name() == "send"]
+        if senders:
+            await asyncio.wait(senders, timeout=2.0)
+        for stream in self._incoming.values():
+            stream.close()  # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
+        tasks = [*self._tasks, *self._dialling.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def dial(self, peer: str) -> asyncio.Task[bool]:
+        """Open our stream to a peer unless there is one; the result says whether it answered."""
+        if peer not in self._dialling or self._dialling[peer].done():
+            self._dialling[peer] = asyncio.create_task(self._dial(peer))
+        return self._dialling[peer]
+
+    async def _dial(self, peer: str) -> bool:
+        if peer in self._outgoing or peer == self._protocol.me or self._closed:
+            return True
+        stream: Stream | None = None
+        try:
+            opening = self._p2p.call_binary_stream_handler(peer_id(peer), CONTROL)
+            _, reader, writer = await asyncio.wait_for(opening, DIAL_TIMEOUT_S)
+            stream = Stream(peer, reader, writer, self._traffic)
+            await stream.send(self._protocol.hello())
+            answer = await stream.receive(DIAL_TIMEOUT_S)
+            if isinstance(answer, Refusal):
+                stream.close()
+                await self._on_refused(peer, answer.reason)
+                return False
+            expect(answer, Status)
+        except (*UNREACHABLE, PayloadError) as error:
+            logger.debug("dialling %s failed: %r", peer, error)
+            if stream is not None:
+                stream.close()
+            return False
+        self._outgoing[peer] = asyncio.Queue()
+        self._spawn(self._send_all(peer, stream), "send")
+        return True
+
+    async def _send_all(self, peer: str, stream: Stream) -> None:
+        """Our side of the stream to a peer: queued messages until either side ends it."""
+        queue = self._outgoing[peer]
+        ended = asyncio.create_task(_ended(stream))
+        # What changed between the hello and now was broadcast to the others only.
+        queue.put_nowait(self._protocol.status())
+        for claim in self._protocol.hello().claims:
+            queue.put_nowait(claim)
+        try:
+            while not ended.done():
+                getting = asyncio.create_task(queue.get())
+                await asyncio.wait({getting, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
+                    getting.cancel()
+                    break
+                message = getting.result()
+                if message is None:
+                    return
+                await asyncio.wait_for(stream.send(message), DIAL_TIMEOUT_S)
+        except BROKEN as error:
+            logger.debug("the stream to %s broke: %r", peer, error)
+        finally:
+            ended.cancel()
+            stream.close()
+            if self._outgoing.get(peer) is queue:
+                del self._outgoing[peer]
+        await self._check(peer, "connection reset")
+
+    async def _serve(self, info: object, reader: object, writer: object) -> None:
+        """Their stream to us: hello, then whatever they say."""
+        peer = info.peer_id.to_base58()  # type: ignore[attr-defined]
+        stream = Stream(peer, reader, writer, self._traffic)  # type: ignore[arg-type]
+        try:
+            hello = expect(await stream.receive(), Hello)
+            objection = self._protocol.objection(hello)
+            if objection is not None or self._closed:
+                await stream.send(Refusal(reason=objection or "this peer is leaving"))
+                return
+            await stream.send(self._protocol.status())
+            self._incoming[peer] = stream
+            self._on_hello(peer, hello)
+            for other in (peer, *hello.peers):
+                self.dial(other)
+            while True:
+                self._on_message(peer, await stream.receive(None))
+        except PayloadError as error:
+            self._on_lost(peer, str(error))
+        except BROKEN as error:
+            logger.debug("the stream from %s ended: %r", peer, error)
+        finally:
+            stream.close()
+        if self._incoming.get(peer) is stream:
+            del self._incoming[peer]
+            await self._check(peer, "connection reset")
+
+    async def _check(self, peer: str, why: str) -> None:
+        """A stream ended. A peer that said goodbye is gone; any other gets one more call before it counts as lost."""
+        member = self._protocol.members.get(peer)
+        if self._closed or member is None or peer in self._checking:
+            return
+        self._checking.add(peer)
+        try:
+            queue = self._outgoing.pop(peer, None)
+            if queue is not None:
+                queue.put_nowait(None)
+            said_goodbye = member.status.state in ("leaving", "done")
+            if said_goodbye or not await self.dial(peer):
+                self._on_lost(peer, why)
+        finally:
+            self._checking.discard(peer)
+
+    async def _discover(self) -> None:
+        """Once in a while: tell the DHT that we are here, and dial whom it knows and we do not."""
+        key = f"{self._protocol.run_id}/peers"
+        while True:
+            try:
+                life = get_dht_time() + RECORD_LIFE_S
+                await self._dht.store(key, self._protocol.name, life, subkey=self._protocol.me)
+                found = await self._dht.get(key, latest=True)
+            except UNREACHABLE as error:
+                logger.debug("the DHT did not answer: %r", error)
+                found = None
+            if found is not None and isinstance(found.value, dict):
+                for peer in found.value:
+                    if isinstance(peer, str) and peer not in self._protocol.members:
+                        self.dial(peer)
+            await asyncio.sleep(RECORD_PERIOD_S)
+
+    def _spawn(self, work: Awaitable[object], name: str | None = None) -> None:
+        task: asyncio.Task[object] = asyncio.ensure_future(work)
+        if name is not None:
+            task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _ended(stream: Stream) -> None:
+    """Returns when the other side ends a stream on which it has nothing to say."""
+    try:
+        await stream.receive(None)
+    except (*BROKEN, PayloadError):
+        return

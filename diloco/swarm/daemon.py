@@ -1,0 +1,148 @@
+"""Starts hivemind's two halves in this process's own event loop: the libp2p daemon and the DHT node.
+
+hivemind.DHT would fork a process of its own; `DHTNode` on a `P2P` of our loop needs none, and leaves nothing behind:
+the daemon ends when the process that started it does, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+
+from diloco.errors import ConfigError, SwarmError
+
+__all__ = ["identity_number", "open_daemon", "peer_id_of", "read_addresses"]
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+_ADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/\d+(/.*)?/p2p/[1-9A-HJ-NP-Za-km-z]+$")
+
+
+def peer_id_of(address: str) -> str:
+    """The peer id at the end of a multiaddr; `ConfigError` says what a correct address looks like."""
+    if not _ADDRESS.match(address):
+        raise ConfigError(
+            f"swarm.initial_peers: {address!r} is not a peer address; "
+            "one looks like /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW..."
+        )
+    return address.rsplit("/", 1)[1]
+
+
+async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
+    """Replace each `@FILE` by the address in that file, waiting until somebody has written it.
+
+    Raises:
+        SwarmError: a file did not appear in time.
+        ConfigError: an entry is no address.
+    """
+    addresses = []
+    for entry in entries:
+        if entry.startswith("@"):
+            path = Path(entry[1:])
+            try:
+                entry = await asyncio.wait_for(_appears(path), timeout_s)
+            except asyncio.TimeoutError:
+                raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
+        peer_id_of(entry)
+        addresses.append(entry)
+    return addresses
+
+
+async def _appears(path: Path) -> str:
+    while not path.exists():
+        await asyncio.sleep(0.05)
+    return path.read_text().strip()
+
+
+def _make_identity(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            P2P.generate_identity(str(path))
+    except OSError as error:
+        raise ConfigError(f"swarm.identity_path={path} cannot be written: {error.strerror}") from None
+
+
+def identity_number(path: Path) -> int:
+    """A number below 2**48 that belongs to the key in this file, which is made when it is missing."""
+    _make_identity(path)
+    return int.from_bytes(hashlib.sha256(path.read_bytes()).digest()[:6], "big")
+
+
+def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[str], identity_path: Path) -> Exception:
+    text = str(error)
+    if "already taken" in text:
+        return SwarmError(
+            f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
+        )
+    if "address already in use" in text or "failed to listen" in text or "cannot assign requested" in text:
+        return SwarmError(
+            f"swarm.listen={','.join(listen)} cannot be listened on (port taken?); choose another port, or 0 for any"
+        )
+    if initial_peers:
+        return SwarmError(
+            f"swarm.initial_peers={','.join(initial_peers)} cannot be reached; "
+            "check that a peer is running there and that its port is open"
+        )
+    return SwarmError(f"the libp2p daemon did not start: {' '.join(text.split())[:300]}")
+
+
+async def open_daemon(
+    initial_peers: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path
+) -> tuple[P2P, DHTNode]:
+    """Start listening and join the DHT.
+
+    Args:
+        initial_peers: multiaddrs of peers of the swarm; empty starts a new one.
+        listen, announce: multiaddrs to listen on, and those to tell others when they differ.
+        identity_path: private key of this peer; made when there is none.
+
+    Raises:
+        SwarmError: nobody answers at the initial peers, the port is taken, or the daemon does not start.
+        ConfigError: the identity cannot be written.
+    """
+    _make_identity(identity_path)
+    # Ctrl+C in a terminal reaches every process of the group. The daemon must outlive it for a clean leave, and it
+    # inherits this thread's signal mask.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        p2p = await P2P.create(
+            initial_peers=[Multiaddr(address) for address in initial_peers] or None,
+            host_maddrs=[Multiaddr(address) for address in listen],
+            announce_maddrs=[Multiaddr(address) for address in announce] or None,
+            identity_path=str(identity_path),
+            startup_timeout=START_TIMEOUT_S,
+            check_if_identity_free=False,
+        )
+    except (P2PDaemonError, OSError, ValueError) as error:
+        raise _explain(error, initial_peers, listen, identity_path) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    own = p2p.peer_id.to_base58()
+    if any(peer_id_of(address) == own for address in initial_peers):
+        await p2p.shutdown()
+        raise SwarmError(f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file")
+    try:
+        dht = await DHTNode.create(p2p=p2p, initial_peers=[Multiaddr(address) for address in initial_peers] or None)
+    except Exception as error:
+        await p2p.shutdown()
+        raise _explain(error, initial_peers, listen, identity_path) from error
+    logger.debug("daemon of %s started by process %d", own, os.getpid())
+    return p2p, dht
+
+
+def peer_id(text: str) -> PeerID:
+    """hivemind's object for a peer id."""
+    return PeerID.from_base58(text)

@@ -1,0 +1,144 @@
+"""The answering side of bulk streams: contributions to fragments held here, state and manifest for whoever asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+import torch
+
+from diloco.errors import PayloadError
+from diloco.outer.replica import Replica
+from diloco.protocol.actions import Action
+from diloco.protocol.messages import (
+    Contribution,
+    ManifestReply,
+    ManifestRequest,
+    Message,
+    Receipt,
+    StateHeader,
+    StateRequest,
+)
+from diloco.protocol.peer import Peer
+from diloco.swarm.bulk import FetchedRecord, refuse, send_record, send_state
+from diloco.swarm.streams import BROKEN, Stream
+
+__all__ = ["BulkServer", "Host"]
+
+logger = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """What the conversations need of the node that they belong to."""
+
+    protocol: Peer
+    replica: Replica
+    records: dict[int, FetchedRecord]
+    manifest_text: str
+
+    def now(self) -> float: ...
+    def note(self, kind: str, **fields: object) -> None: ...
+    def do(self, actions: list[Action]) -> None: ...
+    def notify(self) -> None: ...
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None: ...
+    async def until(self, condition: Callable[[], bool]) -> None: ...
+    async def pause(self, timeout_s: float) -> None: ...
+
+
+class BulkServer:
+    """Answers one bulk stream at a time per call; a peer that sends something invalid is refused with the reason."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.serving = 0
+
+    async def serve(self, stream: Stream) -> None:
+        """Handle one incoming stream until it ends."""
+        self.serving += 1
+        try:
+            await self._answer(stream, await stream.receive())
+        except PayloadError as error:
+            self._host.note("refused", peer=stream.peer, why=str(error))
+            await _quietly(refuse(stream, str(error)))
+        except BROKEN as error:
+            logger.debug("a bulk stream of %s broke: %r", stream.peer, error)
+        finally:
+            self.serving -= 1
+            stream.close()
+
+    async def _answer(self, stream: Stream, request: Message) -> None:
+        match request:
+            case Contribution():
+                await self._contribution(stream, request)
+            case StateRequest():
+                await self._state(stream, request)
+            case ManifestRequest():
+                await stream.send(ManifestReply(text=self._host.manifest_text))
+            case _:
+                raise PayloadError(f"a bulk stream cannot begin with {type(request).__name__}")
+
+    async def _contribution(self, stream: Stream, header: Contribution) -> None:
+        host, fragment = self._host, header.fragment
+        verdict = host.protocol.offer(stream.peer, header)
+        record = host.records.get(fragment)
+        late = record is not None and record.header.version == header.base_version + 1
+        if not verdict.accepted:
+            late = late and verdict.version > header.base_version
+            await stream.send(verdict.model_copy(update={"record_follows": late}))
+            if record is not None and late:
+                await send_record(stream, record, host.replica)
+            return
+        await stream.send(verdict)
+        syncer = host.protocol.syncers[fragment]
+        for chunk in range(verdict.first_chunk, len(host.replica.chunks[fragment])):
+            payload = torch.empty(host.replica.payload_nbytes(fragment, chunk), dtype=torch.uint8)
+            await stream.receive_payload(payload)
+            if host.protocol.syncers.get(fragment) is not syncer or not syncer.wants(stream.peer, chunk):
+                raise PayloadError(f"version {header.base_version + 1} of fragment {fragment} closed meanwhile")
+            host.replica.fold(fragment, chunk, payload, syncer.weight(stream.peer))
+            syncer.folded(stream.peer)
+        host.do(host.protocol.arrived(stream.peer, fragment, host.now()))
+        await stream.send(Receipt())
+
+        def settled() -> bool:
+            record = host.records.get(fragment)
+            published = record is not None and record.header.version > header.base_version
+            return published or host.protocol.syncers.get(fragment) is not syncer
+
+        await host.until(settled)
+        record = host.records.get(fragment)
+        if record is None or record.header.version != header.base_version + 1:
+            raise PayloadError(f"fragment {fragment} has another syncer now")
+        await send_record(stream, record, host.replica)
+
+    async def _state(self, stream: Stream, request: StateRequest) -> None:
+        host, fragment = self._host, request.fragment
+        if request.manifest_hash != host.protocol.manifest_hash:
+            raise PayloadError(f"the manifest {request.manifest_hash[:12]} is not the one here")
+        if fragment >= len(host.replica.fragments):
+            raise PayloadError(f"fragment {fragment} does not exist")
+        await host.until(lambda: not host.protocol.merging(fragment))
+        record = host.records.get(fragment)
+        if record is not None and record.header.version == request.have_version + 1 and not request.outer:
+            await send_record(stream, record, host.replica)
+            return
+        outer = host.replica.outer.get(fragment) if request.outer and host.protocol.state == "leaving" else None
+        vectors = [host.replica.anchors[fragment].clone()]  # a copy, for the anchor moves on while a slow peer reads
+        if outer is not None:
+            vectors += [outer.master.clone(), outer.momentum.clone()]
+        header = StateHeader(
+            fragment=fragment,
+            version=host.protocol.versions[fragment],
+            digest=host.protocol.digests[fragment],
+            applied_tokens=host.protocol.applied_tokens,
+            outer=outer is not None,
+        )
+        await send_state(stream, header, vectors, host.replica)
+
+
+async def _quietly(work: Awaitable[None]) -> None:
+    try:
+        await work
+    except BROKEN:
+        return

@@ -1,0 +1,106 @@
+"""One libp2p stream as messages and payload, with lengths checked before anything is read and bytes counted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from diloco.errors import PayloadError
+from diloco.protocol.messages import MAX_FRAME_BYTES, Message, decode, encode
+
+__all__ = ["BROKEN", "Stream", "Traffic"]
+
+# What reading from or writing to a peer that vanished raises.
+BROKEN = (
+    asyncio.IncompleteReadError,
+    ConnectionError,
+    BrokenPipeError,
+    EOFError,
+    OSError,
+    TimeoutError,
+    asyncio.TimeoutError,
+)
+
+_LENGTH_BYTES = 4
+FRAME_TIMEOUT_S = 30.0
+STALL_FLOOR_S = 20.0
+STALL_FACTOR = 20.0
+
+
+@dataclass
+class Traffic:
+    """Bytes of all streams of a node, as this side wrote and read them."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class _Reader(Protocol):
+    async def readexactly(self, n: int) -> bytes: ...
+
+
+class _Writer(Protocol):
+    def write(self, data: bytes | memoryview) -> None: ...
+    async def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Stream:
+    """A stream to or from one authenticated peer.
+
+    Every read has a deadline: for a frame a fixed one, for payload one from the measured pace of this stream. When it
+    passes, `asyncio.TimeoutError` is raised, which is in `BROKEN` like any other end of the connection.
+    """
+
+    def __init__(self, peer: str, reader: _Reader, writer: _Writer, traffic: Traffic) -> None:
+        self.peer = peer
+        self._reader = reader
+        self._writer = writer
+        self._traffic = traffic
+        self._chunk_s = 0.0
+
+    async def send(self, message: Message) -> None:
+        """Write one message."""
+        frame = encode(message)
+        assert len(frame) <= MAX_FRAME_BYTES, type(message)
+        self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
+        self._traffic.bytes_sent += _LENGTH_BYTES + len(frame)
+        await self._writer.drain()
+
+    async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S) -> Message:
+        """Read and validate one message; `PayloadError` when it is none."""
+        return await asyncio.wait_for(self._receive(), timeout_s)
+
+    async def _receive(self) -> Message:
+        length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+        if length > MAX_FRAME_BYTES:
+            raise PayloadError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+        frame = await self._reader.readexactly(length)
+        self._traffic.bytes_received += _LENGTH_BYTES + length
+        return decode(frame)
+
+    async def send_payload(self, payload: Tensor) -> None:
+        """Write a uint8 tensor; it must not be changed afterwards (the transport may still be reading it)."""
+        self._writer.write(payload.numpy().data)
+        self._traffic.bytes_sent += payload.numel()
+        await asyncio.wait_for(self._writer.drain(), self._patience_s())
+
+    async def receive_payload(self, out: Tensor) -> None:
+        """Fill a uint8 tensor from the stream."""
+        loop = asyncio.get_running_loop()
+        begun_at = loop.time()
+        data = await asyncio.wait_for(self._reader.readexactly(out.numel()), self._patience_s())
+        pace_s = loop.time() - begun_at
+        self._chunk_s = pace_s if self._chunk_s == 0.0 else 0.8 * self._chunk_s + 0.2 * pace_s
+        out.numpy().data[:] = data
+        self._traffic.bytes_received += out.numel()
+
+    def _patience_s(self) -> float:
+        return max(STALL_FLOOR_S, STALL_FACTOR * self._chunk_s)
+
+    def close(self) -> None:
+        """End the stream in both directions."""
+        self._writer.close()

@@ -1,0 +1,163 @@
+"""Where documents come from. Every source yields UTF-8 bytes, never empty, in an order that only the data decides.
+
+`stdlib` needs no download and no file: the Python files of the running interpreter's standard library. Peers with the
+same Python read the same text. With different ones they read and hold out slightly different text, but no peer trains
+on a document that another holds out, because its hash decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from diloco.config import DataConfig
+from diloco.errors import DataError, DilocoError
+
+__all__ = ["documents", "open_stream", "reading", "text_of"]
+
+# Not written by people for people (tables, machine-specific constants), tests, or not part of the library.
+_STDLIB_SKIPPED = frozenset(
+    {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+)
+# A text file is cut near here at a line end, because a hold-out by document needs more than one document.
+_TEXT_DOCUMENT_BYTES = 4096
+
+_SUFFIXES = {"json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".json.zst"), "parquet": (".parquet",)}
+
+
+def documents(settings: DataConfig) -> Iterator[bytes]:
+    """The documents of a local source (`stdlib`, `text`, `json`, `parquet`).
+
+    Raises:
+        DataError: while iterating, when a file is missing, unreadable, no text, or has no such field.
+    """
+    if settings.source == "stdlib":
+        return _stdlib()
+    if settings.source == "text":
+        return _text(_files(settings.path or (), suffixes=()))
+    return _table(settings)
+
+
+def open_stream(builder: str, **options: Any) -> Any:
+    """`datasets.load_dataset(builder, ..., streaming=True)`, silent: an `IterableDataset`. Use inside `reading`."""
+    return _datasets().load_dataset(builder, streaming=True, **options)
+
+
+def text_of(row: Mapping[str, Any], field: str) -> bytes:
+    """The text of one row, as UTF-8; empty for a null.
+
+    Raises:
+        DataError: no such field, or no text in it.
+    """
+    if field not in row:
+        raise DataError(f"data.field: {field!r} is no field of the data; there are {', '.join(sorted(row))}")
+    value = row[field]
+    if value is not None and not isinstance(value, str):
+        texts = [name for name in sorted(row) if isinstance(row[name], str)]
+        kind = type(value).__name__
+        raise DataError(f"data.field: {field!r} holds {kind}, not text; fields with text: {', '.join(texts) or 'none'}")
+    return (value or "").encode("utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def reading(what: str, remedy: str) -> Iterator[None]:
+    """Turns whatever a reader raises inside the block into a DataError: `what`: its text; `remedy`."""
+    try:
+        yield
+    except (DilocoError, ImportError):  # a broken installation is no fault of the data
+        raise
+    except Exception as error:  # OSError, and pyarrow, fsspec and datasets each have an exception tree of their own
+        text = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+        raise DataError(f"{what}: {text[:300].rstrip('.')}; {remedy}") from error
+
+
+def _stdlib() -> Iterator[bytes]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for directory, children, files in os.walk(root):
+        children[:] = sorted(c for c in children if c not in _STDLIB_SKIPPED and not c.startswith("config-"))
+        for name in sorted(files):
+            # _sysconfigdata holds the paths and compiler flags of one installation.
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                with reading(f"data.source=stdlib: {directory}/{name}", "use data=text with files that you can read"):
+                    text = Path(directory, name).read_bytes()
+                if text:
+                    yield text
+
+
+def _files(paths: tuple[str, ...], suffixes: tuple[str, ...]) -> list[Path]:
+    """The files that `data.path` names: itself, or all below a directory that are not hidden and have a suffix."""
+    found: list[Path] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir():
+            inside = sorted(
+                file
+                for file in path.rglob("*")
+                if file.is_file()
+                and not any(part.startswith(".") for part in file.relative_to(path).parts)
+                and file.name.endswith(suffixes or "")
+            )
+            if not inside:
+                kinds = f"{', '.join(suffixes)} " if suffixes else ""
+                raise DataError(f"data.path: {given} has no {kinds}files in it; give a file or a directory with some")
+            found += inside
+        else:
+            raise DataError(f"data.path: {given} does not exist; give a file or a directory")
+    return found
+
+
+def _text(files: list[Path]) -> Iterator[bytes]:
+    for file in files:
+        with reading(f"data.path: {file}", "make it readable or leave it out"), file.open("rb") as handle:
+            for document in _pieces(handle):
+                try:
+                    document.decode("utf-8")
+                except UnicodeDecodeError:
+                    raise DataError(f"data.path: {file} is not UTF-8 text; convert it or leave it out") from None
+                yield document
+
+
+def _pieces(handle: BinaryIO) -> Iterator[bytes]:
+    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, else a word, else between characters."""
+    rest = b""
+    while len(block := handle.read(_TEXT_DOCUMENT_BYTES)) == _TEXT_DOCUMENT_BYTES:
+        block = rest + block
+        cut = (block.rfind(b"\n") + 1) or (block.rfind(b" ") + 1) or _last_character(block)
+        rest = block[cut:]
+        yield block[:cut]
+    if rest or block:
+        yield rest + block
+
+
+def _last_character(block: bytes) -> int:
+    """Where the last UTF-8 character, possibly incomplete, begins; the end if the bytes are no UTF-8."""
+    for start in range(len(block) - 1, len(block) - 5, -1):
+        if block[start] & 0xC0 != 0x80:
+            return start
+    return len(block)
+
+
+def _table(settings: DataConfig) -> Iterator[bytes]:
+    files = [str(file) for file in _files(settings.path or (), _SUFFIXES[settings.source])]
+    what = f"data.path: {', '.join(settings.path or ())} cannot be read as {settings.source}"
+    with reading(what, "repair the file, or set data.source to its format"):
+        for row in open_stream(settings.source, data_files=files, split="train"):
+            if text := text_of(row, settings.field):
+                yield text
+
+
+@functools.cache
+def _datasets() -> Any:
+    """`datasets`, imported late (a second) and without its progress bars and log lines; errors still raise."""
+    import datasets as module  # type: ignore[import-untyped, unused-ignore]
+
+    module.logging.set_verbosity(module.logging.CRITICAL)
+    module.disable_progress_bars()
+    return module

@@ -1,0 +1,209 @@
+"""Data too large for this machine: a streaming dataset of the Hugging Face hub, tokenised as it arrives.
+
+1. The files of the dataset are visited in a seeded order, another one in each epoch.
+2. With at least as many files as shards, shard s of S visits every S-th file, from s. With fewer, everybody reads all
+   files and takes every S-th document.
+3. Held-out documents are left out; the rest is tokenised, packed and dealt out in the order of the stream.
+
+Documents are not shuffled inside a file: `datasets`' shuffle buffer loses its content at a resume, and a resume here is
+exact. The state is the position in the current file (`IterableDataset.state_dict`) and the tokens that wait in the
+packer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.config import DataConfig
+from diloco.data.hub import check_reachable
+from diloco.data.packing import Packer, is_held_out
+from diloco.data.shuffle import permuted
+from diloco.data.sources import open_stream, reading, text_of
+from diloco.data.tokenizers import Tokenizer
+from diloco.errors import CheckpointError, DataError
+
+__all__ = ["HubDataset", "HubStream"]
+
+logger = logging.getLogger(__name__)
+
+
+class HubDataset:
+    """A streaming dataset of the hub, or of a local directory laid out like one. Holds no text in memory.
+
+    A connection that breaks while streaming is retried by `datasets`; when that gives up, a DataError ends the run,
+    which can be resumed from its checkpoint.
+    """
+
+    def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
+        assert settings.name is not None
+        self.tokenizer = tokenizer
+        self.sequence_length = settings.sequence_length
+        self._settings = settings
+        self._seed = seed
+        if not Path(settings.name).exists():
+            check_reachable("data.name", "dataset", settings.name)
+        with _reading_hub(settings):
+            self._rows = open_stream(settings.name, name=settings.subset, split=settings.split)
+            first = next(iter(self._rows), None)
+        if first is None:
+            raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")
+        text_of(first, settings.field)
+        self._rows = self._rows.select_columns([settings.field])
+        files = self._rows.num_shards
+        self.description = (
+            f"hub {settings.name}: {files:,} files, streamed in sequences of {self.sequence_length} tokens"
+        )
+
+    def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> HubStream:
+        return HubStream(self._rows, self._settings, self.tokenizer, self._seed, batch_size, shard, shards)
+
+    def holdout(self, sequences: int) -> Tensor:
+        # Costs 1 / data.holdout times the text that it returns, once per run.
+        packer = Packer(self.sequence_length, self.tokenizer)
+        with _reading_hub(self._settings):
+            for row in self._rows:
+                document = text_of(row, self._settings.field)
+                if document and is_held_out(document, self._settings.holdout):
+                    packer.add(self.tokenizer.encode([document])[0])
+                    if len(packer) >= sequences:
+                        break
+        if not len(packer):
+            raise DataError(
+                f"data.holdout: {self._settings.holdout} of the documents of {self._settings.name} leaves no held-out "
+                f"sequence of {self.sequence_length} tokens; raise it"
+            )
+        return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
+
+
+class HubStream:
+    """One shard's endless batches of a streaming dataset."""
+
+    def __init__(
+        self,
+        rows: Any,
+        settings: DataConfig,
+        tokenizer: Tokenizer,
+        seed: int,
+        batch_size: int,
+        shard: int,
+        shards: int | None,
+    ) -> None:
+        assert batch_size > 0 and shard >= 0 and (shards is None or shard < shards), (batch_size, shard, shards)
+        self._rows = rows  # an IterableDataset; its "shards" are files
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._packer = Packer(settings.sequence_length, tokenizer)
+        self._files: int = rows.num_shards
+        self._shard, self._shards = shard, shards
+        self._order = f"{seed}" if shards is not None else f"{seed}/{shard}"
+        by_file = shards is not None and self._files >= shards
+        self._first, self._stride = (shard, shards) if by_file and shards is not None else (0, 1)
+        # With too few files, documents are dealt out one by one; 1 means that this shard takes its files whole.
+        self._deal = 1 if by_file or shards is None else shards
+        if shards is None and self._files == 1:
+            logger.warning("data.name: %s is one file, so all peers read it in the same order", settings.name)
+        self._epoch = 0
+        self._visit = 0  # files of this epoch that are done
+        self._document = 0  # rows of the current file that are read
+        self._documents_in_epoch = 0
+        self._file: Any = None
+        self._iterator: Iterator[dict[str, Any]] | None = None
+
+    def __iter__(self) -> HubStream:
+        return self
+
+    def __next__(self) -> Tensor:
+        while len(self._packer) < self._batch_size:
+            self._packer.add(self._tokenizer.encode([self._next_document()])[0])
+        return torch.from_numpy(self._packer.take(self._batch_size).astype(np.int64))  # (B, T)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "kind": "hub",
+            "epoch": self._epoch,
+            "visit": self._visit,
+            "document": self._document,
+            "documents_in_epoch": self._documents_in_epoch,
+            "stride": self._stride,
+            "shard": self._shard,
+            "shards": self._shards,
+            "file": None if self._file is None else copy.deepcopy(self._file.state_dict()),
+            "waiting": self._packer.waiting(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        try:
+            self._epoch = int(state["epoch"])
+            self._visit = int(state["visit"]) * int(state["stride"]) // self._stride
+            self._documents_in_epoch = int(state["documents_in_epoch"])
+            file, waiting, document = state["file"], list(state["waiting"]), int(state["document"])
+            same_shard = (state["shard"], state["shards"]) == (self._shard, self._shards)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "data: the checkpoint holds no position for this data.source; use the source it was made with"
+            ) from error
+        self._file = self._iterator = None
+        self._document = 0
+        self._packer = Packer(self._settings.sequence_length, self._tokenizer)
+        if not same_shard:
+            logger.warning("data.shards changed since the checkpoint: starting the file at this position anew")
+            return
+        self._packer.restore(waiting)
+        self._document = document
+        if file is not None:
+            self._open(file)
+
+    def _next_document(self) -> bytes:
+        """The next training document of this shard."""
+        while True:
+            with _reading_hub(self._settings):
+                if self._iterator is None:
+                    self._open(None)
+                assert self._iterator is not None
+                row = next(self._iterator, None)
+            if row is None:
+                self._next_file()
+                continue
+            number, self._document = self._document, self._document + 1
+            if number % self._deal != self._shard % self._deal:
+                continue
+            document = text_of(row, self._settings.field)
+            if document and not is_held_out(document, self._settings.holdout):
+                self._documents_in_epoch += 1
+                return document
+
+    def _open(self, position: dict[str, Any] | None) -> None:
+        """Opens the file of the current visit, at its beginning or at a position from `state_dict`."""
+        place = np.array([(self._first + self._stride * self._visit) % self._files])
+        number = int(permuted(place, self._files, f"{self._order}/{self._epoch}")[0])
+        self._file = self._rows.shard(num_shards=self._files, index=number)
+        if position is not None:
+            self._file.load_state_dict(copy.deepcopy(position))
+        self._iterator = iter(self._file)
+
+    def _next_file(self) -> None:
+        self._file = self._iterator = None
+        self._document = 0
+        self._visit += 1
+        if self._first + self._stride * self._visit < self._files:
+            return
+        if not self._documents_in_epoch:
+            raise DataError(
+                f"data.name: {self._settings.name} has no training document for shard {self._shard} of {self._shards}; "
+                f"use fewer peers or more data"
+            )
+        self._epoch, self._visit, self._documents_in_epoch = self._epoch + 1, 0, 0
+
+
+def _reading_hub(settings: DataConfig) -> AbstractContextManager[None]:
+    return reading(f"data.name: {settings.name}", "check data.name, data.subset, data.split and the network")

@@ -1,0 +1,158 @@
+"""Text to integers and back: raw bytes, or any tokenizer that `transformers` loads from a directory or the hub."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.data.hub import check_reachable
+from diloco.errors import DataError, DilocoError
+
+__all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "load_tokenizer"]
+
+Tokens = NDArray[Any]  # one dimension, uint8, uint16 or int32, whichever is the smallest that holds the vocabulary
+
+_MARKER = "diloco.json"  # beside a saved model: says that its tokenizer is ours, so that none need be loaded
+
+
+class Tokenizer(Protocol):
+    """What the pipeline, `generate` and the export need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end(self) -> int | None:
+        """The token after every document; None if the vocabulary has none, and documents then follow each other."""
+        ...
+
+    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
+        """The tokens of UTF-8 texts, without special tokens. Bytes that are not UTF-8 become U+FFFD or stay."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text, without special tokens; invalid UTF-8 becomes U+FFFD."""
+        ...
+
+    def num_bytes(self, tokens: Sequence[int]) -> int:
+        """Bytes of text that `tokens` stand for."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
+        ...
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """'bytes', a directory (a saved model's, too) or a name on the Hugging Face hub. Runs no code from there.
+
+    Raises:
+        DataError: nothing there, or nothing that is a tokenizer.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    marker = Path(name) / _MARKER
+    if marker.is_file():
+        try:
+            kind = json.loads(marker.read_text(encoding="utf-8"))["tokenizer"]
+        except (OSError, ValueError, KeyError, TypeError):
+            kind = None
+        if kind == "bytes":
+            return ByteTokenizer()
+    return HubTokenizer(name)
+
+
+class ByteTokenizer:
+    """Every byte of the UTF-8 text is a token; 0, which text does not contain, ends a document."""
+
+    vocab_size = 256
+    end = 0
+
+    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
+        return [np.frombuffer(document, dtype=np.uint8) for document in documents]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        # A model may have more outputs than there are bytes (a padded vocabulary); those stand for nothing.
+        return bytes(token for token in tokens if 0 < token < 256).decode("utf-8", errors="replace")
+
+    def num_bytes(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def save(self, directory: Path) -> None:
+        """An equivalent tokenizer for plain `transformers`: a byte-level BPE without merges, ids equal to bytes."""
+        from tokenizers import Tokenizer as Pipeline
+        from tokenizers import decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        fast_tokenizer: Any = PreTrainedTokenizerFast  # has no annotations
+        vocabulary = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+        # The end token is matched in the raw text, before bytes become characters, so its entry is NUL itself.
+        vocabulary = {"\x00" if byte == 0 else character: byte for character, byte in vocabulary.items()}
+        pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=[]))
+        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        pipeline.decoder = decoders.ByteLevel()
+        tokenizer = fast_tokenizer(tokenizer_object=pipeline, eos_token="\x00", clean_up_tokenization_spaces=False)
+        tokenizer.save_pretrained(directory)
+        (directory / _MARKER).write_text(json.dumps({"tokenizer": "bytes"}) + "\n", encoding="utf-8")
+
+
+class HubTokenizer:
+    """A `transformers` tokenizer, imported when it is made (seconds)."""
+
+    def __init__(self, name: str) -> None:
+        import transformers
+
+        library: Any = transformers  # its functions have no annotations
+        library.logging.set_verbosity_error()
+        local = Path(name).expanduser()
+        options = {"trust_remote_code": False, "local_files_only": True}
+        try:
+            try:
+                loaded = library.AutoTokenizer.from_pretrained(str(local) if local.is_dir() else name, **options)
+            except Exception:
+                if local.exists() or local.is_absolute():
+                    raise
+                # Not in the cache of earlier downloads.
+                check_reachable("data.tokenizer", "model", name)
+                loaded = library.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except DilocoError:
+            raise
+        except Exception as error:  # the library raises OSError, ValueError, KeyError or its own for a bad directory
+            raise DataError(
+                f"data.tokenizer: {name!r} is no tokenizer that transformers can load; give 'bytes', a directory with "
+                f"tokenizer.json, or a name on the reachable Hugging Face hub"
+            ) from error
+        self._tokenizer: Any = loaded
+        self.vocab_size = len(loaded)
+        end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
+        self.end: int | None = end
+        self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
+
+    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
+        texts = [document.decode("utf-8", errors="replace") for document in documents]
+        if not texts:
+            return []
+        ids = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return [np.asarray(row, dtype=self._dtype) for row in ids]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def num_bytes(self, tokens: Sequence[int]) -> int:
+        return len(self.decode(tokens).encode("utf-8"))
+
+    def save(self, directory: Path) -> None:
+        self._tokenizer.save_pretrained(directory)
+
+
+def _byte_level_alphabet() -> list[str]:
+    """The character that byte-level BPE (GPT-2) writes for each byte: itself if printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, sys.maxunicode))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

@@ -1,0 +1,13 @@
+"""Causal language models of `transformers`, the only package that imports it for models.
+
+1. `build` makes one from a config (or loads `model.path`) with the initial weights of a seed, in fp32.
+2. `loss` is the mean next-token cross entropy of a batch of token sequences, in nats.
+3. `save` writes the Hugging Face format beside its tokenizer, atomically; `load` reads such a directory back.
+"""
+
+from __future__ import annotations
+
+from diloco.model.build import build, config_of, loss, num_parameters
+from diloco.model.files import Vocabulary, load, save
+
+__all__ = ["Vocabulary", "build", "config_of", "load", "loss", "num_parameters", "save"]

@@ -1,0 +1,129 @@
+"""From settings to a model with reproducible initial weights, and the loss that trains it.
+
+1. `model.model_type` and `model.config` become a transformers config; unknown names are refused with the nearest known.
+2. The config is checked against the data (vocabulary, sequence length) before any weight is allocated.
+3. The weights are drawn on the CPU, in fp32, from a generator seeded by `run.seed` alone: every peer starts equal.
+
+A directory in `model.path` replaces 1 and 3 by its own config and weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, default_generator, nn
+
+from diloco.config import ModelConfig
+from diloco.errors import ConfigError
+from diloco.model.files import load
+from diloco.model.library import one_line, transformers
+
+__all__ = ["build", "config_of", "loss", "num_parameters"]
+
+# Read by every config with rotary embeddings although it is not among the fields of the dataclass.
+_ROTARY_NAMES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
+
+
+def build(
+    settings: ModelConfig, seed: int, *, vocab_size: int | None = None, sequence_length: int | None = None
+) -> nn.Module:
+    """A causal LM on the CPU, in training mode, with fp32 parameters.
+
+    The weights depend on `seed` and the installed torch only, not on the global RNG state, which is left as it was.
+    Give `vocab_size` (of the tokenizer) and `sequence_length` (in tokens) to check that the model fits the data.
+
+    Raises:
+        ConfigError: no such model type, unknown or impossible config value, model too small for the data.
+        CheckpointError: `model.path` is no directory with a readable safetensors checkpoint.
+    """
+    if settings.path is not None:
+        loaded: Any = load(settings.path, key="model.path")
+        _check_fit(loaded.config, vocab_size, sequence_length)
+        model: nn.Module = loaded.float().train()
+        return model
+    config = config_of(settings)
+    _check_fit(config, vocab_size, sequence_length)
+    # fork_rng restores the CPU generator; torch.manual_seed would also reseed every GPU, so it is not used here.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        default_generator.manual_seed(seed)
+        try:
+            built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            # Some contradictions (heads that do not divide) show only in use. Two tokens cost a read of the weights.
+            with torch.no_grad():
+                loss(built.eval(), torch.zeros(1, 2, dtype=torch.int64))
+        except Exception as error:  # the library raises whatever its layers do: KeyError, RuntimeError, ...
+            raise ConfigError(
+                f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
+            ) from error
+    return built.train()
+
+
+def config_of(settings: ModelConfig) -> Any:
+    """The transformers config (a `PreTrainedConfig`) that `settings` describe; allocates no weights.
+
+    Raises:
+        ConfigError: no causal LM of this type, a name its config does not know, or a value it refuses.
+    """
+    library = transformers()
+    names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # importing none of the 190 models
+    if settings.model_type not in names:
+        known = settings.model_type in library.CONFIG_MAPPING
+        why = "has no causal language model" if known else "is no model type of transformers"
+        raise ConfigError(f"model.model_type: {settings.model_type!r} {why}{_nearest(settings.model_type, names)}")
+    kind = library.CONFIG_MAPPING[settings.model_type]
+    # Configs are dataclasses only in later versions 5 of transformers; before, a default one shows its settings.
+    fields = (field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else vars(kind())
+    allowed = set(fields) | set(kind.attribute_map)
+    if "rope_parameters" in allowed:
+        allowed |= _ROTARY_NAMES
+    for name in settings.config:
+        if name not in allowed:
+            # transformers would keep it as an attribute that nothing reads: a setting without effect.
+            raise ConfigError(f"model.config.{name}: {kind.__name__} has no such setting{_nearest(name, allowed)}")
+    try:
+        return kind(**settings.config)
+    except Exception as error:  # validators of the library raise their own types
+        raise ConfigError(f"model.config: {one_line(error.__cause__ or error)}; change that value") from error
+
+
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of each token given those before it in its sequence, in nats; a differentiable fp32 scalar.
+
+    `tokens` is (B, T) int64 on the model's device. T - 1 tokens of each sequence are predicted; the first is only
+    read. The softmax is fp32 whatever autocast makes of the model.
+    """
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits  # (B, T, V)
+    # Masking the last position instead of slicing it off saves a copy of the logits, the largest tensor of the step.
+    targets = tokens.roll(-1, dims=1)
+    targets[:, -1] = -100
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Trainable and frozen parameters, each tied one counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _check_fit(config: Any, vocab_size: int | None, sequence_length: int | None) -> None:
+    text_config = config.get_text_config()  # the language part of a multimodal model, else the config itself
+    model_vocab = text_config.vocab_size
+    if vocab_size is not None and model_vocab < vocab_size:
+        raise ConfigError(
+            f"model.config.vocab_size: {model_vocab} is smaller than the tokenizer's {vocab_size}; "
+            f"set it to {vocab_size} or choose another data.tokenizer"
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if sequence_length is not None and isinstance(positions, int) and positions < sequence_length:
+        raise ConfigError(
+            f"data.sequence_length: {sequence_length} tokens are more than the model's {positions} positions; "
+            f"lower it or raise model.config.max_position_embeddings"
+        )
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; one of {', '.join(sorted(known)[:8])}, ..."

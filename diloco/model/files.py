@@ -1,0 +1,119 @@
+"""Models on disk, in the format that plain `transformers` loads.
+
+A saved directory holds config.json, model.safetensors, generation_config.json and, given a tokenizer, its files. It
+appears whole or not at all: everything is written into a sibling directory, which is then renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from diloco.errors import CheckpointError, ConfigError
+from diloco.model.library import one_line, transformers
+
+__all__ = ["Vocabulary", "load", "save"]
+
+
+class Vocabulary(Protocol):
+    """What `save` needs of a tokenizer."""
+
+    @property
+    def end(self) -> int | None: ...
+    def save(self, directory: Path) -> None: ...
+
+
+def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabulary | None = None) -> None:
+    """Writes `model` to `directory`, replacing what is there; `AutoModelForCausalLM.from_pretrained` loads it.
+
+    With a tokenizer, its files are written too and generation stops at its end token. When the directory exists, it is
+    moved aside for the moment between two renames, because POSIX cannot exchange directories.
+
+    Raises:
+        ConfigError: the directory cannot be written (permission, no space); the old content is still there.
+    """
+    target = Path(directory)
+    try:
+        fresh = _sibling(target)
+        fresh.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written ({error.strerror}); choose another directory") from error
+    try:
+        _write(model, fresh, tokenizer)
+        _replace(target, fresh)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written ({one_line(error)}); free space or choose another") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
+    """The causal LM (a `PreTrainedModel`) of a Hugging Face directory, in eval mode, in the dtype it was saved in.
+
+    Reads local safetensors only: no download, no pickle, no code from the directory. `key` names the setting that
+    the path came from in the error text.
+
+    Raises:
+        CheckpointError: no such directory, no config, no safetensors, truncated or incomplete weights.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise CheckpointError(f"{key}: {path} is no directory; give one with config.json and model.safetensors")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{key}: {path} has no config.json; give a directory in Hugging Face format")
+    if not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"{key}: {path} has no *.safetensors; other weight formats are not read, convert it")
+    try:
+        # Weights missing from the file are drawn at random; that is an error below, but must not move the global RNG.
+        with torch.random.fork_rng(devices=[]):
+            model, report = transformers().AutoModelForCausalLM.from_pretrained(
+                path, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
+    except Exception as error:  # SafetensorError, JSONDecodeError, ValueError, ...: all mean an unusable directory
+        raise CheckpointError(f"{key}: {path} cannot be loaded: {one_line(error)}; use another copy") from error
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"{key}: {path} lacks {len(missing)} of the model's weights, {missing[0]} first; use a complete checkpoint"
+        )
+    return model
+
+
+def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> None:
+    model_any: Any = model  # a PreTrainedModel
+    if tokenizer is not None:
+        # A preset's default end token (2 for Llama) is an ordinary letter in another vocabulary.
+        for config in (model_any.config, model_any.generation_config):
+            if config is not None:
+                config.bos_token_id = config.eos_token_id = config.pad_token_id = tokenizer.end
+        tokenizer.save(directory)
+    try:
+        model_any.save_pretrained(directory)
+    except Exception as error:
+        # safetensors reports a full disk as its own exception type, outside the OSError tree.
+        if type(error).__name__ == "SafetensorError":
+            raise OSError(one_line(error)) from error
+        raise
+
+
+def _replace(target: Path, fresh: Path) -> None:
+    if not target.exists():
+        fresh.rename(target)
+        return
+    old = _sibling(target)
+    target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sibling(target: Path) -> Path:
+    return target.with_name(f".{target.name}-{secrets.token_hex(4)}")

@@ -1,0 +1,1 @@
+"""The training loop and what belongs to it: evaluation, checkpoints, metrics, plots."""

@@ -1,0 +1,135 @@
+"""How good the model is: loss on held-out text, and text that it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, default_generator, nn
+
+from diloco import model as models
+from diloco.data import Tokenizer
+from diloco.errors import ConfigError, DivergedError
+
+__all__ = ["EvalResult", "evaluate", "generate"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Held-out loss."""
+
+    loss: float
+    """Mean cross entropy in nats per predicted token."""
+    perplexity: float
+    """exp(loss); infinite where that overflows."""
+    tokens: int
+    """Tokens predicted: T - 1 of each sequence."""
+    bits_per_byte: float | None
+    """The loss per byte of text, which compares models with different tokenizers; None without a tokenizer."""
+
+
+def evaluate(
+    model: nn.Module,
+    holdout: Tensor,
+    batch_size: int,
+    device: torch.device | str,
+    tokenizer: Tokenizer | None = None,
+) -> EvalResult:
+    """The loss of `model` on the sequences `holdout`, (N, T) int64.
+
+    Deterministic: no dropout, no randomness, sums in float64. Another `batch_size` may change the last digits. The
+    training or evaluation mode of every module is as before afterwards. Call it under `torch.autocast` to evaluate in
+    bf16.
+
+    Raises:
+        DivergedError: the loss is not finite.
+    """
+    assert holdout.ndim == 2 and len(holdout), tuple(holdout.shape)
+    total = torch.zeros((), dtype=torch.float64)
+    with _evaluating(model):
+        for tokens in torch.split(holdout, batch_size):
+            # Every sequence predicts T - 1 tokens, so weighing by sequences is weighing by tokens.
+            total += models.loss(model, tokens.to(device)).double().cpu() * len(tokens)
+    loss = total.item() / len(holdout)
+    if not math.isfinite(loss):
+        raise DivergedError(f"the held-out loss is {loss}; lower inner.lr or outer.lr and resume from a checkpoint")
+    predicted = holdout[:, 1:]
+    bits_per_byte = None
+    if tokenizer is not None:
+        num_bytes = sum(tokenizer.num_bytes(row) for row in predicted.tolist())
+        bits_per_byte = loss * predicted.numel() / max(num_bytes, 1) / math.log(2)
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return EvalResult(loss, perplexity, predicted.numel(), bits_per_byte)
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> str:
+    """The text that `model` writes after `prompt`, without it, until the end of the document or `max_new_tokens`.
+
+    Temperature 0 takes the likeliest token each time. An empty prompt begins a document. The same arguments give the
+    same text on the same machine; the global RNG is left as it was.
+
+    Raises:
+        ConfigError: the prompt and the new tokens do not fit the model's positions, or a value is out of range.
+    """
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens: {max_new_tokens} is too small; expected at least 1")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature: {temperature} is out of range; expected 0 (likeliest token) or more")
+    model_any: Any = model  # a PreTrainedModel
+    tokens = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0].tolist()
+    tokens = tokens or [tokenizer.end or 0]
+    positions = getattr(model_any.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and len(tokens) + max_new_tokens > positions:
+        raise ConfigError(
+            f"max_new_tokens: {max_new_tokens} and {len(tokens)} tokens of prompt exceed the model's {positions} "
+            f"positions; expected at most {max(positions - len(tokens), 0)}, or shorten the prompt"
+        )
+    device = next(model.parameters()).device
+    prompt_tokens = torch.tensor([tokens], device=device)  # (1, P)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    with _evaluating(model), _seeded(seed, device):
+        output = model_any.generate(
+            prompt_tokens,
+            attention_mask=torch.ones_like(prompt_tokens),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=tokenizer.end,
+            pad_token_id=tokenizer.end,
+            **(sampling if temperature > 0 else {"do_sample": False}),
+        )
+    return tokenizer.decode(output[0, len(tokens) :].tolist())
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode comes back (some may be frozen)."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        # Not inference_mode: what a model caches in it (rotary tables) could not be used in training afterwards.
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """A seeded RNG on the CPU and on `device`, and the old state again afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        yield

@@ -1,0 +1,37 @@
+"""`diloco host`: a peer that holds fragments and trains nothing."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+
+from rich.console import Console
+
+from diloco.cli.table import LiveView
+from diloco.config import Config
+from diloco.train.host import Host
+
+__all__ = ["run"]
+
+
+def run(config: Config) -> int:
+    """Hold fragments until Ctrl+C; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    console = Console()
+    name = config.run.name or "host"
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with (
+            LiveView(console, [name], config.budget.outer_steps, f"{config.run.id}: host") as view,
+            Host(config, name) as host,
+        ):
+            view.update({"t": "ready", "peer": name, "time": time.time(), "address": host.address})
+            while not stop.wait(0.5):
+                view.update({"peer": name, "time": time.time(), **host.status()})
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0

@@ -1,0 +1,288 @@
+"""What a terminal shows of a running swarm: a live table and a progress bar; elsewhere, lines of a stable format.
+
+It is fed with the supervisor messages of `diloco train run.report=true`, one dict each. Fields that are unknown are
+ignored and fields that are missing keep their last value: a display must never end a run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["LiveView", "human_bytes", "human_count", "human_seconds"]
+
+LINE_EVERY_S = 10.0  # a peer whose version stands still still gives a sign of life
+
+_COLUMNS = ("peer", "state", "version", "step", "loss", "held-out", "tok/s", "sent", "received")
+_DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes first
+
+_STYLES = {
+    "starting": "dim",
+    "waiting": "yellow",
+    "training": "green",
+    "exchanging": "cyan",
+    "evaluating": "magenta",
+    "leaving": "yellow",
+    "left": "dim",
+    "done": "bold green",
+    "failed": "bold red",
+    "killed": "bold red",
+}
+_SETTLED = frozenset({"training", "waiting", "leaving", "done"})  # the outer step and its evaluation are over
+
+
+@dataclass
+class _Row:
+    """The last that was heard of a peer."""
+
+    peer: str
+    state: str = "starting"
+    version: int | None = None
+    inner_step: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_s: float | None = None
+    bytes_sent: float | None = None
+    bytes_received: float | None = None
+    line_version: int | None = None
+    line_at: float = 0.0
+
+
+class LiveView:
+    """Shows the peers of one swarm; use it as a context manager around the supervisor's loop.
+
+    On a terminal it redraws itself in place a few times a second. Elsewhere `update` prints at most one line per peer
+    and outer step, and one every 10 s where a step takes longer:
+
+        [ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        peers: Sequence[str],
+        total_steps: int | None,
+        title: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._total = total_steps
+        self._title = title
+        self._clock = clock
+        self._began = clock()
+        self._rows = {peer: _Row(peer, line_at=self._began) for peer in peers}
+        self._ready = False
+        self._first: tuple[float, int] | None = None  # when training began, and at which version
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if self._fancy else None
+
+    @property
+    def _fancy(self) -> bool:
+        return self._console.is_terminal and not self._console.is_dumb_terminal
+
+    def __enter__(self) -> LiveView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, message: Mapping[str, Any]) -> None:
+        """Takes one supervisor message: ready, status, event or summary; others are ignored."""
+        kind, peer = message.get("t"), _text(message.get("peer", "?"))
+        if kind == "ready":
+            if self._live is None or not self._ready:  # one address is enough to join by; lines are for the record
+                self.note(f"{peer} ready at {_text(message.get('address', '?'))}")
+            self._ready = True
+        elif kind in ("event", "events"):
+            known = {"t", "peer", "time", "kind"}
+            fields = " ".join(f"{key}={_text(value)}" for key, value in message.items() if key not in known)
+            self.note(f"{peer} {_text(message.get('kind', 'event'))} {fields}".rstrip())
+        elif kind in ("status", "summary"):
+            row = self._rows.setdefault(peer, _Row(peer, line_at=self._clock()))
+            self._fill(row, message)
+            if kind == "summary":
+                row.state = "done" if not message.get("exit") else "failed"
+            if self._live is None:
+                self._line(row, always=kind == "summary")
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the table: what happened once and is not a state."""
+        line = f"[{self._clock() - self._began:5.1f}s] {_text(text)}"
+        if self._live is None:
+            click.echo(line, file=self._console.file)
+        else:
+            self._console.print(Text(line, style="dim"), soft_wrap=True)
+
+    def _fill(self, row: _Row, message: Mapping[str, Any]) -> None:
+        row.state = _text(message.get("state", row.state))
+        numbers = {name: _number(message.get(name)) for name in vars(row)}
+        numbers["inner_step"] = numbers["inner_step"] or _number(message.get("steps"))
+        evaluation = message.get("eval")
+        if isinstance(evaluation, Mapping):
+            numbers["eval_loss"] = _number(evaluation.get("loss"))
+        if message.get("t") == "summary":
+            numbers["version"] = _number(message.get("outer_steps"))
+        for name in ("loss", "eval_loss", "tokens_per_s", "bytes_sent", "bytes_received"):
+            if numbers[name] is not None:
+                setattr(row, name, numbers[name])
+        for name in ("version", "inner_step"):
+            if (value := numbers[name]) is not None and math.isfinite(value):
+                setattr(row, name, int(value))
+        total = _number(message.get("outer_steps"))
+        if self._total is None and message.get("t") == "status" and total is not None and math.isfinite(total):
+            self._total = int(total)
+        if self._first is None and row.version is not None and row.state == "training":
+            self._first = (self._clock(), row.version)
+
+    # --- Lines --------------------------------------------------------------------------------------------------------
+
+    def _line(self, row: _Row, always: bool) -> None:
+        now = self._clock()
+        stepped = row.version != row.line_version and row.state in _SETTLED
+        if not always and not stepped and now - row.line_at < LINE_EVERY_S:
+            return
+        row.line_version, row.line_at = row.version, now
+        click.echo(
+            f"[{now - self._began:5.1f}s] {row.peer} v{self._of(row)} loss {_loss(row.loss)} "
+            f"held-out {_loss(row.eval_loss)} {human_count(row.tokens_per_s)} tok/s "
+            f"{human_bytes(row.bytes_sent)} sent {row.state}",
+            file=self._console.file,
+        )
+
+    def _of(self, row: _Row) -> str:
+        version = "-" if row.version is None else str(row.version)
+        return version if self._total is None else f"{version}/{self._total}"
+
+    # --- Terminal -----------------------------------------------------------------------------------------------------
+
+    def render(self) -> RenderableType:
+        """The table, without the columns and rows that the terminal has no room for, over the progress bar."""
+        rows = list(self._rows.values())  # the refreshing thread must not see it grow
+        unlimited = self._console.options.update(width=10_000)
+        for number in range(len(_DISPENSABLE) + 1):
+            table = self._table(rows, max(1, self._console.height - 6), _DISPENSABLE[:number])
+            if Measurement.get(self._console, unlimited, table).maximum <= self._console.width:
+                break
+        return Group(table, self._progress(rows))
+
+    def _table(self, rows: Sequence[_Row], room: int, without: Sequence[str]) -> Table:
+        columns = [name for name in _COLUMNS if name not in without]
+        table = Table(title=Text(self._title), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+        for name in columns:
+            # A width of its own, so that the table does not jump when a state changes.
+            width = max(map(len, _STYLES)) if name == "state" else None
+            table.add_column(name, justify="left" if name in ("peer", "state") else "right", min_width=width)
+        shown = rows if len(rows) <= room else rows[: room - 1]
+        for row in shown:
+            cells = self._cells(row)
+            table.add_row(*[cells[name] for name in columns])
+        if len(shown) < len(rows):
+            table.add_row(f"{len(rows) - len(shown)} more", style="dim")
+        if len(rows) > 1:
+            together = _Row("together", state="")
+            together.tokens_per_s = _sum(row.tokens_per_s for row in rows)
+            together.bytes_sent = _sum(row.bytes_sent for row in rows)
+            together.bytes_received = _sum(row.bytes_received for row in rows)
+            cells = self._cells(together) | dict.fromkeys(("version", "step", "loss", "held-out"), Text())
+            table.add_row(*[cells[name] for name in columns], style="dim")
+        return table
+
+    def _cells(self, row: _Row) -> dict[str, Text]:
+        return {
+            "peer": Text(row.peer),
+            "state": Text(row.state, style=_STYLES.get(row.state, "")),
+            "version": Text(self._of(row)),
+            "step": Text("-" if row.inner_step is None else str(row.inner_step)),
+            "loss": Text(_loss(row.loss)),
+            "held-out": Text(_loss(row.eval_loss)),
+            "tok/s": Text(human_count(row.tokens_per_s)),
+            "sent": Text(human_bytes(row.bytes_sent)),
+            "received": Text(human_bytes(row.bytes_received)),
+        }
+
+    def _progress(self, rows: Sequence[_Row]) -> RenderableType:
+        now = self._clock()
+        done = max((row.version or 0 for row in rows), default=0)
+        texts = [f"{done}/{self._total or '?'}", f"{human_seconds(now - self._began)} elapsed"]
+        texts.append(f"{self._remaining(now, done)} left")
+        label = "outer steps"
+        room = self._console.width - sum(len(text) + 1 for text in [label, *texts])
+        grid = Table.grid(padding=(0, 1))
+        if self._total and room >= 8:
+            grid.add_row(label, ProgressBar(total=self._total, completed=done, width=min(60, room - 1)), *texts)
+        else:
+            grid.add_row(*([label] if room >= 0 else []), *texts)
+        return grid
+
+    def _remaining(self, now: float, done: int) -> str:
+        if self._total is None or self._first is None:
+            return "-"
+        since, version = self._first
+        if done >= self._total:
+            return human_seconds(0)
+        return human_seconds((now - since) / (done - version) * (self._total - done)) if done > version else "-"
+
+
+def _text(value: Any) -> str:
+    """Printable text on one line: nothing that a peer sends can move the cursor."""
+    return "".join(character if character.isprintable() else " " for character in str(value))
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    except OverflowError:
+        return None
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def human_bytes(count: float | None) -> str:
+    """1234567 -> "1.2 MB" (powers of 1000)."""
+    number, unit = _scaled(count, "kMGT")
+    return f"{number} {unit}B" if number else "-"
+
+
+def human_count(count: float | None) -> str:
+    """4100 -> "4.1k"."""
+    return "".join(_scaled(count, "kMGT")) or "-"
+
+
+def _scaled(count: float | None, units: str) -> tuple[str, str]:
+    if count is None or not math.isfinite(count):
+        return "", ""
+    index = 0
+    while abs(count) >= 999.5 and index < len(units):
+        count, index = count / 1000, index + 1
+    digits = 1 if index and abs(count) < 99.95 else 0
+    return f"{count:.{digits}f}", units[index - 1 : index] if index else ""
+
+
+def human_seconds(seconds: float) -> str:
+    """3725 -> "1:02:05"."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,44 @@
+"""`python -m diloco.train [overrides]`: one peer without a terminal, and each rank of `torchrun -m diloco.train`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from diloco.config import compose
+from diloco.errors import ConfigError, guard
+
+__all__: list[str] = []
+
+
+def _main(arguments: list[str]) -> int:
+    base = None
+    if "--config" in arguments:
+        at = arguments.index("--config")
+        if at + 1 == len(arguments):
+            raise ConfigError("--config needs a file")
+        base = Path(arguments[at + 1])
+        arguments = arguments[:at] + arguments[at + 2 :]
+    config = compose(arguments, base=base)
+    logging.basicConfig(level=logging.INFO, format="diloco: %(message)s", stream=sys.stderr)
+    from diloco.train.reporting import json_lines, log_lines
+    from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds
+
+    if config.run.report:
+        threading.Thread(target=_leave_with_supervisor, daemon=True).start()
+    return run(config, json_lines if config.run.report else log_lines()).exit
+
+
+def _leave_with_supervisor() -> None:
+    """A supervisor that was killed cannot say so; but its end of our standard input closes."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(lambda: _main(sys.argv[1:])))

@@ -1,0 +1,396 @@
+"""DiLoCo attached to anybody's training loop.
+
+    with Swarm(run_id="mine", address=ADDRESS, sync_every=100) as swarm, swarm.attach(model, optimizer):
+        for batch in data:
+            loss(model, batch).backward()
+            optimizer.step()            # every sync_every-th step exchanges pseudo-gradients with the swarm
+            optimizer.zero_grad()
+
+`diloco train` is such a loop and uses nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.config import Config, Manifest, OuterConfig, SwarmConfig, flatten
+from diloco.errors import ConfigError, PayloadError
+from diloco.outer.digest import anchor_digest
+from diloco.outer.fragments import partition
+from diloco.outer.replica import Replica
+from diloco.swarm.node import Node, NodeOptions
+from diloco.train.island import Island
+from diloco.train.summary import Phases
+
+__all__ = ["Attachment", "Saved", "Swarm"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a peer needs to go on where it stopped: anchors (flat fp32) and their versions, and outer states it held."""
+
+    anchors: Sequence[Tensor]
+    versions: Sequence[int]
+    terms: Sequence[int]
+    applied_tokens: int
+    outer: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # fragment -> master, momentum
+
+
+class Swarm:
+    """A peer's membership in a run: whom it joins, who it is, and what the run is.
+
+    Args:
+        run_id: name of the run; peers of another run are refused.
+        address: multiaddr of any peer of the swarm, or several; none starts a new swarm.
+        identity: file with this peer's private key, made when it is missing; none is a new identity each time.
+        name: how this peer is called in tables and logs.
+        listen: multiaddrs to listen on; the default is this machine only.
+        announce: multiaddrs to tell others, where they differ from `listen`.
+        min_peers: peers, this one included, that must be there before the first inner step.
+        manifest: the run-owned settings; peers with another manifest are refused. The default is made of `run_id`, the
+            outer settings and the shapes of the parameters.
+        on_event: called with kind and fields of everything that happens in the swarm (default: the log).
+        on_ready: called with this peer's address once it listens, before it waits for others (default: the log).
+        **outer: settings of the outer step, as under `outer.` in the configuration: `sync_every` (required),
+        `fragments`,
+            `lr`, `momentum`, `codec_up`, `codec_down`.
+
+    Raises `ConfigError` for settings that cannot be. `attach` raises `SwarmError` when nobody is at the address, or the
+    run there is another one. Peers that vanish later are no error: the exchange goes on without them.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        address: str | Sequence[str] = (),
+        identity: Path | None = None,
+        name: str = "peer",
+        listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce: Sequence[str] = (),
+        min_peers: int = 1,
+        heartbeat_s: float = 1.0,
+        manifest: Manifest | None = None,
+        on_event: Callable[[str, dict[str, object]], None] | None = None,
+        on_ready: Callable[[str], None] | None = None,
+        **outer: Any,
+    ) -> None:
+        self.run_id = run_id
+        self.name = name
+        self.outer = OuterConfig.parse({"method": "diloco", **outer})
+        network = {
+            "initial_peers": [address] if isinstance(address, str) else list(address),
+            "listen": list(listen),
+            "announce": list(announce),
+            "min_peers": min_peers,
+            "heartbeat_s": heartbeat_s,
+        }
+        self.network = SwarmConfig.parse(network)
+        self.manifest = manifest
+        self._identity = identity
+        self.on_event = on_event or (lambda kind, fields: logger.info("%s %s", kind, fields))
+        self.on_ready = on_ready or (lambda address: logger.info("this peer can be reached at %s", address))
+        self._scratch: TemporaryDirectory[str] | None = None
+        self.attachment: Attachment | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        identity: Path,
+        name: str,
+        on_event: Callable[[str, dict[str, object]], None],
+        on_ready: Callable[[str], None] | None = None,
+    ) -> Swarm:
+        """The swarm that a configuration describes; its manifest is the configuration's run-owned half."""
+        return cls(
+            run_id=config.run.id,
+            address=config.swarm.initial_peers,
+            identity=identity,
+            name=name,
+            listen=config.swarm.listen,
+            announce=config.swarm.announce,
+            min_peers=config.swarm.min_peers,
+            heartbeat_s=config.swarm.heartbeat_s,
+            manifest=config.manifest(),
+            on_event=on_event,
+            on_ready=on_ready,
+            **config.outer.model_dump(exclude={"method"}),
+        )
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    @property
+    def address(self) -> str:
+        """The address with which others join; there is one while a model is attached."""
+        if self.attachment is None or self.attachment.node is None:
+            raise ConfigError("Swarm.address: no model is attached yet; read it inside `with swarm.attach(...)`")
+        return self.attachment.node.addresses[0]
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        island: Island | None = None,
+        saved: Saved | None = None,
+        phases: Phases | None = None,
+    ) -> Attachment:
+        """Keep a model in step with the swarm while the returned context is open.
+
+        On entry the parameters become the swarm's. After every `sync_every`-th `optimizer.step()` the pseudo-gradient
+        is exchanged, gradients are freed to make room, and the parameters become the new anchor. On exit the peer
+        leaves.
+
+        Args:
+            model, optimizer: as in any loop; parameters that require no gradient are left alone.
+            island: the torchrun job that this process is a rank of (default: this process alone).
+            saved: where to go on (default: the model as it is, version 0).
+            phases: where wall time is accounted.
+        """
+        return Attachment(self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or Phases())
+
+    def options(self, parameters: Mapping[str, Tensor], saved: Saved | None, trains: bool = True) -> NodeOptions:
+        """Options of the node over these parameters."""
+        text, hash_ = self._manifest_of(parameters)
+        return NodeOptions(
+            run_id=self.run_id,
+            manifest_hash=hash_,
+            manifest_text=text,
+            name=self.name,
+            initial_peers=self.network.initial_peers,
+            listen=self.network.listen,
+            announce=self.network.announce,
+            identity_path=self._identity_path(),
+            min_peers=self.network.min_peers,
+            heartbeat_s=self.network.heartbeat_s,
+            trains=trains,
+            versions=saved.versions if saved else None,
+            terms=saved.terms if saved else None,
+            applied_tokens=saved.applied_tokens if saved else 0,
+            explain=lambda theirs: _differences(text, theirs),
+        )
+
+    def _manifest_of(self, parameters: Mapping[str, Tensor]) -> tuple[str, str]:
+        if self.manifest is not None:
+            return self.manifest.to_json(), self.manifest.hash()
+        shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+        content = {"run": {"id": self.run_id}, "outer": self.outer.model_dump(mode="json"), "parameters": shapes}
+        text = json.dumps(content, sort_keys=True)
+        return text, sha256(text.encode()).hexdigest()
+
+    def _identity_path(self) -> Path:
+        if self._identity is not None:
+            return self._identity
+        self._scratch = self._scratch or TemporaryDirectory(prefix="diloco-")
+        return Path(self._scratch.name) / "identity.key"
+
+
+class Attachment:
+    """A model in step with the swarm; made by `Swarm.attach`.
+
+    Attributes:
+        version: outer steps that the anchor has seen. inner_step: inner steps since the last exchange.
+        target_steps: inner steps of the round under way. steps: inner steps of this peer, over all its sessions.
+        applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its sessions.
+        exchanged: whether the last `optimizer.step()` ended in an exchange.
+        node: the swarm node (rank 0 of an island only).
+
+    If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. `interrupt` ends any
+    wait; the inner steps since the last exchange are then lost to the swarm, not to the checkpoint before them.
+    """
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        island: Island,
+        saved: Saved | None,
+        phases: Phases,
+    ) -> None:
+        self.swarm = swarm
+        self.island = island
+        self.phases = phases
+        self.parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        self.version = saved.versions[0] if saved else 0
+        self.applied_tokens = saved.applied_tokens if saved else 0
+        self.inner_step = self.target_steps = 0
+        self.steps = self.tokens = self.discarded_tokens = 0
+        self.exchanged = False
+        self.interrupted = False
+        self.node: Node | None = None
+        self._optimizer = optimizer
+        self._round_tokens = self._counted_tokens = 0
+        self._round_began_at = 0.0
+        self._hook: Any = None
+        if island.leads:
+            self.node = self._make_node(saved)
+
+    def _make_node(self, saved: Saved | None) -> Node:
+        outer = self.swarm.outer
+        numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        fragments = partition(numels, outer.fragments)
+        replica = Replica(self.parameters, fragments, outer.codec_up, outer.codec_down, outer.lr, outer.momentum)
+        if saved is not None:
+            for fragment, anchor in enumerate(saved.anchors):
+                replica.restart(fragment, anchor)
+            for fragment, (master, momentum) in saved.outer.items():
+                replica.hold(fragment, master, momentum)
+        options = self.swarm.options(self.parameters, saved)
+        return Node(options, replica, self.swarm.on_event)
+
+    # -- context ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Attachment:
+        self.swarm.attachment = self
+        try:
+            with self.phases.during("wait"):
+                self.start()
+                self.begin()
+        except BaseException:
+            self.close()
+            raise
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self.phases.switch("compute")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.phases.switch(None)
+        self._hook.remove()
+        try:
+            if self.node is not None and (kind is None or not issubclass(kind, KeyboardInterrupt)):
+                self.node.leave(finished=kind is None and not self.interrupted)
+        finally:
+            self.close()
+
+    def start(self) -> None:
+        """Connect to the swarm (first half of entering)."""
+        if self.node is not None:
+            self.node.start()
+            self.swarm.on_ready(self.node.addresses[0])
+
+    def begin(self) -> None:
+        """Wait for the swarm and adopt its anchor (second half of entering)."""
+        numbers: list[float] = [0, 0, 0]
+        if self.node is not None:
+            steps = self.node.begin(self.swarm.outer.sync_every, lambda: self.interrupted)
+            numbers = [steps, self.node.protocol.versions[0], self.node.protocol.applied_tokens]
+        steps, version, applied = (int(number) for number in self.island.agree(numbers))
+        self.island.share_(self.parameters.values())
+        self._new_round(steps, version, applied)
+
+    def close(self) -> None:
+        """Drop out of the swarm without a word; for what failed."""
+        if self.node is not None:
+            self.node.close()
+
+    def interrupt(self) -> None:
+        """Stop waiting for the swarm; may be called from a signal handler."""
+        self.interrupted = True
+        if self.node is not None:
+            self.node.interrupt()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def count(self, tokens: int) -> None:
+        """Tell how many tokens the coming inner step is made of (of the whole island).
+
+        Contributions are weighted by tokens. A loop that never calls this counts every step as one token.
+        """
+        self._counted_tokens += tokens
+
+    def _after_step(self) -> None:
+        tokens, self._counted_tokens = self._counted_tokens or 1, 0
+        self.inner_step += 1
+        self.steps += 1
+        self.tokens += tokens
+        self._round_tokens += tokens
+        self.exchanged = False
+        if self.node is not None:
+            pace = self.inner_step / max(time.monotonic() - self._round_began_at, 1e-9)
+            self.node.progress(self.inner_step, self.target_steps, pace, self.tokens)
+        # The decision is rank 0's: a signal may have reached only some of the ranks.
+        due, self.interrupted = map(bool, self.island.agree([self.inner_step >= self.target_steps, self.interrupted]))
+        if due and not self.interrupted:
+            with self.phases.during("comm"):
+                self._exchange()
+
+    def _exchange(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
+        numbers: list[float] = [0, 0, 0, 0]
+        if self.node is not None:
+            outcome = self.node.exchange(self.inner_step, self._round_tokens)
+            if outcome is not None:
+                self.phases.move("comm", "wait", outcome.seconds.wait)
+                self.phases.move("comm", "outer", outcome.seconds.outer)
+                numbers = [1, outcome.version, outcome.applied_tokens, outcome.discarded]
+        done, version, applied, discarded = (int(number) for number in self.island.agree(numbers))
+        if not done:
+            self.interrupted = True
+            return
+        self.island.share_(self.parameters.values())
+        self.discarded_tokens += self._round_tokens if discarded else 0
+        self.exchanged = True
+        self._new_round(self.swarm.outer.sync_every, version, applied)
+
+    def resume(self) -> None:
+        """Enter the next round after whatever followed the exchange (evaluation, checkpoint)."""
+        if self.node is not None:
+            self.node.enter("training")
+        self._round_began_at = time.monotonic()
+
+    def _new_round(self, steps: int, version: int, applied_tokens: int) -> None:
+        self.version, self.applied_tokens = version, applied_tokens
+        self.inner_step, self.target_steps = 0, steps
+        self._round_tokens = 0
+        self._round_began_at = time.monotonic()
+
+    # -- what can be saved --------------------------------------------------------------------------------------------
+
+    def saved(self) -> Saved:
+        """State at the last exchange, for a checkpoint; the tensors are live, so write them before going on."""
+        assert self.node is not None
+        protocol, replica = self.node.protocol, self.node.replica
+        return Saved(
+            anchors=replica.anchors,
+            versions=list(protocol.versions),
+            terms=[protocol.leases.term(fragment) for fragment in range(len(protocol.versions))],
+            applied_tokens=protocol.applied_tokens,
+            outer={fragment: (outer.master, outer.momentum) for fragment, outer in replica.outer.items()},
+        )
+
+    def anchor_digest(self) -> str:
+        """Digest of the whole anchor (hex); equal on all peers at equal version."""
+        assert self.node is not None
+        return anchor_digest(self.node.protocol.digests)
+
+
+def _differences(mine: str, theirs: str) -> list[str]:
+    """Keys in which two manifests differ, `key: there, here`; the other text is untrusted."""
+    try:
+        one, other = json.loads(mine), json.loads(theirs)
+        here, there = dict(flatten(one)), dict(flatten(other))
+    except (ValueError, AttributeError, RecursionError):
+        raise PayloadError("the other side's manifest is not valid") from None
+    keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+    return [f"{key} is {str(there.get(key))[:40]} there, {str(here.get(key))[:40]} here" for key in keys]

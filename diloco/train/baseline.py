@@ -1,0 +1,85 @@
+"""Ordinary synchronous data parallel training: what every claim about outer steps is measured against.
+
+Every process averages its gradients with all others in every inner step. There is no swarm; `sync_every` inner steps
+count as one outer step, so that budgets, evaluations and curves of both methods line up.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.outer.digest import fragment_digest, part_digests
+from diloco.train.island import Island
+from diloco.train.summary import Phases
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel:
+    """The same face as `Attachment`, for the training loop. If one process dies, all end: such is the method."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        island: Island,
+        sync_every: int,
+        phases: Phases,
+        version: int = 0,
+        applied_tokens: int = 0,
+    ) -> None:
+        self.island = island
+        self.phases = phases
+        self.version, self.applied_tokens = version, applied_tokens
+        self.inner_step, self.target_steps = 0, sync_every
+        self.steps = self.tokens = self.discarded_tokens = 0
+        self.exchanged = self.interrupted = False
+        self.node = None
+        self._model = model
+        self._optimizer = optimizer
+        self._counted_tokens = 0
+        self._hook: Any = None
+
+    def __enter__(self) -> DataParallel:
+        self.island.share_(self._model.parameters())
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self.phases.switch("compute")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.phases.switch(None)
+        self._hook.remove()
+
+    def interrupt(self) -> None:
+        """End after the step under way."""
+        self.interrupted = True
+
+    def count(self, tokens: int) -> None:
+        """Tokens of the coming step, of this process."""
+        self._counted_tokens += tokens
+
+    def resume(self) -> None:
+        """Nothing to announce."""
+
+    def _after_step(self) -> None:
+        self.inner_step += 1
+        self.steps += 1
+        self.tokens += self._counted_tokens
+        self.applied_tokens += self._counted_tokens * self.island.size
+        self._counted_tokens = 0
+        self.exchanged = self.inner_step >= self.target_steps
+        (interrupted,) = self.island.agree([self.interrupted])
+        self.interrupted = bool(interrupted)
+        if self.exchanged:
+            self.version += 1
+            self.inner_step = 0
+
+    def anchor_digest(self) -> str:
+        """Digest of the parameters, which are equal on all processes."""
+        with torch.no_grad():
+            flat = torch.cat([p.detach().flatten().float().cpu() for p in self._model.parameters() if p.requires_grad])
+        return fragment_digest(part_digests(flat))

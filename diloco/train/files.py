@@ -1,0 +1,127 @@
+"""Files of a run directory that stay readable whatever happens to their writers.
+
+All peers of `diloco local` append to the same JSON-lines files; a line is one `write` in append mode, so lines of
+several processes never mix. A process that dies amid a write leaves at most one torn line, which `read_json_lines`
+passes over. Other files are replaced as a whole. Non-finite numbers become null: every file is JSON for any reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from diloco.errors import ConfigError
+
+__all__ = ["JsonLines", "finite", "prepare_run_directory", "read_json_lines", "write_atomic"]
+
+
+def prepare_run_directory(path: Path) -> None:
+    """Creates the run directory and proves that it can be written, before anything slow or shared is started.
+
+    Raises:
+        ConfigError: it cannot be created or written.
+    """
+    probe = path / f".probe-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(bytes(4096))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replaces the file `path` as a whole: a reader sees the old content or the new one, also after a crash.
+
+    Raises:
+        ConfigError: no space, no permission and the like; the old content stays.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        raise _unwritable(path, error) from error
+
+
+class JsonLines:
+    """Appends objects to a file that several processes and threads share; one `write` per line.
+
+    Raises `ConfigError` where the file cannot be opened or written. A line cut short, by a full disk or by a process
+    that died, is closed before the next one, so it costs that one line only.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            size = os.fstat(self._descriptor).st_size
+            self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends `record`, which must be JSON-able; non-finite numbers become null."""
+        assert self._descriptor >= 0, f"{self.path} is closed"
+        line = json.dumps(finite(record), allow_nan=False).encode() + b"\n"
+        data = b"\n" + line if self._torn else line
+        try:
+            written = os.write(self._descriptor, data)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self._torn = written < len(data)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file in order, without torn lines; empty where there is no such file."""
+    records = []
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):  # torn: JSONDecodeError or UnicodeDecodeError
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)
+    return records
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir: cannot write {path}: {error.strerror or error}; "
+        f"choose a directory that you may write to and that has free space, such as run.dir=runs/mine"
+    )
+
+
+def finite(value: Any) -> Any:
+    """`value`, a JSON-able structure, with null for every number that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,75 @@
+"""A host: a peer without an accelerator. It holds fragments, follows every update, and serves state to newcomers."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from diloco import model as models
+from diloco.config import Config
+from diloco.outer.fragments import partition
+from diloco.outer.replica import Replica
+from diloco.swarm.node import Node
+from diloco.train.api import Swarm
+from diloco.train.metrics import RunLog, prepare_run_directory, write_atomic
+from diloco.train.session import identity_path
+
+__all__ = ["Host"]
+
+
+class Host:
+    """A swarm node over parameters that nobody trains. On leaving it hands over its fragments with their state."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        prepare_run_directory(config.run.dir)
+        self._config = config
+        self._log = RunLog(config.run.dir, name)
+        model = models.build(config.model, config.run.seed)
+        parameters = {key: p.data for key, p in model.named_parameters() if p.requires_grad}
+        outer = config.outer
+        fragments = partition({key: p.numel() for key, p in parameters.items()}, outer.fragments)
+        replica = Replica(parameters, fragments, outer.codec_up, outer.codec_down, outer.lr, outer.momentum)
+        swarm = Swarm.of(config, identity_path(config, name), name, self._event)
+        self.node = Node(swarm.options(parameters, None, trains=False), replica, self._event)
+        torch.set_grad_enabled(False)
+
+    def __enter__(self) -> Host:
+        try:
+            self.node.start()
+        except BaseException:
+            self.node.close()
+            raise
+        if not self._config.swarm.initial_peers:
+            write_atomic(self._config.run.dir / "address", self.address + "\n")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.node.leave(finished=False)
+        finally:
+            self.node.close()
+            self._log.close()
+
+    @property
+    def address(self) -> str:
+        """The address by which others join."""
+        return self.node.addresses[0]
+
+    def status(self) -> dict[str, Any]:
+        """A status message for whoever watches."""
+        protocol, traffic = self.node.protocol, self.node.traffic
+        return {
+            "t": "status",
+            "state": "waiting" if protocol.state == "starting" else "training",
+            "version": protocol.versions[0],
+            "outer_steps": self._config.budget.outer_steps,
+            "tokens": protocol.applied_tokens,
+            "bytes_sent": traffic.bytes_sent,
+            "bytes_received": traffic.bytes_received,
+            "peers": len(protocol.members) + 1,
+        }
+
+    def _event(self, kind: str, fields: dict[str, object]) -> None:
+        self._log.event(kind, **{("subject" if key == "peer" else key): value for key, value in fields.items()})

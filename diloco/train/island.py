@@ -1,0 +1,117 @@
+"""An island: the processes of one torchrun job, which are one peer of the swarm together.
+
+Inside, gradients are averaged in every inner step (DistributedDataParallel). Rank 0 alone talks to the swarm; whatever
+it decides, and whatever the swarm answers, reaches the other ranks by broadcast, so ranks cannot differ. Without
+torchrun the island is one process and every method here does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.errors import ConfigError
+
+__all__ = ["Island"]
+
+# A rank waits here while rank 0 waits for the slowest peer of the swarm, which has deadlines of its own.
+COLLECTIVE_TIMEOUT = timedelta(hours=12)
+
+
+class Island:
+    """Rank, size and device of this process, and the collectives that keep the ranks alike.
+
+    If a rank dies, torchrun ends the others, and the swarm sees one peer vanish.
+    """
+
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
+        self.device = device
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def from_environment(cls, device: str) -> Island:
+        """The island that torchrun's environment describes; one process without it.
+
+        Args:
+            device: `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU.
+
+        Raises:
+            ConfigError: train.device names a device that is not there.
+        """
+        size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        chosen = _device(device, int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None)
+        if size > 1:
+            if chosen.type == "cuda":
+                torch.cuda.set_device(chosen)
+            dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        return cls(chosen, rank, size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.rank == 0
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model whose backward pass averages gradients over the ranks."""
+        return DistributedDataParallel(model) if self.size > 1 else model
+
+    def rows(self, batch: Tensor) -> Tensor:
+        """This rank's sequences of the peer's batch (B, T)."""
+        return batch[self.rank :: self.size]
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """`ConfigError` unless the peer's batch can be shared evenly by the ranks."""
+        if batch_size % self.size:
+            raise ConfigError(
+                f"inner.batch_size={batch_size} cannot be shared evenly by {self.size} processes; "
+                f"use a multiple of {self.size}"
+            )
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """Rank 0's numbers, on every rank."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return [float(value) for value in tensor.tolist()]
+
+    def share_(self, parameters: Iterable[Tensor]) -> None:
+        """Rank 0's parameters, on every rank, in place."""
+        if self.size > 1:
+            with torch.no_grad():
+                for parameter in parameters:
+                    dist.broadcast(parameter, src=0)
+
+    def mean(self, value: float) -> float:
+        """Mean of a number over the ranks."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return float(tensor) / self.size
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(name: str, local_rank: int | None) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        count = torch.cuda.device_count()
+        if name == "cuda":
+            name = f"cuda:{local_rank or 0}"
+        if int(name.removeprefix("cuda:")) >= count:
+            raise ConfigError(
+                f"train.device={name} is not there: this machine has {count} CUDA devices; use auto or cpu"
+            )
+    return torch.device(name)

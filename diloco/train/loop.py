@@ -1,0 +1,189 @@
+"""The training loop: reads like the experiment. The algorithm is attached to it, not written into it.
+
+1. Every rank of every peer takes its rows of the next batch and an ordinary inner step.
+2. After every H-th step the attachment exchanges pseudo-gradients with the swarm, inside `optimizer.step()`.
+3. Once in a while, at such a boundary, rank 0 evaluates the anchor and writes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from diloco import model as models
+from diloco.config import Config
+from diloco.data import Stream
+from diloco.errors import DivergedError
+from diloco.train.clock import finished, learning_rate
+from diloco.train.evaluate import EvalResult, evaluate
+from diloco.train.island import Island
+from diloco.train.metrics import RunLog
+from diloco.train.reporting import Listener
+from diloco.train.session import Session, Sync
+from diloco.train.summary import Phases
+
+__all__ = ["Trainer", "autocast"]
+
+REPORT_EVERY_S = 0.5
+LOG_EVERY_STEPS = 10
+
+
+@contextlib.contextmanager
+def autocast(config: Config, device: torch.device) -> Iterator[None]:
+    """The precision of the inner steps."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+        yield
+
+
+@dataclass
+class Trainer:
+    """One rank at work. `model` is the bare model, `wrapped` the one whose backward pass averages over the island."""
+
+    config: Config
+    island: Island
+    model: nn.Module
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    stream: Stream
+    holdout: Tensor
+    sync: Sync
+    session: Session
+    phases: Phases
+    log: RunLog | None
+    tell: Listener
+    eval_loss: float | None = None
+    _losses: list[Tensor] = field(default_factory=list)
+    _loss: float | None = None
+    _told_at: float = 0.0
+    _logged: tuple[int, float] = (0, 0.0)
+
+    def train(self) -> None:
+        """Inner steps until the budget is used up or the run is interrupted."""
+        config, sync = self.config, self.sync
+        if config.run.lead and config.eval.every and sync.version == 0 and self.island.leads:
+            self.evaluate()  # where the curve begins
+        self._logged = (sync.tokens, time.monotonic())
+        while not finished(sync, config.budget) and not sync.interrupted:
+            lr = learning_rate(sync, config.inner, config.budget, config.outer.sync_every)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            batch = next(self.stream)  # (B, T), the whole peer's
+            self._inner_step(batch)
+            if config.train.step_delay_s:
+                time.sleep(config.train.step_delay_s)
+            self._report(lr)
+            if sync.exchanged:
+                self._boundary()
+                sync.resume()
+
+    def _inner_step(self, batch: Tensor) -> None:
+        """All ranks: forward, backward, clip, step. The step's hook does what the swarm needs."""
+        rows = batch if self.config.outer.method == "data_parallel" else self.island.rows(batch)
+        with autocast(self.config, self.island.device):
+            loss = models.loss(self.wrapped, rows.to(self.island.device, non_blocking=True))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
+        self._losses.append(loss.detach())
+        self.sync.count(batch.numel())
+        if (self.sync.inner_step + 1) % LOG_EVERY_STEPS == 0 or self.sync.inner_step + 1 >= self.sync.target_steps:
+            self._check_losses()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _check_losses(self) -> None:
+        """Once in a while, and before every exchange: a loss that is not finite ends the run before it spreads."""
+        self._loss = self.island.mean(float(torch.stack(self._losses).mean()))
+        self._losses.clear()
+        if not math.isfinite(self._loss):
+            raise DivergedError(
+                f"training diverged: the loss is {self._loss} in outer step {self.sync.version + 1}; "
+                "lower inner.lr or outer.lr; the last checkpoint is good"
+            )
+
+    def _boundary(self) -> None:
+        """Once in a while, rank 0: what is worth doing while the parameters are the anchor."""
+        config, sync = self.config, self.sync
+        if not self.island.leads:
+            return
+        over = finished(sync, config.budget)
+        if config.run.lead and config.eval.every and sync.version % config.eval.every == 0 and not over:
+            self.tell(self.status("evaluating"))
+            self.evaluate()
+        if config.checkpoint.every and (over or sync.version % config.checkpoint.every == 0):
+            self.save()
+
+    def evaluate(self) -> EvalResult:
+        """Held-out loss of the anchor."""
+        with autocast(self.config, self.island.device):
+            result = evaluate(self.model, self.holdout, self.config.inner.batch_size, self.island.device)
+        self.eval_loss = result.loss
+        if self.log is not None:
+            sync = self.sync
+            self.log.metric(
+                version=sync.version, inner_step=sync.steps, tokens=sync.applied_tokens, eval_loss=result.loss
+            )
+        return result
+
+    def save(self) -> None:
+        """Checkpoint of the last boundary."""
+        self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received by this peer, over all its sessions."""
+        sent, received = self.session.traffic
+        node = self.sync.node
+        return (
+            (sent, received)
+            if node is None
+            else (sent + node.traffic.bytes_sent, received + node.traffic.bytes_received)
+        )
+
+    def _report(self, lr: float) -> None:
+        now = time.monotonic()
+        if not self.island.leads:
+            return
+        if self._loss is not None:
+            tokens, at = self._logged
+            pace = (self.sync.tokens - tokens) / max(now - at, 1e-9)
+            self._logged = (self.sync.tokens, now)
+            if self.log is not None:
+                self.log.metric(
+                    version=self.sync.version,
+                    inner_step=self.sync.steps,
+                    tokens=self.sync.applied_tokens,
+                    loss=self._loss,
+                    lr=lr,
+                    tokens_per_s=pace,
+                )
+            self._pace, self._shown_loss, self._loss = pace, self._loss, None
+        if now - self._told_at >= REPORT_EVERY_S or self.sync.exchanged:
+            self._told_at = now
+            self.tell(self.status("training"))
+
+    _pace: float = 0.0
+    _shown_loss: float | None = None
+
+    def status(self, state: str) -> dict[str, object]:
+        """A status message for whoever watches."""
+        sent, received = self.traffic()
+        node = self.sync.node
+        return {
+            "t": "status",
+            "state": state,
+            "version": self.sync.version,
+            "inner_step": self.sync.inner_step,
+            "outer_steps": self.config.budget.outer_steps,
+            "loss": self._shown_loss,
+            "eval_loss": self.eval_loss,
+            "tokens": self.sync.tokens,
+            "tokens_per_s": round(self._pace, 1),
+            "bytes_sent": sent,
+            "bytes_received": received,
+            "peers": self.island.size if node is None else node.num_peers,
+        }

@@ -1,0 +1,49 @@
+"""What one peer says while it trains, to whoever listens: a supervisor, a live table, or the log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diloco.train.files import finite
+
+__all__ = ["Listener", "json_lines", "log_lines"]
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[Mapping[str, Any]], None]
+
+
+def json_lines(message: Mapping[str, Any]) -> None:
+    """One JSON object per line on stdout, at once: the language between `diloco local` and its peers."""
+    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer about to leave
+        sys.stdout.write(json.dumps(finite(dict(message))) + "\n")
+        sys.stdout.flush()
+
+
+class log_lines:
+    """Messages as log lines, one per outer step, for a peer that nobody watches."""
+
+    def __init__(self) -> None:
+        self._began_at = time.monotonic()
+        self._version = -1
+
+    def __call__(self, message: Mapping[str, Any]) -> None:
+        if message["t"] == "ready" and message.get("address"):
+            logger.info("this peer can be reached at %s", message["address"])
+        if message["t"] != "status" or message["version"] == self._version or message["loss"] is None:
+            return
+        self._version = message["version"]
+        logger.info(
+            "[%6.1fs] outer step %s/%s loss %.3f, %d peers",
+            time.monotonic() - self._began_at,
+            message["version"],
+            message["outer_steps"],
+            message["loss"],
+            message["peers"],
+        )

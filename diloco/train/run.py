@@ -1,0 +1,264 @@
+"""One peer's run from configuration to summary: what is built, in which order, and what is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco import data
+from diloco import model as models
+from diloco.config import Config
+from diloco.errors import UnsavedError
+from diloco.swarm.daemon import identity_number
+from diloco.train.api import Swarm
+from diloco.train.baseline import DataParallel
+from diloco.train.island import Island
+from diloco.train.loop import Trainer
+from diloco.train.metrics import RunLog, WandbLog, prepare_run_directory, write_atomic
+from diloco.train.plot import plot_losses
+from diloco.train.reporting import Listener
+from diloco.train.session import Session, Sync, identity_path
+from diloco.train.summary import (
+    Evaluation,
+    PeerSummary,
+    Phases,
+    Summary,
+    Tokens,
+    merge_peer_summaries,
+    peer_message,
+    write_summary,
+)
+
+__all__ = ["run"]
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, listen: Listener) -> Summary:
+    """Train as one peer until the budget is used up, or until Ctrl+C.
+
+    Leaves in the run directory: config.yaml, manifest.json, metrics, events, checkpoints, and from the peer that leads
+    model/, loss.png and summary.json.
+
+    Raises:
+        DilocoError: whatever stops a user, as one line; the last checkpoint is then good.
+    """
+    island = Island.from_environment(config.train.device)
+    try:
+        return _run(config, island, listen if island.leads else (lambda message: None))
+    finally:
+        island.close()
+
+
+def _run(config: Config, island: Island, listen: Listener) -> Summary:
+    began_at = time.monotonic()
+    if config.outer.method == "diloco":
+        island.check_batch_size(config.inner.batch_size)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    name = config.run.name or "peer"
+    _write_settings(config, island)
+    session = Session(config, name)
+
+    dataset = data.load(config.data, config.run.seed)
+    holdout = dataset.holdout(config.eval.sequences)
+    tokenizer = dataset.tokenizer
+    model = models.build(
+        config.model, config.run.seed, vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length
+    ).to(island.device)
+    wrapped = island.wrap(model)
+    optimizer = _inner_optimizer(model, config)
+    stream = dataset.batches(config.inner.batch_size, shard=_shard(config, island), shards=_shards(config, island))
+
+    with RunLog(config.run.dir, name, _wandb(config, name)) as log:
+        if session.checkpoint is not None and island.leads:
+            log.event("resume", version=session.checkpoint.step, skipped=session.checkpoint.skipped)
+        tell = _teller(listen, name)
+        phases = Phases(session.seconds)
+        sync = _sync(config, island, model, optimizer, session, phases, log, tell)
+        session.restore(sync, model, optimizer, stream)
+        trainer = Trainer(
+            config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases,
+            log if island.leads else None, tell,
+        )  # fmt: skip
+        tell(trainer.status("waiting"))
+        with _signals(sync):
+            with sync:
+                trainer.train()
+                if island.leads:
+                    tell(trainer.status("leaving"))
+                    if sync.version > 0:
+                        trainer.save()
+            summary = _finish(trainer, config, tokenizer, began_at, tell) if island.leads else _nothing(config)
+    return summary
+
+
+def _sync(
+    config: Config,
+    island: Island,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    session: Session,
+    phases: Phases,
+    log: RunLog,
+    tell: Callable[[Mapping[str, Any]], None],
+) -> Sync:
+    """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
+    outer, name = config.outer, config.run.name or "peer"
+    if outer.method == "data_parallel":
+        return DataParallel(model, optimizer, island, outer.sync_every, phases)
+
+    def ready(address: str) -> None:
+        tell({"t": "ready", "address": address})
+        if not config.swarm.initial_peers:
+            write_atomic(config.run.dir / "address", address + "\n")
+
+    swarm = Swarm.of(
+        config, identity_path(config, name), name, lambda kind, fields: log.event(kind, **_renamed(fields)), ready
+    )
+    return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
+
+
+def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, tell: Callable[..., None]) -> Summary:
+    """After the swarm: evaluate the final anchor, write the model, the picture and the summary."""
+    sync = trainer.sync
+    if config.run.lead:
+        tell(trainer.status("evaluating"))
+        if sync.inner_step == 0:  # in the middle of a round the parameters are no anchor
+            trainer.evaluate()
+            models.save(trainer.model, config.run.dir / "model", tokenizer)
+    mine = _summary(trainer, config, time.monotonic() - began_at)
+    tell({"t": "summary", **peer_message(mine)})
+    summary = merge_peer_summaries(
+        [peer_message(mine)],
+        run_id=mine.run_id,
+        manifest_hash=mine.manifest_hash,
+        mode=mine.mode,
+        wall_s=mine.wall_s,
+        exit=mine.exit,
+    )
+    if config.run.lead and not config.run.report:
+        plot_losses(
+            config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", f"{config.run.id}: {config.model.name}"
+        )
+        write_summary(config.run.dir / "summary.json", summary)
+    tell(trainer.status("left" if sync.interrupted else "done"))
+    return summary
+
+
+def _summary(trainer: Trainer, config: Config, wall_s: float) -> Summary:
+    sync, node = trainer.sync, trainer.sync.node
+    sent, received = trainer.traffic()
+    mine = PeerSummary(
+        peer_id=node.protocol.me if node else f"rank{trainer.island.rank}",
+        name=config.run.name or "peer",
+        steps=sync.steps,
+        tokens=sync.tokens,
+        anchor_digest=sync.anchor_digest(),
+        bytes_sent=sent,
+        bytes_received=received,
+        seconds=trainer.phases.seconds(),
+    )
+    return Summary(
+        run_id=config.run.id,
+        manifest_hash=config.manifest().hash(),
+        mode=config.outer.method,
+        wall_s=wall_s,
+        outer_steps=sync.version,
+        tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
+        eval=Evaluation(trainer.eval_loss),
+        peers=[mine],
+        heals=node.protocol.heals if node else 0,
+        takeovers=node.protocol.takeovers if node else 0,
+        exit=0,
+    )
+
+
+def _nothing(config: Config) -> Summary:
+    """The summary of a rank that is not the first: rank 0 speaks for the island."""
+    return Summary(config.run.id, "", config.outer.method, 0.0, 0, Tokens(), Evaluation(), [], 0, 0, 0)
+
+
+def _inner_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only, as usual for language models."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.inner.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.inner.lr, betas=config.inner.betas)
+
+
+def _shard(config: Config, island: Island) -> int:
+    if config.outer.method == "data_parallel":
+        return island.rank
+    if config.data.shard is not None:
+        return config.data.shard
+    # Nobody deals out shards here, so each identity has an order of its own over all the data.
+    shard = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
+    return int(island.agree([shard])[0])
+
+
+def _shards(config: Config, island: Island) -> int | None:
+    return island.size if config.outer.method == "data_parallel" else config.data.shards
+
+
+def _write_settings(config: Config, island: Island) -> None:
+    if island.leads:
+        prepare_run_directory(config.run.dir)
+        if config.run.lead:
+            write_atomic(config.run.dir / "config.yaml", config.to_yaml())
+            write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
+
+
+def _wandb(config: Config, name: str) -> WandbLog:
+    settings = config.wandb
+    return WandbLog(
+        mode=settings.mode,
+        project=settings.project,
+        entity=settings.entity,
+        run_id=config.run.id,
+        peer=name,
+        directory=config.run.dir,
+        config=config.model_dump(mode="json"),
+    )
+
+
+def _teller(listen: Listener, name: str) -> Callable[[Mapping[str, Any]], None]:
+    return lambda message: listen({"peer": name, "time": time.time(), **message})
+
+
+def _renamed(fields: Mapping[str, object]) -> dict[str, object]:
+    """An event's `peer` is whom it is about; in the log that name belongs to who says it."""
+    return {("subject" if key == "peer" else key): value for key, value in fields.items()}
+
+
+@contextmanager
+def _signals(sync: Sync) -> Iterator[None]:
+    """Ctrl+C or SIGTERM once: leave cleanly. Twice: end at once (the daemon ends with this process)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if sync.interrupted:
+            os._exit(UnsavedError.exit_code)
+        sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
+        sync.interrupt()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

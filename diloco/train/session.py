@@ -1,0 +1,146 @@
+"""What of a run survives the process: everything that must be restored lives in one checkpoint, and only here.
+
+Written at outer boundaries: anchors and their versions, outer states of the fragments held, inner optimizer, random
+generators, position in the data, counters. At a boundary the local parameters are the anchors, so they are not stored
+twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.config import Config, Manifest
+from diloco.data import Stream
+from diloco.errors import CheckpointError
+from diloco.train.api import Attachment, Saved
+from diloco.train.baseline import DataParallel
+from diloco.train.checkpoint import Checkpoint, CheckpointStore
+from diloco.train.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from diloco.train.summary import Seconds
+
+__all__ = ["Session", "identity_path"]
+
+logger = logging.getLogger(__name__)
+
+Sync = Attachment | DataParallel
+
+
+def identity_path(config: Config, name: str) -> Path:
+    """Where this peer's key is: with the run, so that a resumed peer is the same peer."""
+    if config.swarm.identity_path is not None:
+        return Path(config.swarm.identity_path)
+    return config.run.dir / "identities" / f"{name}.key"
+
+
+class Session:
+    """One peer's checkpoints in a run directory.
+
+    A checkpoint that is corrupt is passed over for the one before it, and said. One of another run (the manifests
+    differ in more than the budget, which may be extended) raises `CheckpointError` naming the keys.
+    """
+
+    def __init__(self, config: Config, name: str) -> None:
+        self.config = config
+        self.store = CheckpointStore(config.run.dir / "checkpoints" / name, config.checkpoint.keep)
+        self.checkpoint: Checkpoint | None = self.store.load_latest()
+        self.saved_version = -1
+        if self.checkpoint is None:
+            return
+        self.saved_version = self.checkpoint.step
+        then = Manifest.from_json(self.checkpoint.state["manifest"])
+        differing = [line for line in config.manifest().differences(then) if not line.startswith("budget.")]
+        if differing:
+            raise CheckpointError(
+                f"run.dir={config.run.dir} holds a run with other settings ({'; '.join(differing[:4])}); "
+                "use the same settings, or another run.dir"
+            )
+
+    @property
+    def seconds(self) -> Seconds:
+        """Wall time per phase in the sessions before this one."""
+        return Seconds(**self.checkpoint.state["seconds"]) if self.checkpoint else Seconds()
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received in the sessions before this one."""
+        sent, received = self.checkpoint.state["traffic"] if self.checkpoint else (0, 0)
+        return sent, received
+
+    def outer(self) -> Saved | None:
+        """Where the swarm side goes on."""
+        if self.checkpoint is None:
+            return None
+        state, anchors = self.checkpoint.state, self.checkpoint.tensors["anchor"]
+        outer = self.checkpoint.tensors["outer"]
+        held = sorted({int(name.split(".")[0]) for name in outer})
+        return Saved(
+            anchors=[anchors[str(fragment)] for fragment in range(len(anchors))],
+            versions=state["versions"],
+            terms=state["terms"],
+            applied_tokens=state["applied_tokens"],
+            outer={fragment: (outer[f"{fragment}.master"], outer[f"{fragment}.momentum"]) for fragment in held},
+        )
+
+    def restore(self, sync: Sync, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream) -> None:
+        """Put everything back that is not the swarm's; call before `sync` is entered."""
+        if self.checkpoint is None:
+            return
+        state, tensors = self.checkpoint.state, self.checkpoint.tensors
+        sync.steps, sync.tokens, sync.discarded_tokens = state["counters"]
+        stream.restore(state["stream"])
+        restore_optimizer(optimizer, tensors["inner"], state["inner"])
+        restore_rng(tensors["rng"], state["rng"])
+        if isinstance(sync, DataParallel):
+            sync.version, sync.applied_tokens = state["versions"][0], state["applied_tokens"]
+            saved = tensors["anchor"]
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(saved[name])
+
+    def save(
+        self,
+        sync: Sync,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stream: Stream,
+        seconds: Seconds,
+        traffic: Sequence[int],
+    ) -> None:
+        """Write a checkpoint of the last outer boundary, unless there is one already."""
+        if sync.version == self.saved_version:
+            return
+        inner, inner_json = flatten_optimizer(optimizer)
+        rng, rng_json = rng_state()
+        anchors, outer, versions, terms = _swarm_tensors(sync, model)
+        state: dict[str, Any] = {
+            "manifest": self.config.manifest().to_json(),
+            "versions": versions,
+            "terms": terms,
+            "applied_tokens": sync.applied_tokens,
+            "counters": [sync.steps, sync.tokens, sync.discarded_tokens],
+            "stream": stream.state(),
+            "inner": inner_json,
+            "rng": rng_json,
+            "seconds": {name: getattr(seconds, name) for name in ("compute", "wait", "comm", "outer")},
+            "traffic": list(traffic),
+        }
+        tensors = {"anchor": anchors, "outer": outer, "inner": inner, "rng": rng}
+        self.store.save(sync.version, tensors, state)
+        self.saved_version = sync.version
+
+
+def _swarm_tensors(sync: Sync, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int], list[int]]:
+    if isinstance(sync, DataParallel):
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}, {}, [sync.version], [0]
+    saved = sync.saved()
+    anchors = {str(fragment): anchor for fragment, anchor in enumerate(saved.anchors)}
+    outer = {}
+    for fragment, (master, momentum) in saved.outer.items():
+        outer[f"{fragment}.master"], outer[f"{fragment}.momentum"] = master, momentum
+    return anchors, outer, list(saved.versions), list(saved.terms)

@@ -25,8 +25,8 @@ def run(config: Config) -> int:
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with (
-            LiveView(console, [name], config.budget.outer_steps, f"{config.run.id}: host") as view,
             Host(config, name) as host,
+            LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
         ):
             view.update({"t": "ready", "peer": name, "time": time.time(), "address": host.address})
             while not stop.wait(0.5):

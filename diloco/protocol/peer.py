@@ -42,6 +42,8 @@ class Peer:
         applied_tokens: swarm clock at these versions.
         trains, holds: whether this peer contributes, and whether it can be a syncer.
         min_peers: connected peers, this one included, before anything is claimed.
+        newcomer: this peer joins others, and claims nothing before `acquainted` says that it has heard all of them;
+            else it would take every fragment for vacant.
 
     On failure of other peers: a lost member is expected no more and its fragments are claimed anew under a higher term.
     Messages that do not fit (unknown fragment, stale term) are ignored; nothing from the network makes this raise.
@@ -59,6 +61,7 @@ class Peer:
         trains: bool = True,
         holds: bool = True,
         min_peers: int = 1,
+        newcomer: bool = False,
     ) -> None:
         self.me = me
         self.name = name
@@ -73,6 +76,7 @@ class Peer:
         self.members = Membership()
         self.leases = LeaseTable()
         self.syncers: dict[int, Syncer] = {}
+        self.newcomer = newcomer
         self.state: State = "starting"
         self.heals = 0
         self.takeovers = 0
@@ -150,6 +154,11 @@ class Peer:
             case Published():
                 actions += self._heard_published(peer, message)
         return actions + self.tick(now)
+
+    def acquainted(self, now: float) -> list[Action]:
+        """Every peer that could be reached has said hello, so what nobody holds is vacant."""
+        self.newcomer = False
+        return self.tick(now)
 
     def lost(self, peer: str, now: float, why: str) -> list[Action]:
         """The connection to a peer is gone for good, or it left."""
@@ -316,7 +325,7 @@ class Peer:
         return None if member is None or member.status.state in ("leaving", "done") else member
 
     def _claim_vacant(self, now: float) -> list[Action]:
-        self._opened = self._opened or len(self.members) + 1 >= self.min_peers
+        self._opened = self._opened or (not self.newcomer and len(self.members) + 1 >= self.min_peers)
         vacant = [f for f in range(len(self.versions)) if self._vacant(f)]
         if not (self._opened and self.holds and vacant) or self.state in ("leaving", "done"):
             return []

@@ -83,12 +83,6 @@ class BulkClient:
         self._replica = replica
         self._traffic = traffic
 
-    async def open(self, peer: str) -> Stream:
-        """Open a bulk stream to a peer."""
-        opening = self._p2p.call_binary_stream_handler(peer_id(peer), BULK)
-        _, reader, writer = await asyncio.wait_for(opening, OPEN_TIMEOUT_S)
-        return Stream(peer, reader, writer, self._traffic)
-
     async def contribute(
         self, lease: Lease, header: Contribution, seconds: Seconds
     ) -> tuple[Verdict, FetchedRecord | None]:
@@ -96,7 +90,7 @@ class BulkClient:
 
         The wait has no time limit of its own: the caller ends it when the syncer is lost or loses its lease.
         """
-        stream = await self.open(lease.holder)
+        stream = await open_bulk(self._p2p, lease.holder, self._traffic)
         try:
             begun_at = time.monotonic()
             await stream.send(header)
@@ -136,7 +130,7 @@ class BulkClient:
         Raises:
             PayloadError: the donor refuses, or sends something that is not what its header says.
         """
-        stream = await self.open(donor)
+        stream = await open_bulk(self._p2p, donor, self._traffic)
         try:
             hash_ = self._protocol.manifest_hash
             await stream.send(
@@ -161,14 +155,21 @@ class BulkClient:
             STATE_CODEC.decode(payload, vector[start:stop])
         return vector
 
-    async def fetch_manifest(self, donor: str) -> str:
-        """The manifest of the run that a peer is in, as untrusted JSON text."""
-        stream = await self.open(donor)
-        try:
-            await stream.send(ManifestRequest())
-            return expect(await stream.receive(), ManifestReply).text
-        finally:
-            stream.close()
+
+async def open_bulk(p2p: P2P, peer: str, traffic: Traffic) -> Stream:
+    """Open a bulk stream to a peer."""
+    _, reader, writer = await asyncio.wait_for(p2p.call_binary_stream_handler(peer_id(peer), BULK), OPEN_TIMEOUT_S)
+    return Stream(peer, reader, writer, traffic)
+
+
+async def request_manifest(p2p: P2P, donor: str) -> str:
+    """The manifest of the run that a peer is in, as untrusted JSON text."""
+    stream = await open_bulk(p2p, donor, Traffic())
+    try:
+        await stream.send(ManifestRequest())
+        return expect(await stream.receive(), ManifestReply).text
+    finally:
+        stream.close()
 
 
 async def send_record(stream: Stream, record: FetchedRecord, replica: Replica) -> None:

@@ -43,6 +43,7 @@ class ControlMesh:
     Args:
         on_hello, on_message, on_lost: called in the loop for a peer that connected, spoke, or is gone.
         on_refused: called with the reason when the other side refuses us.
+        on_call_ended: called when a call of ours was answered or given up.
 
     A peer that cannot be reached is left out and dialled again when it is heard of again. Nothing here raises at the
     owner; a wrong run or manifest is refused on the stream with the reason.
@@ -58,6 +59,7 @@ class ControlMesh:
         on_message: Callable[[str, Message], None],
         on_lost: Callable[[str, str], None],
         on_refused: Callable[[str, str], Awaitable[None]],
+        on_call_ended: Callable[[], None],
     ) -> None:
         self._p2p = p2p
         self._dht = dht
@@ -67,6 +69,7 @@ class ControlMesh:
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_refused = on_refused
+        self._on_call_ended = on_call_ended
         self._outgoing: dict[str, asyncio.Queue[Message | None]] = {}
         self._incoming: dict[str, Stream] = {}
         self._dialling: dict[str, asyncio.Task[bool]] = {}
@@ -102,10 +105,16 @@ class ControlMesh:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def settled(self) -> bool:
+        """Whether no call is under way and every peer that answered ours has said hello to us."""
+        calling = any(not task.done() for task in self._dialling.values())
+        return not calling and all(peer in self._protocol.members for peer in self._outgoing)
+
     def dial(self, peer: str) -> asyncio.Task[bool]:
         """Open our stream to a peer unless there is one; the result says whether it answered."""
         if peer not in self._dialling or self._dialling[peer].done():
             self._dialling[peer] = asyncio.create_task(self._dial(peer))
+            self._dialling[peer].add_done_callback(lambda _: self._on_call_ended())
         return self._dialling[peer]
 
     async def _dial(self, peer: str) -> bool:

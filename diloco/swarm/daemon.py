@@ -12,7 +12,8 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hivemind.dht.node import DHTNode
@@ -22,7 +23,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.errors import ConfigError, SwarmError
 
-__all__ = ["identity_number", "open_daemon", "peer_id_of", "read_addresses"]
+__all__ = ["identity_number", "open_daemon", "peer_id", "peer_id_of", "read_addresses", "sheltered"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,19 @@ def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[st
     return SwarmError(f"the libp2p daemon did not start: {' '.join(text.split())[:300]}")
 
 
+@contextmanager
+def sheltered() -> Iterator[None]:
+    """A daemon that is started inside does not hear Ctrl+C, for it inherits the signal mask of this thread.
+
+    Ctrl+C in a terminal reaches every process of the group, and the daemon must outlive it for a clean leave.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 async def open_daemon(
     initial_peers: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path
 ) -> tuple[P2P, DHTNode]:
@@ -114,22 +128,18 @@ async def open_daemon(
         ConfigError: the identity cannot be written.
     """
     _make_identity(identity_path)
-    # Ctrl+C in a terminal reaches every process of the group. The daemon must outlive it for a clean leave, and it
-    # inherits this thread's signal mask.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        p2p = await P2P.create(
-            initial_peers=[Multiaddr(address) for address in initial_peers] or None,
-            host_maddrs=[Multiaddr(address) for address in listen],
-            announce_maddrs=[Multiaddr(address) for address in announce] or None,
-            identity_path=str(identity_path),
-            startup_timeout=START_TIMEOUT_S,
-            check_if_identity_free=False,
-        )
+        with sheltered():
+            p2p = await P2P.create(
+                initial_peers=[Multiaddr(address) for address in initial_peers] or None,
+                host_maddrs=[Multiaddr(address) for address in listen],
+                announce_maddrs=[Multiaddr(address) for address in announce] or None,
+                identity_path=str(identity_path),
+                startup_timeout=START_TIMEOUT_S,
+                check_if_identity_free=False,
+            )
     except (P2PDaemonError, OSError, ValueError) as error:
         raise _explain(error, initial_peers, listen, identity_path) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     own = p2p.peer_id.to_base58()
     if any(peer_id_of(address) == own for address in initial_peers):
         await p2p.shutdown()

@@ -25,7 +25,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Note, Release
 from diloco.protocol.messages import Message, State
 from diloco.protocol.peer import Peer
-from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord
+from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, UNREACHABLE, ControlMesh
 from diloco.swarm.daemon import open_daemon, peer_id_of, read_addresses
 from diloco.swarm.rounds import Exchanged, Rounds
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 LEAVE_FLOOR_S = 10.0
+ACQUAINTANCE_S = 20.0
 ADDRESS_WAIT_S = 120.0
 
 
@@ -184,6 +185,7 @@ class Node:
             applied_tokens=options.applied_tokens,
             trains=options.trains,
             min_peers=options.min_peers,
+            newcomer=bool(seeds),
         )
         self.addresses = [str(address) for address in await self._p2p.get_visible_maddrs()]
         self._client = BulkClient(self._p2p, self.protocol, self.replica, self.traffic)
@@ -200,6 +202,7 @@ class Node:
             on_message=self._heard,
             on_lost=lambda peer, why: self.do(self.protocol.lost(peer, self.now(), why)),
             on_refused=self._refused,
+            on_call_ended=self.notify,
         )
         answered = await self._mesh.start([peer_id_of(seed) for seed in seeds])
         if self._refusal is not None:
@@ -209,12 +212,24 @@ class Node:
                 f"swarm.initial_peers={seeds} answer, but no diloco peer of run.id={options.run_id} is there"
             )
         self.spawn(self._heartbeat())
+        if seeds:
+            self.spawn(self._get_acquainted())
+
+    async def _get_acquainted(self) -> None:
+        """A newcomer hears every peer that it can reach before it believes anything about who holds what."""
+
+        def heard_all() -> bool:
+            return self._mesh.settled() and len(self.protocol.members) > 0
+
+        await self._until_or(heard_all, ACQUAINTANCE_S, "hellos of the swarm")
+        self.do(self.protocol.acquainted(self.now()))
 
     async def _refused(self, peer: str, reason: str) -> None:
+        assert self._p2p is not None
         self.note("refused_us", peer=peer, why=reason)
         if "manifest" in reason:
             try:
-                differing = self._options.explain(await self._client.fetch_manifest(peer))
+                differing = self._options.explain(await request_manifest(self._p2p, peer))
                 reason = f"the run there has other settings: {'; '.join(differing[:5])}; use the same"
             except (*UNREACHABLE, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)

@@ -111,14 +111,15 @@ class Swarm:
     def of(
         cls,
         config: Config,
+        manifest: Manifest,
         identity: Path,
         name: str,
         on_event: Callable[[str, dict[str, object]], None],
         on_ready: Callable[[str], None] | None = None,
     ) -> Swarm:
-        """The swarm that a configuration describes; its manifest is the configuration's run-owned half."""
+        """The run of a manifest, with the peer-local half of a configuration."""
         return cls(
-            run_id=config.run.id,
+            run_id=manifest.run.id,
             address=config.swarm.initial_peers,
             identity=identity,
             name=name,
@@ -126,10 +127,10 @@ class Swarm:
             announce=config.swarm.announce,
             min_peers=config.swarm.min_peers,
             heartbeat_s=config.swarm.heartbeat_s,
-            manifest=config.manifest(),
+            manifest=manifest,
             on_event=on_event,
             on_ready=on_ready,
-            **config.outer.model_dump(exclude={"method"}),
+            **manifest.outer.model_dump(exclude={"method"}),
         )
 
     def __enter__(self) -> Swarm:

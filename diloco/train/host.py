@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from diloco import model as models
-from diloco.config import Config
+from diloco.config import Config, Manifest
+from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
+from diloco.swarm.manifest import fetch_manifest
 from diloco.swarm.node import Node
 from diloco.train.api import Swarm
 from diloco.train.metrics import RunLog, prepare_run_directory, write_atomic
@@ -26,12 +28,18 @@ class Host:
         prepare_run_directory(config.run.dir)
         self._config = config
         self._log = RunLog(config.run.dir, name)
-        model = models.build(config.model, config.run.seed)
+        manifest = config.manifest()
+        if config.swarm.initial_peers:
+            manifest = Manifest.from_json(fetch_manifest(config.swarm.initial_peers))
+        self.manifest = manifest
+        model = models.build(manifest.model, manifest.run.seed)
         parameters = {key: p.data for key, p in model.named_parameters() if p.requires_grad}
-        outer = config.outer
+        outer = manifest.outer
+        if outer.method != "diloco":
+            raise ConfigError(f"outer.method={outer.method} has no swarm to host")
         fragments = partition({key: p.numel() for key, p in parameters.items()}, outer.fragments)
         replica = Replica(parameters, fragments, outer.codec_up, outer.codec_down, outer.lr, outer.momentum)
-        swarm = Swarm.of(config, identity_path(config, name), name, self._event)
+        swarm = Swarm.of(config, manifest, identity_path(config, name), name, self._event)
         self.node = Node(swarm.options(parameters, None, trains=False), replica, self._event)
         torch.set_grad_enabled(False)
 
@@ -64,7 +72,7 @@ class Host:
             "t": "status",
             "state": "waiting" if protocol.state == "starting" else "training",
             "version": protocol.versions[0],
-            "outer_steps": self._config.budget.outer_steps,
+            "outer_steps": self.manifest.budget.outer_steps,
             "tokens": protocol.applied_tokens,
             "bytes_sent": traffic.bytes_sent,
             "bytes_received": traffic.bytes_received,

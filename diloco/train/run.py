@@ -124,7 +124,12 @@ def _sync(
             write_atomic(config.run.dir / "address", address + "\n")
 
     swarm = Swarm.of(
-        config, identity_path(config, name), name, lambda kind, fields: log.event(kind, **_renamed(fields)), ready
+        config,
+        config.manifest(),
+        identity_path(config, name),
+        name,
+        lambda kind, fields: log.event(kind, **_renamed(fields)),
+        ready,
     )
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 

@@ -195,3 +195,4 @@ async def send_state(stream: Stream, header: StateHeader, vectors: list[Tensor],
 async def refuse(stream: Stream, reason: str) -> None:
     """Tell the other side why its stream is not wanted."""
     await stream.send(Refusal(reason=reason[:2000]))
+    await stream.drained()

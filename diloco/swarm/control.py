@@ -178,6 +178,7 @@ class ControlMesh:
             objection = self._protocol.objection(hello)
             if objection is not None or self._closed:
                 await stream.send(Refusal(reason=objection or "this peer is leaving"))
+                await stream.drained()
                 return
             await stream.send(self._protocol.status())
             self._incoming[peer] = stream

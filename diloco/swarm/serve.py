@@ -58,6 +58,7 @@ class BulkServer:
         self.serving += 1
         try:
             await self._answer(stream, await stream.receive())
+            await stream.drained()
         except PayloadError as error:
             self._host.note("refused", peer=stream.peer, why=str(error))
             await _quietly(refuse(stream, str(error)))

@@ -223,3 +223,11 @@ def test_durations_are_readable(seconds: float, text: str) -> None:
 def test_the_table_needs_no_torch() -> None:
     script = "import sys, diloco.cli.table; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_a_new_round_starts_again_at_step_zero() -> None:
+    view, _, _ = make(terminal=True, width=120)
+    view.update(status(inner_step=21))
+    view.update(status(state="evaluating", inner_step=0))
+    row = next(line for line in shown(view, width=120) if line.startswith("p0"))
+    assert row.split()[3] == "0"

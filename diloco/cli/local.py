@@ -73,7 +73,7 @@ def run(config: Config) -> int:
         stop = stack.enter_context(_signals(children))
         with LiveView(console, names, config.budget.outer_steps, title) as view:
             _follow(children, said, view)
-    return _conclude(config, children, bool(stop), time.monotonic() - began_at, console)
+        return _conclude(config, children, bool(stop), time.monotonic() - began_at, console)
 
 
 def _follow(children: list[_Child], said: queue.Queue[tuple[_Child, Mapping[str, Any] | None]], view: LiveView) -> None:

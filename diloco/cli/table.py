@@ -130,7 +130,8 @@ class LiveView:
     def _fill(self, row: _Row, message: Mapping[str, Any]) -> None:
         row.state = _text(message.get("state", row.state))
         numbers = {name: _number(message.get(name)) for name in vars(row)}
-        numbers["inner_step"] = numbers["inner_step"] or _number(message.get("steps"))
+        if numbers["inner_step"] is None:
+            numbers["inner_step"] = _number(message.get("steps"))
         evaluation = message.get("eval")
         if isinstance(evaluation, Mapping):
             numbers["eval_loss"] = _number(evaluation.get("loss"))

@@ -30,6 +30,7 @@ from diloco.errors import ConfigError, PayloadError
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
+from diloco.protocol.schedule import Schedule
 from diloco.swarm.node import Node, NodeOptions
 from diloco.train.island import Island
 from diloco.train.summary import Phases
@@ -210,8 +211,8 @@ class Attachment:
     """A model in step with the swarm; made by `Swarm.attach`.
 
     Attributes:
-        version: outer steps that the anchor has seen. inner_step: inner steps since the last exchange.
-        target_steps: inner steps of the round under way. steps: inner steps of this peer, over all its sessions.
+        version: outer steps that the anchor has seen. steps: inner steps of this peer, over all its sessions.
+        inner_step, target_steps: inner steps since the last exchange, and of the whole round.
         applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its sessions.
         exchanged: whether the last `optimizer.step()` ended in an exchange.
         node: the swarm node (rank 0 of an island only).
@@ -235,7 +236,7 @@ class Attachment:
         self.parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
         self.version = saved.versions[0] if saved else 0
         self.applied_tokens = saved.applied_tokens if saved else 0
-        self.inner_step = self.target_steps = 0
+        self._schedule = Schedule(swarm.outer.fragments, swarm.outer.sync_every)
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = False
         self.interrupted = False
@@ -313,6 +314,16 @@ class Attachment:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
+    @property
+    def inner_step(self) -> int:
+        """Inner steps since the last exchange."""
+        return self._schedule.inner_step
+
+    @property
+    def target_steps(self) -> int:
+        """Inner steps of the round under way."""
+        return self._schedule.target_steps
+
     def count(self, tokens: int) -> None:
         """Tell how many tokens the coming inner step is made of (of the whole island).
 
@@ -322,7 +333,7 @@ class Attachment:
 
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
-        self.inner_step += 1
+        due = self._schedule.advance()
         self.steps += 1
         self.tokens += tokens
         self._round_tokens += tokens
@@ -330,8 +341,9 @@ class Attachment:
         if self.node is not None:
             pace = self.inner_step / max(time.monotonic() - self._round_began_at, 1e-9)
             self.node.progress(self.inner_step, self.target_steps, pace, self.tokens)
-        # The decision is rank 0's: a signal may have reached only some of the ranks.
-        due, self.interrupted = map(bool, self.island.agree([self.inner_step >= self.target_steps, self.interrupted]))
+        # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
+        (interrupted,) = self.island.agree([self.interrupted])
+        self.interrupted = bool(interrupted)
         if due and not self.interrupted:
             with self.phases.during("comm"):
                 self._exchange()
@@ -352,7 +364,7 @@ class Attachment:
         self.island.share_(self.parameters.values())
         self.discarded_tokens += self._round_tokens if discarded else 0
         self.exchanged = True
-        self._new_round(self.swarm.outer.sync_every, version, applied)
+        self._new_round(None, version, applied)
 
     def resume(self) -> None:
         """Enter the next round after whatever followed the exchange (evaluation, checkpoint)."""
@@ -360,9 +372,9 @@ class Attachment:
             self.node.enter("training")
         self._round_began_at = time.monotonic()
 
-    def _new_round(self, steps: int, version: int, applied_tokens: int) -> None:
+    def _new_round(self, steps: int | None, version: int, applied_tokens: int) -> None:
         self.version, self.applied_tokens = version, applied_tokens
-        self.inner_step, self.target_steps = 0, steps
+        self._schedule.begin(steps)
         self._round_tokens = 0
         self._round_began_at = time.monotonic()
 

@@ -1,36 +1,27 @@
-"""A swarm in memory and virtual time: `Peer`s that carry out each other's actions, without sockets, threads or sleeping.
+"""Toy nodes around the real protocol core: they train, contribute, merge and fetch as `diloco.swarm` does, without tensors.
 
-    heap of (time, number, node, work) -> one event -> that node's `Peer` -> actions -> messages and conversations -> heap
-
-What a node does beside the protocol (training, contributing, merging, fetching) is a generator that yields seconds to
-pass or a condition to wait for. The anchor of a fragment is only its digest, a hash of its whole history, so equal digests
-mean that the same contributions were merged in the same order. Messages of one peer to another stay in order, as on a
-stream, and pass through the real encoding; all else happens in an order that the seed decides.
+The anchor of a fragment is only its digest, a hash of its whole history: equal digests mean that the same contributions
+were merged in the same order. The outer state of a fragment is the list of versions that went into it.
 """
 
 from __future__ import annotations
 
-import heapq
-import random
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from hashlib import sha256
-from itertools import count
 
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
+from protocol_world import Conversation, World
+
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Note, Release
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
-from diloco.protocol.messages import Message, Record, decode, encode
+from diloco.protocol.messages import Record
 from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Close
 
-__all__ = ["CHUNKS", "MANIFEST", "Node", "World", "digest_of"]
+__all__ = ["CHUNKS", "MANIFEST", "Swarm", "ToyNode", "digest_of"]
 
-Conversation = Generator[float | Callable[[], bool], None, None]
-MANIFEST = sha256(b"manifest").hexdigest()
 CHUNKS = 3
-HEARTBEAT_S = RETRY_S = 1.0
-MERGE_S = 0.05
 
 
 def digest_of(*history: object) -> str:
@@ -38,190 +29,255 @@ def digest_of(*history: object) -> str:
     return sha256(repr(history).encode()).hexdigest()
 
 
-class Node:
-    """One peer: its protocol core, its toy fragments, and whether it is alive, awake, or dead."""
+MANIFEST = digest_of("manifest")
 
-    def __init__(self, peer: Peer, outer_steps: int, steps: int, step_s: float) -> None:
-        self.peer, self.id = peer, peer.me
+
+class Swarm(World):
+    """A world of toy nodes. `break_rate` is the chance that a stream breaks at a chunk; `settings` go to every node."""
+
+    def __init__(
+        self, seed: int = 0, fragments: int = 4, break_rate: float = 0.0, latency_s: float = 0.2, **settings: object
+    ) -> None:
+        super().__init__(seed, latency_s)
+        self.fragments, self.break_rate, self.settings = fragments, break_rate, settings
+        self.nodes: dict[str, ToyNode] = {}
+        self.records: list[Record] = []
+
+    def start(self, names: str, **settings: object) -> None:
+        """Peers of these one-letter names start now, in an order that the seed decides; they train unless told not to."""
+        for name in self.random.sample(names, len(names)):
+            self.nodes[name] = node = ToyNode(self, name, **{**self.settings, **settings})  # type: ignore[arg-type]
+            self.join(node)
+            if node.peer.newcomer:
+                self.spawn(node, node.get_acquainted())
+            self.spawn(node, node.heartbeat())
+            self.spawn(node, node.train())
+
+    def run_to_the_end(self, limit_s: float = 400.0) -> list[ToyNode]:
+        """Until every living trainer is done, and then until what is under way is over; returns who lives."""
+        self.run(
+            lambda: all(self.awake(n) and (n.peer.state == "done" or not n.peer.trains) for n in self.living()), limit_s
+        )
+        self.run_for(10.0)
+        return [node for node in self.nodes.values() if self.alive(node)]
+
+    def run_for(self, seconds: float) -> None:
+        """Let time pass."""
+        end = self.now + seconds
+        self.run(lambda: self.now >= end, 2 * seconds)
+
+
+class ToyNode:
+    """One peer: its protocol core, its toy fragments, and its half of every conversation."""
+
+    def __init__(
+        self, world: Swarm, name: str, outer_steps: int = 3, steps: int = 4, step_s: float = 0.5, **settings: object
+    ) -> None:
+        digests = [digest_of(fragment) for fragment in range(world.fragments)]
+        self.peer = Peer(name, name, "run", MANIFEST, **{"digests": digests, **settings})  # type: ignore[arg-type]
+        self.world, self.name = world, name
         self.outer_steps, self.steps, self.step_s = outer_steps, steps, step_s
         self.records: dict[int, Record] = {}
-        self.outer: dict[int, tuple[int, ...]] = {}  # stands for the momentum: versions that went into it
-        self.folded: dict[int, Counter[tuple[str, int]]] = {}  # (contributor, chunk) in the sum of a fragment
-        self.finished: list[Exchange] = []
-        self.alive, self.wakes_at = True, 0.0
+        self.momentum: dict[int, tuple[int, ...]] = {}  # of the fragments held
+        self.folded: dict[int, Counter[tuple[str, int]]] = {}  # (contributor, chunk) in the sum of the fragments held
+        self.notes: list[Note] = []
+        self.exchanges: list[Exchange] = []
+
+    def carry_out(self, action: Action) -> None:
+        """What the protocol asks of its owner, except for what is the world's."""
+        match action:
+            case Hold(fragment=fragment):
+                self.momentum.setdefault(fragment, ())
+                self.folded[fragment] = Counter()
+            case Release(fragment=fragment):
+                del self.momentum[fragment], self.folded[fragment]
+                self.records.pop(fragment, None)
+            case Merge():
+                self.world.spawn(self, self.merge(action.close))
+            case CatchUp():
+                self.world.spawn(self, self.catch_up(action.fragment, action.donors, action.outer))
+            case Note():
+                self.notes.append(action)
+            case _:
+                raise AssertionError(action)
+
+    def kinds(self) -> Counter[str]:
+        """How many notes of which kind the protocol made."""
+        return Counter(note.kind for note in self.notes)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def get_acquainted(self) -> Conversation:
+        """Hear everybody who can be reached before believing anything about who holds what."""
+        peer, world = self.peer, self.world
+        yield lambda: all(n is self or n.name in peer.members or not world.link(self, n) for n in world.living())
+        world.do(self, peer.acquainted(world.now))
+
+    def heartbeat(self) -> Conversation:
+        while True:
+            self.world.do(self, [Broadcast(self.peer.status()), *self.peer.tick(self.world.now)])
+            yield 1.0
+
+    def train(self) -> Conversation:
+        """Inner steps and exchanges until the last version; a peer that leaves stops in the middle of a round."""
+        peer, world = self.peer, self.world
+        yield lambda: peer.trains and peer.may_train()
+        target_steps = peer.first_steps(self.steps)
+        while peer.versions[0] < self.outer_steps:
+            base_versions = list(peer.versions)
+            world.do(self, peer.enter("training", world.now))
+            for step in range(target_steps):
+                yield self.step_s
+                if peer.state == "leaving":
+                    return
+                peer.progress(step + 1, target_steps, 1 / self.step_s, 0)
+            world.do(self, peer.enter("exchanging", world.now))
+            begun = [Exchange(f, v, target_steps, 8 * target_steps, MANIFEST) for f, v in enumerate(base_versions)]
+            running = set(range(len(begun)))
+            for exchange in begun:
+                world.spawn(self, self.exchange(exchange, running))
+            yield lambda running=running: not running
+            self.exchanges += begun
+            if any(exchange.behind for exchange in begun):  # join anew
+                world.do(self, peer.enter("starting", world.now))
+                yield peer.may_train
+            target_steps = self.steps
+        world.do(self, peer.enter("done", world.now))
+
+    def leave(self) -> Conversation:
+        """Say goodbye, wait until the fragments are taken over, and go."""
+        self.world.do(self, self.peer.enter("leaving", self.world.now))
+        yield lambda: not self.peer.leases.held_by(self.name)
+        self.world.kill(self.name)
 
     def live_lease(self, fragment: int) -> Lease | None:
         """The lease on a fragment, if its holder is connected."""
         lease = self.peer.leases.get(fragment)
-        return lease if lease and (lease.holder == self.id or lease.holder in self.peer.members) else None
+        return lease if lease and (lease.holder == self.name or lease.holder in self.peer.members) else None
 
+    def stream_to(self, other: ToyNode) -> Callable[[], bool]:
+        """A stream to another node (or to itself): says whether it is broken by now."""
+        link = self.world.link(self, other)
+        return lambda: link is None or not self.world.alive(other) or self.world.link(self, other) != link
 
-class World:
-    """Nodes, links, and the events between them. `break_rate` is the chance that a stream breaks at a chunk."""
+    # -- conversations ------------------------------------------------------------------------------------------------
 
-    def __init__(self, seed: int = 0, fragments: int = 4, break_rate: float = 0.0, latency_s: float = 0.1) -> None:
-        self.random = random.Random(seed)
-        self.fragments, self.break_rate, self.latency_s = fragments, break_rate, latency_s
-        self.now, self.events = 0.0, 0
-        self.nodes: dict[str, Node] = {}
-        self.notes: list[tuple[str, Note]] = []
-        self.history: dict[tuple[int, int], list[Record]] = {}  # (fragment, version) -> what was published as that
-        self.at_event: dict[int, Callable[[], None]] = {}
-        self.reachable: Callable[[str, str], bool] = lambda a, b: True
-        self._heap: list[tuple[float, int, Node, Callable[[], None]]] = []
-        self._number = count()
-        self._waiting: list[tuple[Node, Callable[[], bool], Conversation]] = []
-        self._links: dict[frozenset[str], int] = {}
-        self._flushed: dict[tuple[str, str], float] = {}
+    def exchange(self, exchange: Exchange, running: set[int]) -> Conversation:
+        fragment, retry_at = exchange.fragment, 0.0
+        while True:
+            lease = self.live_lease(fragment)
+            match exchange.next_step(lease, self.peer.versions[fragment], self.world.now, retry_at):
+                case Step.DONE:
+                    running.discard(fragment)
+                    return
+                case Step.WAIT:
+                    yield 0.2
+                case Step.CATCH_UP:
+                    donors = self.peer.members.donors(fragment, exchange.base_version + 1)
+                    yield from self.catch_up(fragment, tuple(donors), outer=False)
+                    yield 0.2
+                case Step.CONTRIBUTE:
+                    assert lease is not None
+                    retry_at = self.world.now + 1.0
+                    yield from self.contribute(exchange, lease)
 
-    # -- what a test does ---------------------------------------------------------------------------------------------
+    def contribute(self, exchange: Exchange, lease: Lease) -> Conversation:
+        """One stream to the syncer: header, verdict, chunks, and the record once the version is published."""
+        world, fragment = self.world, exchange.fragment
+        holder, header = world.nodes[lease.holder], exchange.header(lease)
+        stream_broke = self.stream_to(holder)
 
-    def join(self, name: str, outer_steps: int = 3, steps: int = 4, step_s: float = 0.5, **settings: object) -> Node:
-        """A peer starts and connects to everybody; one that does not train has `trains=False`."""
-        digests = [digest_of(fragment) for fragment in range(self.fragments)]
-        peer = Peer(name, name, "run", MANIFEST, **{"digests": digests, **settings})  # type: ignore[arg-type]
-        node = self.nodes[name] = Node(peer, outer_steps, steps, step_s)
-        for other in self._others(node):
-            self.connect(node, other)
-        self.spawn(node, self._heartbeat(node))
-        if peer.trains:
-            self.spawn(node, self._train(node))
-        return node
+        def broken() -> bool:
+            now = self.live_lease(fragment)
+            return stream_broke() or now is None or (now.holder, now.term) != (lease.holder, lease.term)
 
-    def connect(self, one: Node, other: Node) -> None:
-        """Both say hello, if neither is dead and they can reach each other."""
-        if one.alive and other.alive and self.reachable(one.id, other.id):
-            self._links[frozenset((one.id, other.id))] = next(self._number)
-            for source, target in ((one, other), (other, one)):
-                hello = source.peer.hello()
-                assert target.peer.objection(hello) is None
-                self._send(source, target, lambda t=target, s=source, h=hello: t.peer.connected(s.id, h, self.now))
+        def reach() -> Conversation:
+            yield world.latency()
+            yield lambda: broken() or world.awake(holder)
 
-    def disconnect(self, one: Node, other: Node, why: str) -> None:
-        """Streams between two nodes end; what was under way is lost, and each notices in its own time."""
-        self._links.pop(frozenset((one.id, other.id)), None)
-        for node, gone in ((one, other), (other, one)):
-            self._at(self._latency_s(), node, lambda n=node, g=gone: self._noticed(n, g, why))
+        yield from reach()
+        if broken():
+            return exchange.broke(lease)
+        verdict, syncer = holder.peer.offer(self.name, header), holder.peer.syncers.get(fragment)
+        if not verdict.accepted:
+            record = holder.records.get(fragment)
+            late = record is not None and record.version == header.base_version + 1 <= verdict.version
+            exchange.refused(verdict.model_copy(update={"record_follows": late}), lease)
+            yield from reach()
+            return self.adopt(record, exchange, lease) if record is not None and late and not broken() else None
+        for chunk in range(verdict.first_chunk, CHUNKS):
+            yield from reach()
+            wanted = (
+                holder.peer.syncers.get(fragment) is syncer and syncer is not None and syncer.wants(self.name, chunk)
+            )
+            if broken() or not wanted or world.random.random() < world.break_rate:
+                return exchange.broke(lease)
+            holder.folded[fragment][self.name, chunk] += 1
+            syncer.folded(self.name)
+        world.do(holder, holder.peer.arrived(self.name, fragment, world.now))
 
-    def kill(self, name: str) -> None:
-        """A node vanishes; what it had sent arrives until the others notice."""
-        dead = self.nodes[name]
-        dead.alive = False
-        for node in self._others(dead):
-            self._at(self._latency_s(), node, lambda n=node: self.disconnect(n, dead, "connection reset"))
-
-    def freeze(self, name: str, seconds: float) -> None:
-        """A node does nothing for a while; what is sent to it waits."""
-        self.nodes[name].wakes_at = self.now + seconds
-        self._at(seconds, self.nodes[name], lambda: None)
-
-    def split(self, *groups: str) -> None:
-        """Only peers of one group reach each other; without groups all do. Streams that may not be hang, and none end."""
-        side = {name: group for group in groups for name in group}
-        self.reachable = lambda a, b: side.get(a) == side.get(b)
-
-    def leave(self, name: str) -> None:
-        """A node says goodbye, waits until its fragments are taken over, and goes."""
-        self.spawn(self.nodes[name], self._leave(self.nodes[name]))
-
-    def run(self, until: Callable[[], bool], limit_s: float = 600.0) -> None:
-        """Events in order of time until the condition holds; fails when it does not within that many virtual seconds."""
-        limit_s += self.now
-        while not until():
-            assert self._heap and self.now < limit_s, f"still waiting at {self.now:.1f} s: {self.report()}"
-            self.at_event.pop(self.events, lambda: None)()
-            self.events += 1
-            at, number, node, work = heapq.heappop(self._heap)
-            self.now = max(self.now, at)
-            if node.alive and self.now < node.wakes_at:
-                heapq.heappush(self._heap, (node.wakes_at, number, node, work))
-            elif node.alive:
-                work()
-            while ready := [entry for entry in self._waiting if self._awake(entry[0]) and entry[1]()]:
-                self._waiting = [entry for entry in self._waiting if entry not in ready and entry[0].alive]
-                for owner, _, conversation in ready:
-                    self.spawn(owner, conversation)
-
-    def done(self) -> bool:
-        """Whether every living trainer is done."""
-        return all(node.peer.state in ("done", "leaving") for node in self.living() if node.peer.trains)
-
-    def living(self) -> list[Node]:
-        """Nodes that are not dead, by name."""
-        return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].alive]
-
-    def report(self) -> str:
-        """State of every living node in one line each."""
-        return "".join(
-            f"\n{n.id} {n.peer.state} {n.peer.versions} leases {[n.peer.leases.get(f) for f in range(self.fragments)]}"
-            for n in self.living()
-        )
-
-    # -- events, links and conversations ------------------------------------------------------------------------------
-
-    def spawn(self, node: Node, conversation: Conversation) -> None:
-        """Go on with a conversation until it waits for something."""
-        wanted = next(conversation, None) if node.alive else None
-        if isinstance(wanted, float):
-            self._at(wanted, node, lambda: self.spawn(node, conversation))
-        elif wanted is not None:
-            self._waiting.append((node, wanted, conversation))
-
-    def do(self, node: Node, actions: Sequence[Action]) -> None:
-        """Carry out what a node's protocol asks for."""
-        for action in actions:
-            match action:
-                case Broadcast():
-                    self._broadcast(node, action.message)
-                case Note():
-                    self.notes.append((node.id, action))
-                case Hold():
-                    node.outer.setdefault(action.fragment, ())
-                    node.folded[action.fragment] = Counter()
-                case Release():
-                    del node.outer[action.fragment], node.folded[action.fragment]
-                    node.records.pop(action.fragment, None)
-                case Merge():
-                    self.spawn(node, self._merge(node, action.close))
-                case CatchUp():
-                    self.spawn(node, self._catch_up(node, action.fragment, action.donors, action.outer))
-                case Disconnect():
-                    self.disconnect(node, self.nodes[action.peer], "disconnected")
-
-    def _at(self, delay_s: float, node: Node, work: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (self.now + delay_s, next(self._number), node, work))
-
-    def _awake(self, node: Node) -> bool:
-        return node.alive and self.now >= node.wakes_at
-
-    def _others(self, node: Node) -> list[Node]:
-        return [other for other in self.living() if other is not node]
-
-    def _latency_s(self) -> float:
-        return self.latency_s * self.random.random() ** 3
-
-    def _link(self, one: Node, other: Node) -> int | None:
-        return 0 if one is other else self._links.get(frozenset((one.id, other.id)))
-
-    def _send(self, source: Node, target: Node, hear: Callable[[], list[Action]]) -> None:
-        link = self._link(source, target)
-        arrival = max(self.now + self._latency_s(), self._flushed.get((source.id, target.id), 0.0))
-        self._flushed[source.id, target.id] = arrival
-        connected = link is not None and self.reachable(source.id, target.id)
-        if connected:
-            self._at(
-                arrival - self.now,
-                target,
-                lambda: self.do(target, hear() if self._link(source, target) == link else []),
+        def settled() -> bool:  # also when the syncer caught up with a later version instead
+            return (
+                holder.peer.versions[fragment] > header.base_version or holder.peer.syncers.get(fragment) is not syncer
             )
 
-    def _broadcast(self, node: Node, message: Message) -> None:
-        heard = decode(encode(message))
-        for other in self._others(node):
-            self._send(node, other, lambda o=other: o.peer.heard(node.id, heard, self.now))
+        yield lambda: broken() or settled()
+        record = holder.records.get(fragment)
+        yield from reach()
+        if record is None or record.version != header.base_version + 1 or broken():
+            return exchange.broke(lease)
+        return self.adopt(record, exchange, lease)
 
-    def _noticed(self, node: Node, gone: Node, why: str) -> None:
-        if self._link(node, gone) is None:  # one more call, as the real mesh does before it gives a peer up
-            self.connect(node, gone)
-        if self._link(node, gone) is None:
-            self.do(node, node.peer.lost(gone.id, self.now, why))
+    def adopt(self, record: Record, exchange: Exchange, lease: Lease) -> None:
+        """Move the anchor by an update record, if it follows what is here."""
+        peer, fragment = self.peer, record.fragment
+        exchange.recorded(record.contributors, self.name)
+        if (peer.versions[fragment], peer.digests[fragment]) == (record.version - 1, record.digest_before):
+            now, tokens = self.world.now, record.applied_tokens
+            self.world.do(self, peer.adopted(fragment, record.version, record.digest, tokens, now))
+        elif peer.versions[fragment] < record.version:
+            exchange.broke(lease)
+
+    def merge(self, close: Close) -> Conversation:
+        """Make the next version of a fragment; every contributor must be in it once, and whole."""
+        peer, world, fragment = self.peer, self.world, close.fragment
+        syncer, version = peer.syncers[fragment], close.base_version + 1
+        whole = {(peer, chunk): 1 for peer in close.contributors for chunk in range(CHUNKS)}
+        folded, self.folded[fragment] = self.folded[fragment], Counter()
+        assert folded.items() >= whole.items() and set(folded.values()) == {1}, folded
+        yield 0.02 + world.latency()
+        if peer.syncers.get(fragment) is not syncer:
+            return
+        before, digest = peer.digests[fragment], digest_of(peer.digests[fragment], *close.contributors)
+        clock = peer.applied_tokens + (0 if fragment else close.tokens)
+        names = list(close.contributors)
+        record = Record(
+            fragment=fragment, term=syncer.term, version=version, digest_before=before, digest=digest,
+            contributors=names, applied_tokens=clock,
+        )  # fmt: skip
+        self.records[fragment] = record
+        self.momentum[fragment] += (version,)
+        world.records.append(record)
+        world.do(self, peer.published(fragment, digest, close.tokens, names, world.now))
+
+    def catch_up(self, fragment: int, donors: tuple[str, ...], outer: bool) -> Conversation:
+        """Fetch the state of a fragment from the first donor that is there."""
+        world, peer = self.world, self.peer
+        for donor in (world.nodes[name] for name in donors):
+            broken = self.stream_to(donor)
+            yield 5 * world.latency()
+            yield lambda donor=donor, broken=broken: broken() or world.awake(donor) and not donor.peer.merging(fragment)
+            if broken() or donor.peer.versions[fragment] < peer.versions[fragment]:
+                continue
+            version, digest, tokens = (
+                donor.peer.versions[fragment],
+                donor.peer.digests[fragment],
+                donor.peer.applied_tokens,
+            )
+            if outer and donor.peer.state == "leaving" and fragment in donor.momentum:
+                self.momentum[fragment] = donor.momentum[fragment]
+            if fragment in self.folded:
+                self.folded[fragment] = Counter()
+            world.do(self, peer.adopted(fragment, version, digest, tokens, world.now))
+            return
+        peer.catch_up_failed(fragment)

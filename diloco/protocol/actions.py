@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from diloco.protocol.messages import Message
 from diloco.protocol.syncer import Close
 
-__all__ = ["Action", "Broadcast", "CatchUp", "Hold", "Merge", "Note", "Release"]
+__all__ = ["Action", "Broadcast", "CatchUp", "Disconnect", "Hold", "Merge", "Note", "Release"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,13 @@ class Broadcast:
     """Send a message to every connected peer."""
 
     message: Message
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """End the streams to and from a peer. It is no member (any more); if it lives it has to say hello again."""
+
+    peer: str
 
 
 @dataclass(frozen=True)
@@ -59,4 +66,4 @@ class Note:
     fields: dict[str, object] = field(default_factory=dict)
 
 
-Action = Broadcast | CatchUp | Hold | Merge | Note | Release
+Action = Broadcast | CatchUp | Disconnect | Hold | Merge | Note | Release

@@ -4,10 +4,12 @@
         |             refused: one version late -> record -> DONE (merged, if its contributors name this peer)
         |             refused: later still -> CATCH_UP -> DONE (the contribution is discarded)
         |             refused: other term -> WAIT for the lease -> CONTRIBUTE
+        |---- record does not fit --------> CATCH_UP -> DONE
         `---- stream breaks -------------> WAIT for the lease -> CONTRIBUTE again (the syncer knows what it has)
 
 The owner asks `next_step` and does what it says; every outcome is reported back. It ends in DONE in every case: a
-record, or the state of a later version.
+record, or the state of a later version. If the later version is lost with everybody who had it, the contribution is
+made again, under the next term.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ class Step(Enum):
 
 @dataclass
 class Exchange:
-    """State of one exchange. `discarded` becomes true when the swarm went on without this contribution."""
+    """State of one exchange; what follows holds once it is DONE.
+
+    Attributes:
+        discarded: the swarm went on without this contribution.
+        behind: the swarm may be in the middle of a later round: join it anew (`Peer.may_train`) before training, or
+            the next contributions are late too.
+    """
 
     fragment: int
     base_version: int
@@ -41,7 +49,9 @@ class Exchange:
     tokens: int
     manifest_hash: str
     discarded: bool = False
-    attempts: int = 0
+    behind: bool = False
+    _offered: bool = False
+    _recorded: bool = False
     _failed_term: int = 0
 
     def next_step(self, lease: Lease | None, version: int, now: float, retry_at: float = 0.0) -> Step:
@@ -54,16 +64,23 @@ class Exchange:
             retry_at: not before this time under the term that failed last (the syncer may be restarting its stream).
         """
         if version > self.base_version:
+            if lease is not None and lease.version > version:
+                return Step.CATCH_UP
+            skipped = version > self.base_version + 1
+            self.discarded = self.discarded or not self._offered or (skipped and not self._recorded)
+            self.behind = self.discarded or skipped
             return Step.DONE
-        if self.discarded:
-            return Step.CATCH_UP
+        if self.discarded or self._recorded:
+            lost = lease is not None and lease.term > self._failed_term and lease.version <= self.base_version
+            return Step.CONTRIBUTE if lost else Step.CATCH_UP
         if lease is None or (lease.term <= self._failed_term and now < retry_at):
             return Step.WAIT
         return Step.CONTRIBUTE
 
     def header(self, lease: Lease) -> Contribution:
         """Header of the contribution under that lease."""
-        self.attempts += 1
+        self._offered = True
+        self.discarded = self._recorded = False
         return Contribution(
             manifest_hash=self.manifest_hash,
             fragment=self.fragment,
@@ -80,8 +97,9 @@ class Exchange:
         self._failed_term = lease.term
 
     def recorded(self, contributors: Collection[str], me: str) -> None:
-        """The update is here; it was made with this contribution, or without."""
+        """The update is here, made with this contribution or without it; the owner adopts it next, if it fits."""
         self.discarded = me not in contributors
+        self._recorded = True
 
     def broke(self, lease: Lease) -> None:
         """The stream to the syncer broke before the record was here."""

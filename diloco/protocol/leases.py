@@ -2,8 +2,13 @@
 
 A term is a fencing number: a contribution or a record that carries an older term is refused, so a syncer that was
 frozen and comes back cannot author a version any more. Two peers that claim the same term at the same time (each not
-yet knowing of the other) are told apart by version, then by rendezvous order, which everybody computes alike; the loser
-steps down.
+yet knowing of the other) are told apart by rendezvous order, which everybody computes alike; the loser steps down. So
+the lease that results does not depend on the order in which claims arrive. It would, if the higher version won:
+
+1. b and d claim term 3 at version 3. Everybody but b takes d, and d publishes version 4.
+2. b's claim reaches a before that news, and c after it. With c's knowledge d is ahead, with a's it is not.
+
+Nothing is lost by this, for a syncer that is behind first catches up with the highest version that anyone has.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from diloco.protocol.messages import Claim
 from diloco.protocol.rendezvous import score
 
 __all__ = ["Lease", "LeaseTable"]
+
+LAST_TERM = 2**61  # no honest term comes near; a higher one is not believed, so that there is always a next one
 
 
 @dataclass(frozen=True)
@@ -48,16 +55,17 @@ class LeaseTable:
 
     def see_term(self, fragment: int, term: int) -> None:
         """Remember a term (from a checkpoint or from the DHT), so that the next claim is above it."""
-        self._terms[fragment] = max(term, self.term(fragment))
+        if term <= LAST_TERM:
+            self._terms[fragment] = max(term, self.term(fragment))
 
     def claim(self, peer: str, claim: Claim) -> bool:
-        """Take in a claim; True when it is the fragment's lease from now on."""
+        """Take in a claim; True when it changes the fragment's lease."""
         current = self._leases.get(claim.fragment)
-        if claim.term < self.term(claim.fragment):
+        if not self.term(claim.fragment) <= claim.term <= LAST_TERM:
             return False
-        if current is not None and claim.term == current.term and peer != current.holder:
-            mine = (current.version, score(current.holder, claim.fragment))
-            if (claim.version, score(peer, claim.fragment)) <= mine:
+        if current is not None and claim.term == current.term:
+            known = (score(current.holder, claim.fragment), current.holder, current.version)
+            if (score(peer, claim.fragment), peer, claim.version) <= known:
                 return False
         self.see_term(claim.fragment, claim.term)
         self._leases[claim.fragment] = Lease(claim.fragment, peer, claim.term, claim.version, claim.digest)

@@ -13,6 +13,7 @@ SILENCE_FACTOR = 8.0  # heartbeats of the measured interval that may go missing
 STALL_FLOOR_S = 20.0
 STALL_FACTOR = 10.0  # inner steps of the measured length that may pass without one being done
 STALL_UNMEASURED_S = 180.0  # a first step may compile kernels or wait for data
+AWAKE_S = 5.0  # longer than this between two looks at the members, and this peer itself was asleep
 
 
 @dataclass
@@ -27,6 +28,10 @@ class Member:
     heard_at: float
     progress_at: float
     interval_s: float = 0.0
+    round_versions: list[int] | None = None  # its anchor when it began the round that it is in
+
+    def __post_init__(self) -> None:
+        self._note_round()
 
     def hear(self, status: Status, now: float) -> None:
         """Take in a status; the interval between statuses is measured as a moving average."""
@@ -37,6 +42,11 @@ class Member:
             self.progress_at = now
         self.heard_at = now
         self.status = status
+        self._note_round()
+
+    def _note_round(self) -> None:
+        if self.status.state == "training":
+            self.round_versions = self.status.versions
 
     def silence_s(self) -> float:
         """Seconds without a word after which this peer counts as gone, from its own measured heartbeat."""
@@ -54,6 +64,7 @@ class Membership:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self._looked_at: float | None = None
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._members
@@ -70,20 +81,25 @@ class Membership:
         return [self._members[peer] for peer in sorted(self._members)]
 
     def join(self, peer: str, hello: Hello, now: float) -> bool:
-        """Take in a hello; True when the peer was not a member before."""
-        known = self._members.get(peer)
-        if known is not None:
-            known.hear(hello.status, now)
-            return False
+        """Take in a hello; True when the peer was not a member before. One that was may be another process by now."""
+        new = peer not in self._members
         self._members[peer] = Member(peer, hello.name, hello.trains, hello.holds, hello.status, now, now)
-        return True
+        return new
 
     def remove(self, peer: str) -> bool:
         """Forget a peer; True when it was a member."""
         return self._members.pop(peer, None) is not None
 
     def silent(self, now: float) -> list[str]:
-        """Members not heard of for longer than their own measured heartbeat allows."""
+        """Members not heard of for longer than their own measured heartbeat allows.
+
+        While this peer was asleep (SIGSTOP, laptop lid) nobody was silent: what they said waits to be read.
+        """
+        asleep_s = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at - AWAKE_S)
+        self._looked_at = now
+        for member in self._members.values() if asleep_s else ():
+            member.heard_at = min(now, member.heard_at + asleep_s)
+            member.progress_at = min(now, member.progress_at + asleep_s)
         return [member.peer for member in self.all() if now - member.heard_at > member.silence_s()]
 
     def highest_version(self, fragment: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from diloco.errors import PayloadError
 
@@ -49,6 +49,9 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Index = Annotated[int, Field(ge=0, lt=2**20)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# A list fails at its first wrong item: a frame of a million of them would keep the node busy for seconds.
+Names = Annotated[list[Name], Field(max_length=4096), FailFast()]
+Versions = Annotated[list[Count], Field(max_length=2**20), FailFast()]
 
 
 class Message(BaseModel):
@@ -69,7 +72,7 @@ class Status(Message):
 
     kind: Literal["status"] = "status"
     state: State
-    versions: Annotated[list[Count], Field(max_length=2**20)]
+    versions: Versions
     inner_step: Count = 0
     target_steps: Count = 0
     steps_per_s: Rate = 0.0
@@ -96,9 +99,9 @@ class Hello(Message):
     name: Name
     trains: bool
     holds: bool
-    peers: Annotated[list[Name], Field(max_length=4096)]
+    peers: Names
     status: Status
-    claims: Annotated[list[Claim], Field(max_length=2**20)]
+    claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
 
 
 class Published(Message):
@@ -112,7 +115,7 @@ class Published(Message):
     term: Annotated[int, Field(ge=1, lt=2**62)]
     version: Count
     digest: Digest
-    contributors: Annotated[list[Name], Field(max_length=4096)]
+    contributors: Names
     applied_tokens: Count
 
 
@@ -161,7 +164,7 @@ class Record(Message):
     version: Count
     digest_before: Digest
     digest: Digest
-    contributors: Annotated[list[Name], Field(max_length=4096)]
+    contributors: Names
     applied_tokens: Count
 
 
@@ -253,7 +256,8 @@ def decode(frame: bytes) -> Message:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise PayloadError(f"a message does not fit its schema: {where}: {first['msg']}") from None
+        # Keys and tags are the sender's, and may be as long as a frame.
+        raise PayloadError(f"a message does not fit its schema: {where[:100]}: {first['msg'][:200]}") from None
     return message
 
 

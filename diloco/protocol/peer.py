@@ -7,7 +7,8 @@ of a peer:
 
 1. `starting`: it hears the others' hellos. With enough peers connected, vacant fragments are claimed; what differs from
    the syncers' published anchors is fetched.
-2. `ready`: it agrees with every syncer on version and digest. When no connected trainer is still starting it may train.
+2. `ready`: it agrees with every syncer on version and digest, and is in step with the round under way. It may train
+   when others do, or when no connected trainer is still starting.
 3. `training`, `exchanging`: in turn.
 4. `leaving`, `done`: it trains no more; its fragments go to others.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Note, Release
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.membership import Member, Membership
 from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, State, Status, Verdict
@@ -84,6 +85,7 @@ class Peer:
         self._catching_up: set[int] = set()
         self._merging: set[int] = set()
         self._vacant_since: dict[int, float] = {}
+        self._myself: Member | None = None
         self._opened = False
 
     # -- what this peer says ------------------------------------------------------------------------------------------
@@ -135,6 +137,10 @@ class Peer:
         actions: list[Action] = []
         if self.members.join(peer, hello, now):
             actions.append(Note("join", {"peer": peer, "name": hello.name, "live": len(self.members) + 1}))
+        claimed = {(claim.fragment, claim.term) for claim in hello.claims}
+        for lease in self.leases.held_by(peer):
+            if (lease.fragment, lease.term) not in claimed:
+                self.leases.vacate(lease.fragment)  # the peer restarted, and does not know of it
         for claim in hello.claims:
             actions += self._heard_claim(peer, claim)
         return actions + self.tick(now)
@@ -143,7 +149,7 @@ class Peer:
         """A message arrived on the control stream of a connected peer."""
         member = self.members.get(peer)
         if member is None:
-            return []
+            return [Disconnect(peer)]  # we gave it up, and it does not know
         actions: list[Action] = []
         match message:
             case Status():
@@ -173,14 +179,26 @@ class Peer:
     def tick(self, now: float) -> list[Action]:
         """Let time pass: silent members go, vacant fragments are claimed, rounds close, gaps are caught up with."""
         for peer in self.members.silent(now):
-            return self.lost(peer, now, "silent")  # ends in another tick
+            return [Disconnect(peer), *self.lost(peer, now, "silent")]  # ends in another tick
         actions = self._claim_vacant(now)
         actions += self._close_rounds(now)
         actions += self._catch_up()
-        if self.state == "starting" and self._opened and all(map(self.agrees, range(len(self.versions)))):
-            self.state = "ready"
-            actions.append(Broadcast(self.status()))
+        if self.state == "starting" or (self.state == "ready" and self.trains):
+            state: State = "ready" if self._in_step() else "starting"
+            if state != self.state:
+                self.state = state
+                actions.append(Broadcast(self.status()))
         return actions
+
+    def _in_step(self) -> bool:
+        """Whether this peer stands where the syncers do, and where the others began the round that they are in.
+
+        In the middle of an exchange some fragments are a version ahead of the others. A trainer that began with those
+        would be out of step with everybody: too early for some fragments in every round, too late for the rest.
+        """
+        rounds = [m.round_versions for m in self.members.all() if m.status.state in ("training", "exchanging")]
+        in_round = not rounds or not self.trains or self.versions in rounds
+        return self._opened and in_round and all(map(self.agrees, range(len(self.versions))))
 
     def _heard_claim(self, peer: str, claim: Claim) -> list[Action]:
         if claim.fragment >= len(self.versions):
@@ -191,7 +209,6 @@ class Peer:
         actions: list[Action] = [
             Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
         ]
-        self._vacant_since.pop(claim.fragment, None)
         if before is not None and before.holder == self.me and peer != self.me:
             del self.syncers[claim.fragment]
             self._merging.discard(claim.fragment)
@@ -217,8 +234,9 @@ class Peer:
         self._step = (inner_step, target_steps, steps_per_s, tokens)
 
     def may_train(self) -> bool:
-        """Whether the first inner step may be taken: agreed with all syncers, and no connected trainer is starting."""
-        return self.state == "ready" and all(m.status.state != "starting" for m in self.members.all() if m.trains)
+        """Whether inner steps may be taken: in step with the others, who train or have all started."""
+        states = {member.status.state for member in self.members.all() if member.trains}
+        return self.state == "ready" and ("starting" not in states or bool(states & {"training", "exchanging"}))
 
     def first_steps(self, sync_every: int) -> int:
         """Inner steps of this peer's first round: fewer than `sync_every` when the others are in the middle of
@@ -240,11 +258,14 @@ class Peer:
         self.digests[fragment] = digest
         if fragment == CONTROL_FRAGMENT:
             self.applied_tokens = max(self.applied_tokens, applied_tokens)
+        actions: list[Action] = [Broadcast(self.status())]
         syncer = self.syncers.get(fragment)
         if syncer is not None and version > syncer.version:
             syncer.advance(version)
-            self.leases.published(fragment, syncer.term, version, digest)
-        return [Broadcast(self.status()), *self.tick(now)]
+            claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest)
+            self.leases.claim(self.me, claim)
+            actions.append(Broadcast(claim))  # others go by what the syncer says it stands on
+        return [*actions, *self.tick(now)]
 
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
@@ -303,13 +324,17 @@ class Peer:
         return [Broadcast(message), Broadcast(self.status()), *self.tick(now)]
 
     def _close_rounds(self, now: float) -> list[Action]:
-        members = {member.peer: member for member in self.members.all()}
-        me = self.me if self.trains and self.state in ("ready", "training", "exchanging") else None
+        if not self.syncers:
+            return []
+        status = self.status()
+        self._myself = self._myself or Member(self.me, self.name, self.trains, self.holds, status, now, now)
+        self._myself.hear(status, now)
+        members = {member.peer: member for member in (*self.members.all(), self._myself)}
         actions: list[Action] = []
         for fragment, syncer in sorted(self.syncers.items()):
             if fragment in self._merging or fragment in self._catching_up:
                 continue
-            close = syncer.poll(members, me, now)
+            close = syncer.poll(members, now)
             if close is None:
                 continue
             self._merging.add(fragment)
@@ -325,12 +350,11 @@ class Peer:
         return None if member is None or member.status.state in ("leaving", "done") else member
 
     def _claim_vacant(self, now: float) -> list[Action]:
-        self._opened = self._opened or (not self.newcomer and len(self.members) + 1 >= self.min_peers)
         vacant = [f for f in range(len(self.versions)) if self._vacant(f)]
-        if not (self._opened and self.holds and vacant) or self.state in ("leaving", "done"):
+        self._opened = self._opened or (not self.newcomer and len(self.members) + 1 >= self.min_peers)
+        if not (self._opened and self.holds) or self.state in ("leaving", "done"):
             return []
-        for fragment in vacant:
-            self._vacant_since.setdefault(fragment, now)
+        self._vacant_since = {fragment: self._vacant_since.get(fragment, now) for fragment in vacant}
         able = [m.peer for m in self.members.all() if m.holds and self._live(m.peer)] + [self.me]
         load = {peer: len(self.leases.held_by(peer)) for peer in able}
         holders = assign(vacant, able, load)
@@ -360,9 +384,7 @@ class Peer:
         if behind or leaver is not None:
             self._catching_up.add(fragment)
             if leaver is not None:
-                self.leases.vacate(
-                    fragment
-                )  # its outer state is asked for once; if that fails, the claim goes on without
+                self.leases.vacate(fragment)  # the outer state is asked for once; if that fails, we go on without
                 return [CatchUp(fragment, (leaver,), outer=True)]
             return [CatchUp(fragment, tuple(self.members.donors(fragment, self.versions[fragment] + 1)), outer=False)]
         term = self.leases.term(fragment) + 1
@@ -378,7 +400,7 @@ class Peer:
         actions: list[Action] = []
         for fragment, version in enumerate(self.versions):
             lease = self.leases.get(fragment)
-            if lease is None or fragment in self._catching_up or fragment in self._merging:
+            if lease is None or self._vacant(fragment) or fragment in self._catching_up | self._merging:
                 continue
             if lease.holder == self.me:
                 donors = self.members.donors(fragment, version + 1)

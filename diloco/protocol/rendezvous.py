@@ -1,8 +1,8 @@
 """Who should hold which fragment: weighted rendezvous hashing with a bound on the load.
 
 Every peer computes the same answer from the same set of peers, without talking. When a peer leaves, only its own
-fragments move. Plain rendezvous hashing leaves some peers with several fragments and others with none; the bound keeps
-every peer's share of the outer state near `fragments / peers`.
+fragments are given away. Plain rendezvous hashing leaves some peers with several fragments and others with none; the
+bound gives every peer `fragments / peers` of them, rounded down or up.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ def assign(fragments: Iterable[int], peers: Collection[str], load: Mapping[str, 
         load: how many fragments each candidate holds already.
 
     Returns:
-        fragment -> peer. No peer gets more than ceil(all fragments / peers), counting what it holds, unless it did
-        before.
+        fragment -> peer. Counting what they hold already, the candidates end with equal numbers, but for one fragment
+        more or less (as far as none held too many before). When some of these holders have claimed theirs, and `load`
+        counts it, the answer for the rest is the same.
     """
     wanted = sorted(fragments)
     if not peers:
         return {}
     count = {peer: load.get(peer, 0) for peer in peers}
-    bound = math.ceil((len(wanted) + sum(count.values())) / len(count))
+    share, larger_shares = divmod(len(wanted) + sum(count.values()), len(count))
     assignment = {}
     for fragment in wanted:
-        ranked = order(count, fragment)
-        holder = next((peer for peer in ranked if count[peer] < bound), ranked[0])
+        bound = share + (sum(held > share for held in count.values()) < larger_shares)
+        holder = next(peer for peer in order(count, fragment) if count[peer] < bound)
         assignment[fragment] = holder
         count[holder] += 1
     return assignment

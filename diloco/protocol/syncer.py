@@ -34,13 +34,15 @@ class _Offer:
     tokens: int
     chunks: int = 0
     whole: bool = False
+    polled: int = 0  # chunks at the last poll
+    progress_at: float = 0.0
 
 
 class Syncer:
     """State of the fragment's next version under the `sync` policy: close when every expected peer has arrived.
 
-    A peer is expected while it is alive and gets on (see `Member.stall_s`); so nobody waits for the dead, nor for one
-    that stopped, and there is no fixed round time-out to tune.
+    A peer is expected while it is alive and gets on: its inner steps or its chunks do (see `Member.stall_s`). So nobody
+    waits for the dead, nor for one that stopped, and there is no fixed round time-out to tune.
     """
 
     def __init__(self, fragment: int, term: int, version: int) -> None:
@@ -48,25 +50,32 @@ class Syncer:
         self.term = term
         self.version = version
         self._offers: dict[str, _Offer] = {}
+        self._unit_tokens = 0
         self._last_contributors: frozenset[str] = frozenset()
         self._closing = False
 
     def offer(self, peer: str, header: Contribution) -> Verdict:
         """Judge a contribution by its header. Never raises: a wrong one is refused with the reason."""
+        known = self._offers.get(peer)
+        whole = known is not None and known.whole
         reason = ""
         if header.term != self.term:
             reason = f"fragment {self.fragment} is under term {self.term}, not {header.term}"
-        elif header.base_version < self.version or (self._closing and header.base_version == self.version):
+        elif header.base_version < self.version:
             reason = f"fragment {self.fragment} is at version {self.version}, past base version {header.base_version}"
         elif header.base_version > self.version:
             reason = f"fragment {self.fragment} is at version {self.version}, {header.base_version} is in the future"
-        known = self._offers.get(peer)
-        if not reason and known is not None and known.tokens != header.tokens:
-            reason = f"a contribution of {known.tokens} tokens was begun already, this one claims {header.tokens}"
-        if reason and not (self._closing and known is not None and known.whole):
+        elif self._closing and not whole:
+            reason = f"fragment {self.fragment} is closing version {self.version + 1} without this contribution"
+        elif known is not None and whole and known.tokens != header.tokens:
+            reason = f"a contribution of {known.tokens} tokens is here already, this one claims {header.tokens}"
+        if reason:
             return Verdict(accepted=False, reason=reason, version=self.version, term=self.term)
-        offer = self._offers.setdefault(peer, _Offer(header.tokens))
-        return Verdict(accepted=True, first_chunk=offer.chunks, version=self.version, term=self.term)
+        if known is None:
+            known = self._offers[peer] = _Offer(header.tokens)
+            self._unit_tokens = self._unit_tokens or header.tokens
+        known.tokens = header.tokens  # other tokens come from a peer that restarted; each chunk has a weight of its own
+        return Verdict(accepted=True, first_chunk=known.chunks, version=self.version, term=self.term)
 
     def weight(self, peer: str) -> float:
         """Weight of this peer's contribution: its tokens over those of the first contribution to this version.
@@ -74,7 +83,7 @@ class Syncer:
         Equal contributions so have weight 1, and sums of 4- and 8-bit payloads are exact in fp32, in any order of
         arrival.
         """
-        return self._offers[peer].tokens / next(iter(self._offers.values())).tokens
+        return self._offers[peer].tokens / self._unit_tokens
 
     def wants(self, peer: str, chunk: int) -> bool:
         """Whether this chunk may be folded in; not when the version closed meanwhile, nor when it was folded before."""
@@ -91,25 +100,20 @@ class Syncer:
         if offer is not None and not self._closing:
             offer.whole = True
 
-    def has_arrived(self, peer: str) -> bool:
-        """Whether this peer's contribution to the version being collected is whole."""
-        offer = self._offers.get(peer)
-        return offer is not None and offer.whole
-
-    def poll(self, members: Mapping[str, Member], me: str | None, now: float) -> Close | None:
+    def poll(self, members: Mapping[str, Member], now: float) -> Close | None:
         """Decide whether to close.
 
         Args:
-            members: live members by id, without this peer.
-            me: id of this peer when it trains, else None; it waits for itself like for any other.
+            members: the live peers by id; this peer is one of them, for it waits for itself like for any other.
             now: seconds of a monotonic clock.
         """
+        for offer in self._offers.values():
+            if offer.chunks > offer.polled:
+                offer.polled, offer.progress_at = offer.chunks, now
         whole = {peer for peer, offer in self._offers.items() if offer.whole}
         if self._closing or not whole:
             return None
         expected = {peer for peer, member in members.items() if self._expected(member, now)}
-        if me is not None:
-            expected.add(me)
         if expected - whole:
             return None
         self._closing = True
@@ -121,7 +125,9 @@ class Syncer:
         status = member.status
         if not member.trains or status.state in ("starting", "leaving", "done"):
             return False
-        if now - member.progress_at > member.stall_s():
+        offer = self._offers.get(member.peer)
+        progress_at = member.progress_at if offer is None else max(member.progress_at, offer.progress_at)
+        if now - progress_at > member.stall_s():
             return False
         base = status.versions[self.fragment]
         # Right after a publication the contributors' statuses still name the version before.
@@ -133,4 +139,5 @@ class Syncer:
             self._last_contributors = frozenset(peer for peer, offer in self._offers.items() if offer.whole)
         self.version = version
         self._offers = {}
+        self._unit_tokens = 0
         self._closing = False

@@ -90,6 +90,15 @@ class ControlMesh:
         for queue in self._outgoing.values():
             queue.put_nowait(message)
 
+    def disconnect(self, peer: str) -> None:
+        """End both streams of a peer that is given up; if it lives, it notices and calls."""
+        queue = self._outgoing.pop(peer, None)
+        if queue is not None:
+            queue.put_nowait(None)
+        stream = self._incoming.pop(peer, None)
+        if stream is not None:
+            stream.close()
+
     async def close(self) -> None:
         """Flush what is queued, end all streams, and forget the DHT record."""
         self._closed = True

@@ -11,9 +11,10 @@ import hashlib
 import logging
 import os
 import re
-import signal
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from hivemind.dht.node import DHTNode
@@ -67,31 +68,34 @@ async def _appears(path: Path) -> str:
     return path.read_text().strip()
 
 
-def _make_identity(path: Path) -> None:
+def _identity(path: Path) -> bytes:
+    """The private key in this file, which is made when it is missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             P2P.generate_identity(str(path))
+        return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"swarm.identity_path={path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
+
+
+def _own_id(path: Path) -> str:
+    key = _identity(path)
+    try:
+        return str(PeerID.from_identity(key).to_base58())
+    except Exception:  # of protobuf or of the library for keys, by what is wrong with it
+        raise ConfigError(f"swarm.identity_path={path} holds no private key; name another file, or a new one") from None
 
 
 def identity_number(path: Path) -> int:
     """A number below 2**48 that belongs to the key in this file, which is made when it is missing."""
-    _make_identity(path)
-    return int.from_bytes(hashlib.sha256(path.read_bytes()).digest()[:6], "big")
+    return int.from_bytes(hashlib.sha256(_own_id(path).encode()).digest()[:6], "big")
 
 
-def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[str], identity_path: Path) -> Exception:
+def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[str]) -> Exception:
     text = str(error)
-    if "already taken" in text:
-        return SwarmError(
-            f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
-        )
-    if "address already in use" in text or "failed to listen" in text or "cannot assign requested" in text:
-        return SwarmError(
-            f"swarm.listen={','.join(listen)} cannot be listened on (port taken?); choose another port, or 0 for any"
-        )
+    if "failed to listen" in text:
+        return SwarmError(f"swarm.listen={','.join(listen)} cannot be listened on; choose another address or port")
     if initial_peers:
         return SwarmError(
             f"swarm.initial_peers={','.join(initial_peers)} cannot be reached; "
@@ -100,17 +104,37 @@ def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[st
     return SwarmError(f"the libp2p daemon did not start: {' '.join(text.split())[:300]}")
 
 
+def _check_free(listen: Sequence[str]) -> None:
+    """`SwarmError` when somebody listens on one of these ports; the daemon would share it, as libp2p reuses ports."""
+    for address in listen:
+        _, family, host, transport, port, *_ = address.split("/")
+        if family not in ("ip4", "ip6") or port == "0":
+            continue
+        kind = socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM
+        with socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6, kind) as probe:
+            if transport == "tcp":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not kept by connections that ended
+            try:
+                probe.bind((host, int(port)))
+            except OSError as error:
+                raise SwarmError(
+                    f"swarm.listen={address} cannot be listened on: {error.strerror}; choose another port, or 0 for any"
+                ) from None
+
+
 @contextmanager
 def sheltered() -> Iterator[None]:
-    """A daemon that is started inside does not hear Ctrl+C, for it inherits the signal mask of this thread.
+    """A daemon that is started inside, in the running loop, has a session of its own.
 
-    Ctrl+C in a terminal reaches every process of the group, and the daemon must outlive it for a clean leave.
+    Ctrl+C in a terminal, and what torchrun does to end its ranks, reaches every process of a group. The daemon must
+    outlive it for a clean leave; it does not ignore SIGINT reliably, and unblocks it where the mask blocks it.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    loop = asyncio.get_running_loop()
+    loop.subprocess_exec = partial(loop.subprocess_exec, start_new_session=True)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        del loop.subprocess_exec  # what hides the method of the class
 
 
 async def open_daemon(
@@ -124,10 +148,14 @@ async def open_daemon(
         identity_path: private key of this peer; made when there is none.
 
     Raises:
-        SwarmError: nobody answers at the initial peers, the port is taken, or the daemon does not start.
-        ConfigError: the identity cannot be written.
+        SwarmError: nobody answers at the initial peers, the port is taken, this identity is that of an initial peer, or
+            the daemon does not start.
+        ConfigError: the identity cannot be written, or is none.
     """
-    _make_identity(identity_path)
+    own = _own_id(identity_path)
+    if any(peer_id_of(address) == own for address in initial_peers):
+        raise SwarmError(f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file")
+    _check_free(listen)
     try:
         with sheltered():
             p2p = await P2P.create(
@@ -139,16 +167,12 @@ async def open_daemon(
                 check_if_identity_free=False,
             )
     except (P2PDaemonError, OSError, ValueError) as error:
-        raise _explain(error, initial_peers, listen, identity_path) from error
-    own = p2p.peer_id.to_base58()
-    if any(peer_id_of(address) == own for address in initial_peers):
-        await p2p.shutdown()
-        raise SwarmError(f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file")
+        raise _explain(error, initial_peers, listen) from error
     try:
         dht = await DHTNode.create(p2p=p2p, initial_peers=[Multiaddr(address) for address in initial_peers] or None)
     except Exception as error:
         await p2p.shutdown()
-        raise _explain(error, initial_peers, listen, identity_path) from error
+        raise _explain(error, initial_peers, listen) from error
     logger.debug("daemon of %s started by process %d", own, os.getpid())
     return p2p, dht
 

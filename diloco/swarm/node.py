@@ -22,7 +22,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.errors import DilocoError, SwarmError
 from diloco.outer.replica import Replica
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Note, Release
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
 from diloco.protocol.messages import Message, State
 from diloco.protocol.peer import Peer
 from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, request_manifest
@@ -325,6 +325,8 @@ class Node:
             match action:
                 case Broadcast():
                     self._mesh.broadcast(action.message)
+                case Disconnect():
+                    self._mesh.disconnect(action.peer)
                 case Note():
                     self.note(action.kind, **action.fields)
                 case Hold():

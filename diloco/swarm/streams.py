@@ -93,11 +93,20 @@ class Stream:
         """Fill a uint8 tensor from the stream."""
         loop = asyncio.get_running_loop()
         begun_at = loop.time()
-        data = await asyncio.wait_for(self._reader.readexactly(out.numel()), self._patience_s())
+        await asyncio.wait_for(self._fill(out.numpy().data), self._patience_s())
         pace_s = loop.time() - begun_at
         self._chunk_s = pace_s if self._chunk_s == 0.0 else 0.8 * self._chunk_s + 0.2 * pace_s
-        out.numpy().data[:] = data
         self._traffic.bytes_received += out.numel()
+
+    async def _fill(self, out: memoryview) -> None:
+        """Take bytes as they come: `readexactly` gathers and copies whole chunks, in twice the processor time."""
+        at = 0
+        while at < len(out):
+            piece = await self._reader.read(len(out) - at)
+            if not piece:
+                raise asyncio.IncompleteReadError(bytes(out[:at]), len(out))
+            out[at : at + len(piece)] = piece
+            at += len(piece)
 
     async def drained(self) -> None:
         """Wait until the other side has read everything, which it says by ending the stream.

@@ -1,0 +1,271 @@
+"""Messages: what is valid comes through unchanged; everything else is a `PayloadError`, and no other error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from diloco.errors import PayloadError
+from diloco.protocol import messages
+from diloco.protocol.messages import (
+    MAX_FRAME_BYTES,
+    Claim,
+    Contribution,
+    Hello,
+    ManifestReply,
+    ManifestRequest,
+    Message,
+    Published,
+    Receipt,
+    Record,
+    Refusal,
+    StateHeader,
+    StateRequest,
+    Status,
+    Verdict,
+    decode,
+    encode,
+    expect,
+)
+
+digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
+counts = st.integers(0, 2**62 - 1)
+terms = st.integers(1, 2**62 - 1)
+fragments = st.integers(0, 2**20 - 1)
+names = st.text(max_size=128)
+rates = st.floats(0, allow_nan=False, allow_infinity=False)
+states = st.sampled_from(["starting", "ready", "training", "exchanging", "leaving", "done"])
+statuses = st.builds(
+    Status,
+    state=states,
+    versions=st.lists(counts, max_size=5),
+    inner_step=counts,
+    target_steps=counts,
+    steps_per_s=rates,
+    tokens=counts,
+)
+claims = st.builds(Claim, fragment=fragments, term=terms, version=counts, digest=digests)
+published = {"fragment": fragments, "term": terms, "version": counts, "digest": digests}
+shared = {"contributors": st.lists(names, max_size=3), "applied_tokens": counts}
+ANY = st.one_of(
+    statuses,
+    claims,
+    st.builds(
+        Hello,
+        wire_version=counts,
+        run_id=names,
+        manifest_hash=digests,
+        name=names,
+        trains=st.booleans(),
+        holds=st.booleans(),
+        peers=st.lists(names, max_size=3),
+        status=statuses,
+        claims=st.lists(claims, max_size=3),
+    ),
+    st.builds(Published, **published, **shared),
+    st.builds(Record, digest_before=digests, **published, **shared),
+    st.builds(
+        Contribution,
+        manifest_hash=digests,
+        fragment=fragments,
+        term=terms,
+        base_version=counts,
+        steps=st.integers(1, 2**40 - 1),
+        tokens=st.integers(1, 2**48 - 1),
+    ),
+    st.builds(
+        Verdict,
+        accepted=st.booleans(),
+        first_chunk=counts,
+        record_follows=st.booleans(),
+        reason=st.text(max_size=512),
+        version=counts,
+        term=counts,
+    ),
+    st.builds(Receipt),
+    st.builds(
+        StateRequest,
+        manifest_hash=digests,
+        fragment=fragments,
+        have_version=st.integers(-1, 2**62 - 1),
+        outer=st.booleans(),
+    ),
+    st.builds(
+        StateHeader, fragment=fragments, version=counts, digest=digests, applied_tokens=counts, outer=st.booleans()
+    ),
+    st.builds(ManifestRequest),
+    st.builds(ManifestReply, text=st.text(max_size=1000)),
+    st.builds(Refusal, reason=st.text(max_size=2048)),
+)
+
+D = "0123456789abcdef" * 4
+STATUS = Status(state="training", versions=[3, 4], inner_step=5, target_steps=6, steps_per_s=0.5, tokens=7)
+CLAIM = Claim(fragment=1, term=2, version=3, digest=D)
+HELLO = Hello(
+    wire_version=1,
+    run_id="run",
+    manifest_hash=D,
+    name="me",
+    trains=True,
+    holds=False,
+    peers=["a"],
+    status=STATUS,
+    claims=[CLAIM],
+)
+EXAMPLES: list[Message] = [
+    STATUS,
+    CLAIM,
+    HELLO,
+    Published(fragment=1, term=2, version=3, digest=D, contributors=["a", "b"], applied_tokens=4),
+    Contribution(manifest_hash=D, fragment=1, term=2, base_version=3, steps=4, tokens=5),
+    Verdict(accepted=False, first_chunk=1, record_follows=True, reason="why", version=2, term=3),
+    Receipt(),
+    Record(fragment=1, term=2, version=3, digest_before=D, digest=D, contributors=["a"], applied_tokens=4),
+    StateRequest(manifest_hash=D, fragment=1, have_version=2, outer=True),
+    StateHeader(fragment=1, version=2, digest=D, applied_tokens=3, outer=True),
+    ManifestRequest(),
+    ManifestReply(text="{}"),
+    Refusal(reason="no"),
+]
+WRONG: dict[type, list[object]] = {
+    bool: [None, 0, 1, "true", [True]],
+    int: [None, -2, 2**62, 2**63, 1.0, 1.5, True, "1", b"1", [1], {"a": 1}],
+    float: [None, -0.5, math.nan, math.inf, True, "0.5", b"0.5", [0.5]],
+    str: [None, 1, 0.5, True, b"a", ["a"], {"a": "a"}, "x" * (MAX_FRAME_BYTES // 2 + 1)],
+    list: [None, 1, "a", {}, {"a": 1}, [None], [[]], [-1], [b"a"]],
+    dict: [None, 1, "a", [], {}, {"kind": "receipt"}],
+}
+DIGESTS = [D.upper(), D[1:], D + "0", D + "\n", "g" + D[1:], ""]
+
+
+def pack(fields: object) -> bytes:
+    return bytes(msgpack.packb(fields, use_bin_type=True))
+
+
+def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (field, the fields with that one wrong), also for the messages inside a message."""
+    for key, value in fields.items():
+        wrong = [*WRONG[type(value)], *(DIGESTS if value == D else [])]
+        yield from ((key, {**fields, key: other}) for other in wrong)
+        inner = value[0] if isinstance(value, list) and isinstance(value[0], dict) else value
+        if isinstance(inner, dict):
+            for path, broken in corruptions(inner):
+                yield f"{key}.{path}", {**fields, key: [broken] if isinstance(value, list) else broken}
+
+
+def refusal_of(frame: bytes) -> str:
+    with pytest.raises(PayloadError) as caught:
+        decode(frame)
+    return str(caught.value)
+
+
+@given(ANY)
+def test_every_message_comes_through_unchanged(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_there_is_an_example_of_every_kind() -> None:
+    assert {type(example) for example in EXAMPLES} == set(Message.__subclasses__())
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.kind)
+def test_one_wrong_field_refuses_the_message(example: Message) -> None:
+    assert decode(encode(example)) == example
+    for field, broken in corruptions(example.model_dump()):
+        try:
+            accepted = decode(pack(broken))
+        except PayloadError as error:
+            assert len(str(error)) < 500
+        else:
+            pytest.fail(f"{field} of {accepted!r} was taken from {broken}")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.kind)
+def test_a_missing_or_an_extra_field_refuses_the_message(example: Message) -> None:
+    fields = example.model_dump()
+    required = [key for key, info in type(example).model_fields.items() if info.is_required()]
+    for key in [*required, "kind"]:
+        refusal_of(pack({name: value for name, value in fields.items() if name != key}))
+    assert "extra" in refusal_of(pack({**fields, "extra": 1}))
+    assert "status.extra" in refusal_of(pack({**HELLO.model_dump(), "status": {**STATUS.model_dump(), "extra": 1}}))
+
+
+@pytest.mark.parametrize("kind", ["", "Status", "stat", None, 1, [], {}, b"status", "x" * 100_000])
+def test_an_unknown_kind_is_refused_in_a_short_line(kind: object) -> None:
+    assert len(refusal_of(pack({**STATUS.model_dump(), "kind": kind}))) < 500
+
+
+def test_a_frame_over_the_limit_is_refused_before_it_is_parsed() -> None:
+    frame = encode(ManifestReply(text="x" * (MAX_FRAME_BYTES // 2)))
+    assert isinstance(decode(frame), ManifestReply)
+    assert "over the limit" in refusal_of(bytes(MAX_FRAME_BYTES + 1))
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(frame: bytes) -> None:
+    refusal_of(frame)
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_damaged_frames_are_refused_or_are_another_valid_message(message: Message, data: st.DataObject) -> None:
+    frame = bytearray(encode(message))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.integers(0, len(frame)))
+    for damaged in (bytes(frame), bytes(frame[:cut]), bytes(frame) + b"\0"):
+        try:
+            decode(damaged)
+        except PayloadError:
+            continue
+
+
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(), st.binary()),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["kind", "state"]), inner),
+    )
+)
+def test_any_other_structure_is_refused(structure: object) -> None:
+    refusal_of(pack(structure))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pack(msgpack.Timestamp(1, 2)),
+        pack(msgpack.ExtType(5, b"data")),
+        pack({**STATUS.model_dump(), "tokens": msgpack.Timestamp(1, 2)}),
+        pack({1: 2}),
+        b"\x91" * 100_000,  # nested deeper than any parser should follow
+        b"\xdd\xff\xff\xff\xff" * 1000,  # lists that announce four billion items
+        b"\xc7\x0c\xff" + b"\xff" * 12,  # a timestamp that does not exist
+        b"\xa2\xff\xff",  # a string that is not UTF-8
+    ],
+)
+def test_what_only_msgpack_can_say_is_refused(frame: bytes) -> None:
+    refusal_of(frame)
+
+
+@pytest.mark.parametrize(("field", "items"), [("versions", [-1]), ("peers", [1]), ("claims", [{}])])
+def test_a_long_list_of_wrong_items_costs_one_error(field: str, items: list[object]) -> None:
+    """A frame of a million of them would otherwise keep the node busy for seconds, and take a gigabyte."""
+    fields = STATUS.model_dump() if field == "versions" else HELLO.model_dump()
+    with pytest.raises(ValidationError) as caught:
+        messages._adapter.validate_python({**fields, field: items * 1000})
+    assert caught.value.error_count() <= 5  # those of one item
+
+
+def test_a_conversation_expects_one_kind_and_understands_a_refusal() -> None:
+    assert expect(STATUS, Status) is STATUS
+    with pytest.raises(PayloadError, match="expected Verdict, got Status"):
+        expect(STATUS, Verdict)
+    with pytest.raises(PayloadError, match="refused: the model differs"):
+        expect(Refusal(reason="the model differs"), Verdict)
+    assert expect(Refusal(reason="the model differs"), Refusal).reason == "the model differs"

@@ -1,0 +1,268 @@
+"""Syncer: a version closes when everybody has arrived who can be expected, and each chunk of each peer counts once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol_harness import CHUNKS, MANIFEST
+
+from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
+from diloco.protocol.messages import Contribution, State, Status
+from diloco.protocol.syncer import Close, Syncer
+
+TERM, VERSION = 3, 7
+
+
+def contribution(base_version: int = VERSION, term: int = TERM, tokens: int = 100) -> Contribution:
+    return Contribution(
+        manifest_hash=MANIFEST, fragment=0, term=term, base_version=base_version, steps=1, tokens=tokens
+    )
+
+
+def member(
+    peer: str, state: State = "training", version: int = VERSION, trains: bool = True, steps_per_s: float = 1.0
+) -> Member:
+    return Member(peer, peer, trains, True, Status(state=state, versions=[version], steps_per_s=steps_per_s), 0.0, 0.0)
+
+
+def members(*those: Member) -> dict[str, Member]:
+    return {each.peer: each for each in those}
+
+
+def send(syncer: Syncer, peer: str, tokens: int = 100, chunks: int = CHUNKS) -> None:
+    """Send the payload from where the syncer wants it, or a part of it."""
+    verdict = syncer.offer(peer, contribution(syncer.version, tokens=tokens))
+    assert verdict.accepted
+    for chunk in range(verdict.first_chunk, chunks):
+        assert syncer.wants(peer, chunk)
+        syncer.folded(peer)
+    if chunks == CHUNKS:
+        syncer.arrived(peer)
+
+
+@pytest.fixture
+def syncer() -> Syncer:
+    return Syncer(0, TERM, VERSION)
+
+
+ALL = members(member("a"), member("b"), member("c"))
+
+
+@given(st.permutations("abc"))
+def test_a_version_closes_when_everybody_has_arrived_and_not_before(order: list[str]) -> None:
+    syncer = Syncer(0, TERM, VERSION)
+    for peer in order:
+        assert syncer.poll(ALL, 0.0) is None
+        send(syncer, peer)
+    assert syncer.poll(ALL, 0.0) == Close(0, VERSION, ("a", "b", "c"), 300, ())
+    assert syncer.poll(ALL, 0.0) is None  # once
+
+
+def test_a_version_without_contributions_never_closes(syncer: Syncer) -> None:
+    assert syncer.poll({}, 1e9) is None
+    assert syncer.poll(members(member("a", "done")), 1e9) is None
+    send(syncer, "a", chunks=1)
+    assert syncer.poll({}, 1e9) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        member("b", "starting"),
+        member("b", "leaving"),
+        member("b", "done"),
+        member("b", trains=False),
+        member("b", version=VERSION - 1),
+        member("b", version=VERSION + 1),
+    ],
+    ids=["starting", "leaving", "done", "host", "behind", "ahead"],
+)
+def test_nobody_waits_for_one_who_will_not_come(syncer: Syncer, other: Member) -> None:
+    send(syncer, "a")
+    close = syncer.poll(members(member("a"), other), 0.0)
+    assert close is not None and close.contributors == ("a",)
+
+
+@pytest.mark.parametrize("state", ["ready", "training", "exchanging"])
+def test_whoever_trains_from_this_version_is_waited_for(syncer: Syncer, state: State) -> None:
+    send(syncer, "a")
+    assert syncer.poll(members(member("a"), member("b", state)), 0.0) is None
+
+
+def test_the_dead_are_not_waited_for(syncer: Syncer) -> None:
+    send(syncer, "a")
+    assert syncer.poll(members(member("a"), member("b")), 0.0) is None
+    assert syncer.poll(members(member("a")), 0.0) is not None
+
+
+def test_one_who_stalls_is_waited_for_as_long_as_its_own_pace_allows(syncer: Syncer) -> None:
+    send(syncer, "a")
+    fast, slow = member("b", steps_per_s=10.0), member("b", steps_per_s=0.0)
+    assert syncer.poll(members(member("a"), fast), STALL_FLOOR_S) is None
+    assert syncer.poll(members(member("a"), slow), STALL_FLOOR_S + 1) is None
+    assert syncer.poll(members(member("a"), slow), STALL_UNMEASURED_S) is None
+    close = syncer.poll(members(member("a"), fast), STALL_FLOOR_S + 1)
+    assert close is not None and close.contributors == ("a",)
+
+
+def test_one_whose_chunks_arrive_is_getting_on(syncer: Syncer) -> None:
+    """A slow uplink takes longer than the stall deadline, and the sender's status says nothing new meanwhile."""
+    send(syncer, "a")
+    both = members(member("a"), member("b", "exchanging"))
+    for chunk in range(CHUNKS - 1):
+        send(syncer, "b", chunks=chunk + 1)
+        assert syncer.poll(both, (chunk + 0.9) * STALL_FLOOR_S) is None
+        assert syncer.poll(both, (chunk + 1.8) * STALL_FLOOR_S) is None
+    assert syncer.poll(both, CHUNKS * STALL_FLOOR_S) == Close(0, VERSION, ("a",), 100, ("b",))
+
+
+def test_contributors_to_the_version_before_are_expected_though_their_status_is_one_behind(syncer: Syncer) -> None:
+    send(syncer, "a")
+    send(syncer, "b")
+    assert syncer.poll(members(member("a"), member("b")), 0.0) is not None
+    syncer.advance(VERSION + 1)
+    send(syncer, "a")
+    late = members(member("a", version=VERSION + 1), member("b"), member("d"))
+    assert syncer.poll(late, 0.0) is None
+    close = syncer.poll(members(member("a"), member("d")), 0.0)  # d did not contribute: it is behind
+    assert close == Close(0, VERSION + 1, ("a",), 100, ("b",))
+
+
+def test_only_those_of_the_version_just_before_are_expected_so(syncer: Syncer) -> None:
+    for version, peers in enumerate(["ab", "a"], start=VERSION):
+        for peer in peers:
+            send(syncer, peer)
+        assert syncer.poll(members(*(member(peer, version=version) for peer in peers)), 0.0) is not None
+        syncer.advance(version + 1)
+    send(syncer, "a")
+    assert syncer.poll(members(member("a", version=VERSION + 2), member("b", version=VERSION + 1)), 0.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (contribution(VERSION - 1), "is at version 7, past base version 6"),
+        (contribution(VERSION + 1), "is at version 7, 8 is in the future"),
+        (contribution(term=TERM - 1), "is under term 3, not 2"),
+        (contribution(term=TERM + 1), "is under term 3, not 4"),
+    ],
+    ids=["late", "future", "old term", "new term"],
+)
+@pytest.mark.parametrize("moment", ["collecting", "begun", "whole", "closing"])
+def test_a_contribution_that_does_not_fit_is_refused_at_any_moment(
+    syncer: Syncer, header: Contribution, reason: str, moment: str
+) -> None:
+    if moment != "collecting":
+        send(syncer, "a", chunks=1 if moment == "begun" else CHUNKS)
+    if moment == "closing":
+        assert syncer.poll({}, 0.0) is not None
+    verdict = syncer.offer("a", header)
+    assert not verdict.accepted and reason in verdict.reason
+    assert (verdict.version, verdict.term) == (VERSION, TERM)
+
+
+def test_a_broken_stream_goes_on_with_the_next_chunk(syncer: Syncer) -> None:
+    send(syncer, "a", chunks=2)
+    assert not syncer.wants("a", 1) and syncer.wants("a", 2) and not syncer.wants("a", 3)
+    assert not syncer.wants("b", 0)
+    verdict = syncer.offer("a", contribution())
+    assert verdict.accepted and verdict.first_chunk == 2
+
+
+def test_a_contribution_that_is_here_is_not_sent_again(syncer: Syncer) -> None:
+    send(syncer, "a")
+    assert syncer.offer("a", contribution()).first_chunk == CHUNKS
+    assert syncer.poll({}, 0.0) is not None
+    verdict = syncer.offer("a", contribution())  # its stream broke while it waited for the record
+    assert verdict.accepted and verdict.first_chunk == CHUNKS
+
+
+def test_nothing_is_folded_into_a_version_that_closes(syncer: Syncer) -> None:
+    send(syncer, "a")
+    send(syncer, "b", chunks=1)
+    close = syncer.poll(members(member("a")), 0.0)
+    assert close == Close(0, VERSION, ("a",), 100, ("b",))
+    assert not syncer.wants("b", 1)
+    syncer.arrived("b")  # too late
+    for peer in "bc":
+        verdict = syncer.offer(peer, contribution())
+        assert not verdict.accepted and "closing" in verdict.reason and verdict.version == VERSION
+    syncer.advance(VERSION + 1)
+    assert syncer.offer("b", contribution(VERSION + 1)).first_chunk == 0
+    assert not syncer.wants("a", 0)
+
+
+def test_the_next_version_collects_anew(syncer: Syncer) -> None:
+    send(syncer, "a")
+    assert syncer.poll({}, 0.0) is not None
+    syncer.advance(VERSION + 1)
+    assert syncer.poll({}, 0.0) is None
+    send(syncer, "a", tokens=7)
+    assert syncer.poll({}, 0.0) == Close(0, VERSION + 1, ("a",), 7, ())
+
+
+def test_catching_up_forgets_what_was_collected(syncer: Syncer) -> None:
+    send(syncer, "a")
+    syncer.advance(VERSION + 5)
+    assert syncer.poll({}, 0.0) is None
+    assert not syncer.offer("a", contribution()).accepted
+    assert syncer.offer("a", contribution(VERSION + 5)).accepted
+
+
+def test_weights_are_tokens_over_those_of_the_first_contribution(syncer: Syncer) -> None:
+    send(syncer, "a", tokens=200)
+    send(syncer, "b", tokens=50)
+    send(syncer, "c", tokens=200)
+    assert [syncer.weight(peer) for peer in "abc"] == [1.0, 0.25, 1.0]
+    assert syncer.poll({}, 0.0) is not None
+    syncer.advance(VERSION + 1)
+    send(syncer, "b", tokens=50)
+    assert syncer.weight("b") == 1.0
+
+
+def test_a_peer_that_restarted_may_go_on_with_other_tokens(syncer: Syncer) -> None:
+    """Refusing it would be a deadlock: the peer is alive and expected, and could never become whole."""
+    send(syncer, "a", tokens=100, chunks=1)
+    send(syncer, "b", tokens=100)
+    verdict = syncer.offer("a", contribution(tokens=40))
+    assert verdict.accepted and verdict.first_chunk == 1
+    assert (syncer.weight("a"), syncer.weight("b")) == (0.4, 1.0)  # the unit does not change midway
+    send(syncer, "a", tokens=40)
+    close = syncer.poll(ALL | members(member("c", "done")), 0.0)
+    assert close is not None and close.tokens == 140
+
+
+def test_what_is_here_whole_is_not_replaced_by_another_contribution(syncer: Syncer) -> None:
+    send(syncer, "a")
+    verdict = syncer.offer("a", contribution(tokens=99))
+    assert not verdict.accepted and "100 tokens is here already" in verdict.reason
+
+
+@given(st.integers(0, 10**9))
+def test_however_streams_break_each_chunk_of_each_contributor_counts_once(seed: int) -> None:
+    r, syncer, peers = random.Random(seed), Syncer(0, TERM, VERSION), "abcd"
+    for version in range(VERSION, VERSION + 3):
+        folded: Counter[tuple[str, int]] = Counter()
+        streams: dict[str, int] = {}  # the chunk that is under way on each open stream
+        everybody = members(*(member(peer, version=version) for peer in peers))
+        while (close := syncer.poll(everybody, 0.0)) is None:
+            peer = r.choice(peers)
+            if peer not in streams or r.random() < 0.2:
+                verdict = syncer.offer(peer, contribution(version, tokens=r.randint(1, 5)))
+                if verdict.accepted:
+                    streams[peer] = verdict.first_chunk
+            elif streams[peer] == CHUNKS:
+                syncer.arrived(peer)
+            elif syncer.wants(peer, streams[peer]):
+                folded[peer, streams[peer]] += 1
+                syncer.folded(peer)
+                streams[peer] += 1
+            else:
+                del streams[peer]
+        assert close.contributors == tuple(peers) and close.base_version == version
+        assert folded == Counter({(peer, chunk): 1 for peer in peers for chunk in range(CHUNKS)})
+        syncer.advance(version + 1)

@@ -1,10 +1,11 @@
-"""Peers for tests: nodes in threads of this process, and commands in processes of their own. Nothing waits by sleeping."""
+"""Peers for tests: nodes in threads of this process, and commands in processes of their own."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -103,6 +104,15 @@ class Trainee:
         """Fields of all events of a kind."""
         return [fields for one, fields in list(self.events) if one == kind]
 
+    def terms(self) -> dict[int, int]:
+        """Term of the newest claim on each fragment that it has heard of."""
+        return {claim["fragment"]: claim["term"] for claim in self.said("claim")}
+
+    def sees(self, other: Trainee, state: str) -> bool:
+        """Whether it has heard that another peer is in that state."""
+        member = self.node.protocol.members.get(other.peer_id)
+        return member is not None and member.status.state == state
+
     def start(self) -> Trainee:
         self.node.start()
         return self
@@ -138,9 +148,7 @@ class Crowd:
         outer, name = self.outer, f"p{len(self.members)}"
         parameters = seeded(self.shapes, seed)
         fragments = partition({key: value.numel() for key, value in parameters.items()}, outer["fragments"])
-        replica = Replica(
-            parameters, fragments, outer["codec_up"], outer["codec_down"], outer["lr"], outer["momentum"]
-        )
+        replica = Replica(parameters, fragments, outer["codec_up"], outer["codec_down"], outer["lr"], outer["momentum"])
         events: list[tuple[str, dict[str, Any]]] = []
         settings: dict[str, Any] = {
             "run_id": "crowd",
@@ -200,16 +208,16 @@ class Command:
         parsed = [json.loads(line) for line in whole if line.startswith("{")]
         return [message for message in parsed if kind in (None, message.get("t"))]
 
-    def reached(self, version: int) -> Callable[[], bool]:
-        """Whether some status says that outer step; raises when the command ended before."""
+    def wait_for_version(self, version: int) -> None:
+        """Returns when a status message says that outer step."""
 
-        def condition() -> bool:
+        def reached() -> bool:
             alive = self.process.poll() is None
             versions = [message["version"] for message in self.messages("status")]
-            assert alive or max(versions, default=-1) >= version, f"ended: {self.stderr}"
+            assert alive or max(versions, default=-1) >= version, f"it ended\n{self.stdout}\n{self.stderr}"
             return max(versions, default=-1) >= version
 
-        return condition
+        eventually(reached, f"outer step {version}")
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
         """Exit code."""
@@ -228,9 +236,14 @@ class Command:
         return marked(self.mark)
 
     def kill(self) -> None:
-        """SIGKILL to everything that it started."""
-        for process in self.family():
-            _kill(process)
+        """SIGKILL to everything that it started, until nothing is left."""
+
+        def dead() -> bool:
+            for process in (family := self.family()):
+                _kill(process)
+            return not family
+
+        eventually(dead, "killed processes to end")
         self.process.wait()
 
 
@@ -286,6 +299,13 @@ def diloco(*arguments: str, directory: Path) -> Command:
     with command("-m", "diloco", *arguments, directory=directory) as started:
         started.wait()
     return started
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

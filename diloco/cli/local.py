@@ -30,7 +30,7 @@ from rich.console import Console
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.errors import DilocoError, SwarmError, UnsavedError
-from diloco.train.files import prepare_run_directory, write_atomic
+from diloco.train.files import check_same_run, exclusive, prepare_run_directory, write_atomic
 from diloco.train.plot import plot_losses
 from diloco.train.summary import Summary, merge_peer_summaries, write_summary
 
@@ -44,6 +44,7 @@ class _Child:
     name: str
     process: subprocess.Popen[str]
     log: Path
+    log_start: int  # bytes that earlier sessions wrote
     messages: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -52,15 +53,28 @@ class _Child:
 
     def complaint(self) -> str | None:
         """The one-line error that the peer ended with."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
         found = [line for line in lines if line.startswith("diloco: error: ")]
         return found[-1].removeprefix("diloco: error: ") if found else (lines[-1] if lines else None)
 
 
 def run(config: Config) -> int:
     """Start the peers, show them, gather what they leave; returns the exit code."""
-    began_at = time.monotonic()
     prepare_run_directory(config.run.dir)
+    with exclusive(config.run.dir):
+        _check_resumable(config)
+        return _run(config)
+
+
+def _check_resumable(config: Config) -> None:
+    """Before config.yaml is replaced: each peer checks again, from its own checkpoint."""
+    manifest = config.run.dir / "manifest.json"
+    if manifest.is_file() and any((config.run.dir / "checkpoints").glob("*/step-*")):
+        check_same_run(config, manifest.read_text())
+
+
+def _run(config: Config) -> int:
+    began_at = time.monotonic()
     (config.run.dir / "address").unlink(missing_ok=True)
     base = config.run.dir / "config.yaml"
     write_atomic(base, config.to_yaml())
@@ -168,6 +182,7 @@ def _peer(
         if index > 0 and not config.swarm.initial_peers:
             overrides.append(f"swarm.initial_peers=['@{(config.run.dir / 'address').absolute()}']")
     with log.open("a") as errors:
+        log_start = log.stat().st_size
         process = subprocess.Popen(
             [sys.executable, "-m", "diloco.train", "--config", str(base), *overrides],
             stdin=subprocess.PIPE,
@@ -177,7 +192,7 @@ def _peer(
             env=environment,
             start_new_session=True,  # Ctrl+C in the terminal reaches this process only, which passes it on once
         )
-    child = _Child(name, process, log)
+    child = _Child(name, process, log, log_start)
     assert process.stdout is not None
     threading.Thread(target=_listen, args=(child, process.stdout, said), daemon=True).start()
     try:

@@ -239,7 +239,7 @@ class Attachment:
         self._schedule = Schedule(swarm.outer.fragments, swarm.outer.sync_every)
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = False
-        self.interrupted = False
+        self.interrupted = self._asked_to_stop = False
         self.node: Node | None = None
         self._optimizer = optimizer
         self._round_tokens = self._counted_tokens = 0
@@ -295,9 +295,10 @@ class Attachment:
         """Wait for the swarm and adopt its anchor (second half of entering)."""
         numbers: list[float] = [0, 0, 0]
         if self.node is not None:
-            steps = self.node.begin(self.swarm.outer.sync_every, lambda: self.interrupted)
+            steps = self.node.begin(self.swarm.outer.sync_every, lambda: self._asked_to_stop)
             numbers = [steps, self.node.protocol.versions[0], self.node.protocol.applied_tokens]
         steps, version, applied = (int(number) for number in self.island.agree(numbers))
+        self.interrupted = steps == 0
         self.island.share_(self.parameters.values())
         self._new_round(steps, version, applied)
 
@@ -308,7 +309,8 @@ class Attachment:
 
     def interrupt(self) -> None:
         """Stop waiting for the swarm; may be called from a signal handler."""
-        self.interrupted = True
+        self._asked_to_stop = True
+        self.interrupted = self.island.size == 1  # several ranks agree on the step after which they stop
         if self.node is not None:
             self.node.interrupt()
 
@@ -342,7 +344,7 @@ class Attachment:
             pace = self.inner_step / max(time.monotonic() - self._round_began_at, 1e-9)
             self.node.progress(self.inner_step, self.target_steps, pace, self.tokens)
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
-        (interrupted,) = self.island.agree([self.interrupted])
+        (interrupted,) = self.island.agree([self._asked_to_stop])
         self.interrupted = bool(interrupted)
         if due and not self.interrupted:
             with self.phases.during("comm"):

@@ -37,7 +37,7 @@ class DataParallel:
         self.version, self.applied_tokens = version, applied_tokens
         self.inner_step, self.target_steps = 0, sync_every
         self.steps = self.tokens = self.discarded_tokens = 0
-        self.exchanged = self.interrupted = False
+        self.exchanged = self.interrupted = self._asked_to_stop = False
         self.node = None
         self._model = model
         self._optimizer = optimizer
@@ -55,8 +55,8 @@ class DataParallel:
         self._hook.remove()
 
     def interrupt(self) -> None:
-        """End after the step under way."""
-        self.interrupted = True
+        """End after the step under way, or the next: all processes agree on one."""
+        self._asked_to_stop = True
 
     def count(self, tokens: int) -> None:
         """Tokens of the coming step, of this process."""
@@ -72,7 +72,7 @@ class DataParallel:
         self.applied_tokens += self._counted_tokens * self.island.size
         self._counted_tokens = 0
         self.exchanged = self.inner_step >= self.target_steps
-        (interrupted,) = self.island.agree([self.interrupted])
+        (interrupted,) = self.island.agree([self._asked_to_stop])
         self.interrupted = bool(interrupted)
         if self.exchanged:
             self.version += 1

@@ -8,17 +8,30 @@ passes over. Other files are replaced as a whole. Non-finite numbers become null
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from diloco.errors import ConfigError
+from diloco.config import Config, Manifest
+from diloco.errors import CheckpointError, ConfigError
 
-__all__ = ["JsonLines", "finite", "prepare_run_directory", "read_json_lines", "write_atomic"]
+__all__ = [
+    "JsonLines",
+    "check_same_run",
+    "exclusive",
+    "finite",
+    "prepare_run_directory",
+    "read_json_lines",
+    "write_atomic",
+]
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_run_directory(path: Path) -> None:
@@ -36,6 +49,46 @@ def prepare_run_directory(path: Path) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+def check_same_run(config: Config, manifest: str) -> None:
+    """The budget may be extended; any other change of the manifest that a run was begun with would make it another run.
+
+    Raises:
+        CheckpointError: names the settings that differ.
+    """
+    differing = config.manifest().differences(Manifest.from_json(manifest))
+    differing = [line for line in differing if not line.startswith("budget.")]
+    if differing:
+        raise CheckpointError(
+            f"run.dir={config.run.dir} holds a run with other settings ({'; '.join(differing[:4])}); "
+            "use the same settings, or another run.dir"
+        )
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Holds a directory, which is made when it is missing, for one process; ends with the process, however that ends.
+
+    Two commands in one run directory would overwrite each other's checkpoints. File systems without locks are trusted.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir: {directory} is in use by a process that still runs; end it, or choose another run.dir"
+            ) from None
+        except OSError as error:
+            logger.debug("%s cannot be locked: %s", directory, error)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:

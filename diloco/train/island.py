@@ -67,8 +67,10 @@ class Island:
         return batch[self.rank :: self.size]
 
     def check_batch_size(self, batch_size: int) -> None:
-        """`ConfigError` unless the peer's batch can be shared evenly by the ranks."""
+        """`ConfigError` unless the peer's batch can be shared evenly by the ranks; one of them says so for all."""
         if batch_size % self.size:
+            if not self.leads:
+                raise SystemExit(ConfigError.exit_code)
             raise ConfigError(
                 f"inner.batch_size={batch_size} cannot be shared evenly by {self.size} processes; "
                 f"use a multiple of {self.size}"

@@ -18,16 +18,17 @@ from torch import nn
 from diloco import data
 from diloco import model as models
 from diloco.config import Config
-from diloco.errors import UnsavedError
+from diloco.errors import CheckpointError, UnsavedError
 from diloco.swarm.daemon import identity_number
 from diloco.train.api import Swarm
 from diloco.train.baseline import DataParallel
+from diloco.train.files import exclusive, prepare_run_directory, write_atomic
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
-from diloco.train.metrics import RunLog, WandbLog, prepare_run_directory, write_atomic
+from diloco.train.metrics import RunLog, WandbLog
 from diloco.train.plot import plot_losses
 from diloco.train.reporting import Listener
-from diloco.train.session import Session, Sync, identity_path
+from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 from diloco.train.summary import (
     Evaluation,
     PeerSummary,
@@ -55,20 +56,29 @@ def run(config: Config, listen: Listener) -> Summary:
     """
     island = Island.from_environment(config.train.device)
     try:
-        return _run(config, island, listen if island.leads else (lambda message: None))
+        if config.outer.method == "diloco":
+            island.check_batch_size(config.inner.batch_size)
+        if not island.leads:
+            return _run(config, island, lambda message: None)
+        prepare_run_directory(config.run.dir)
+        with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
+            return _run(config, island, listen)
     finally:
         island.close()
 
 
 def _run(config: Config, island: Island, listen: Listener) -> Summary:
     began_at = time.monotonic()
-    if config.outer.method == "diloco":
-        island.check_batch_size(config.inner.batch_size)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
-    _write_settings(config, island)
-    session = Session(config, name)
+    session = Session(config)
+    (newest,) = island.agree([session.saved_version])
+    if session.saved_version != newest:
+        raise CheckpointError(
+            f"run.dir={config.run.dir} holds outer step {newest:.0f} for rank 0 and {session.saved_version} for rank "
+            f"{island.rank}; put it where all ranks see the same files"
+        )
 
     dataset = data.load(config.data, config.run.seed)
     holdout = dataset.holdout(config.eval.sequences)
@@ -80,7 +90,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     optimizer = _inner_optimizer(model, config)
     stream = dataset.batches(config.inner.batch_size, shard=_shard(config, island), shards=_shards(config, island))
 
-    with RunLog(config.run.dir, name, _wandb(config, name)) as log:
+    if island.leads and config.run.lead:
+        _write_settings(config)
+    with RunLog(config.run.dir, name, _wandb(config, name) if island.leads else None) as log:
         if session.checkpoint is not None and island.leads:
             log.event("resume", version=session.checkpoint.step, skipped=session.checkpoint.skipped)
         tell = _teller(listen, name)
@@ -218,12 +230,11 @@ def _shards(config: Config, island: Island) -> int | None:
     return island.size if config.outer.method == "data_parallel" else config.data.shards
 
 
-def _write_settings(config: Config, island: Island) -> None:
-    if island.leads:
-        prepare_run_directory(config.run.dir)
-        if config.run.lead:
-            write_atomic(config.run.dir / "config.yaml", config.to_yaml())
-            write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
+def _write_settings(config: Config) -> None:
+    """Once nothing is left that could be wrong with them."""
+    if not config.run.report:  # a supervisor writes its own, which names all of its peers
+        write_atomic(config.run.dir / "config.yaml", config.to_yaml())
+    write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
 
 
 def _wandb(config: Config, name: str) -> WandbLog:
@@ -255,8 +266,11 @@ def _signals(sync: Sync) -> Iterator[None]:
         yield
         return
 
+    received: list[int] = []
+
     def stop(number: int, frame: object) -> None:
-        if sync.interrupted:
+        received.append(number)
+        if len(received) > 1:
             os._exit(UnsavedError.exit_code)
         sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
         sync.interrupt()

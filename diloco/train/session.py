@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.config import Config, Manifest
+from diloco.config import Config
 from diloco.data import Stream
-from diloco.errors import CheckpointError
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
 from diloco.train.checkpoint import Checkpoint, CheckpointStore
+from diloco.train.files import check_same_run
 from diloco.train.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 from diloco.train.summary import Seconds
 
-__all__ = ["Session", "identity_path"]
+__all__ = ["Session", "checkpoints_name", "identity_path"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ def identity_path(config: Config, name: str) -> Path:
     return config.run.dir / "identities" / f"{name}.key"
 
 
+def checkpoints_name(config: Config) -> str:
+    """The directory of this peer's checkpoints. Processes in data parallel are alike, so all go on from one of them."""
+    return "rank0" if config.outer.method == "data_parallel" else config.run.name or "peer"
+
+
 class Session:
     """One peer's checkpoints in a run directory.
 
@@ -45,21 +50,15 @@ class Session:
     differ in more than the budget, which may be extended) raises `CheckpointError` naming the keys.
     """
 
-    def __init__(self, config: Config, name: str) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.store = CheckpointStore(config.run.dir / "checkpoints" / name, config.checkpoint.keep)
+        self.store = CheckpointStore(config.run.dir / "checkpoints" / checkpoints_name(config), config.checkpoint.keep)
         self.checkpoint: Checkpoint | None = self.store.load_latest()
         self.saved_version = -1
         if self.checkpoint is None:
             return
         self.saved_version = self.checkpoint.step
-        then = Manifest.from_json(self.checkpoint.state["manifest"])
-        differing = [line for line in config.manifest().differences(then) if not line.startswith("budget.")]
-        if differing:
-            raise CheckpointError(
-                f"run.dir={config.run.dir} holds a run with other settings ({'; '.join(differing[:4])}); "
-                "use the same settings, or another run.dir"
-            )
+        check_same_run(config, self.checkpoint.state["manifest"])
 
     @property
     def seconds(self) -> Seconds:

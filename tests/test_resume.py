@@ -1,0 +1,159 @@
+"""A run goes on where it stopped: after SIGKILL, after damage to its newest checkpoint, and not as another run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli.main import main
+from diloco.config import compose
+from diloco.train.run import run
+from tests.swarm_helpers import SMOKE, command, eventually, json_lines
+
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+# One peer, whose order of the data does not depend on its identity; a constant learning rate, so that a longer budget
+# is the same training.
+ALONE = (
+    *SMOKE,
+    *("budget.outer_steps=6", "inner.schedule=constant"),
+    *("data.shard=0", "data.shards=1", "train.threads=1", "checkpoint.keep=3"),
+)
+
+
+def train(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """`diloco train` in this process; its summary message."""
+    messages: list[dict[str, Any]] = []
+    run(compose([*ALONE, f"run.dir={run_dir}", *overrides]), lambda message: messages.append(dict(message)))
+    [summary] = [message for message in messages if message["t"] == "summary"]
+    return summary
+
+
+def kept(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a resumed run must have in common with one that was never stopped."""
+    return {key: summary[key] for key in ("steps", "tokens", "anchor_digest", "eval", "outer_steps")}
+
+
+def curve(run_dir: Path) -> dict[tuple[int, str], float]:
+    """Losses by inner step; of a step that was taken twice, the later one."""
+    lines = json_lines(run_dir / "metrics.jsonl")
+    return {(line["inner_step"], kind): line[kind] for line in lines for kind in ("loss", "eval_loss") if kind in line}
+
+
+def resumes(run_dir: Path) -> list[dict[str, Any]]:
+    return [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == "resume"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    return run_dir, train(run_dir)
+
+
+def test_a_peer_that_was_killed_at_a_boundary_ends_bit_equal_to_one_that_was_not(
+    uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    overrides = [*ALONE, f"run.dir={run_dir}", "run.report=true", "train.step_delay_s=0.02"]
+    with command("-m", "diloco.train", *overrides, directory=tmp_path, stdin=subprocess.PIPE) as started:
+        started.wait_for_version(3)
+        os.kill(started.process.pid, signal.SIGKILL)
+        eventually(lambda: not started.family(), "its daemon to end")
+    assert not (run_dir / "summary.json").exists()
+    resumed = train(run_dir)
+    [event] = resumes(run_dir)
+    assert event["version"] in (2, 3) and event["skipped"] == []
+    assert kept(resumed) == kept(uninterrupted[1])
+    assert curve(run_dir) == curve(uninterrupted[0])
+    state = json.loads((run_dir / "checkpoints" / "peer" / "step-00000006" / "state.json").read_text())["state"]
+    assert resumed["seconds"]["compute"] >= state["seconds"]["compute"] > 9 * 0.02, "it slept in its first session"
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
+    uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    sound, damaged = tmp_path / "sound", tmp_path / "damaged"
+    for copy in (sound, damaged):
+        shutil.copytree(uninterrupted[0], copy)
+    anchors = damaged / "checkpoints" / "peer" / "step-00000006" / "anchor.safetensors"
+    content = bytearray(anchors.read_bytes())
+    content[-100] ^= 1
+    anchors.write_bytes(content)
+    longer = "budget.outer_steps=8"
+    first, second = train(sound, longer), train(damaged, longer)
+    assert first["outer_steps"] == second["outer_steps"] == 8
+    assert [event["version"] for event in resumes(sound)] == [6]
+    [event] = resumes(damaged)
+    assert event["version"] == 5
+    assert event["skipped"] == [
+        "step-00000006: anchor.safetensors is corrupt (its sha256 differs); using step-00000005 instead"
+    ]
+    assert kept(first) == kept(second)
+
+
+def test_without_any_usable_checkpoint_a_run_ends_instead_of_starting_over(
+    uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(uninterrupted[0], tmp_path / "run")
+    for state in (tmp_path / "run" / "checkpoints").rglob("state.json"):
+        state.write_bytes(state.read_bytes()[:100])
+    before = contents(tmp_path / "run")
+    assert refusal(capsys, "train", *ALONE, f"run.dir={tmp_path / 'run'}").startswith(
+        f"run.dir: no usable checkpoint in {tmp_path}/run/checkpoints/peer (step-00000006: state.json is corrupt;"
+    )
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("name", ["train", "local"])
+def test_another_run_in_its_directory_is_refused_naming_the_settings(
+    name: str, uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted[0], run_dir)
+    before = contents(run_dir)
+    overrides = [*ALONE, f"run.dir={run_dir}", "outer.lr=0.4", "model.config.num_hidden_layers=1"]
+    assert refusal(capsys, name, *overrides) == (
+        f"run.dir={run_dir} holds a run with other settings (model.config.num_hidden_layers: 1 here, 2 there; "
+        "outer.lr: 0.4 here, 0.7 there); use the same settings, or another run.dir"
+    )
+    assert contents(run_dir) == before
+
+
+def test_two_processes_do_not_share_a_run_directory(
+    uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from diloco.train.files import exclusive
+
+    shutil.copytree(uninterrupted[0], tmp_path / "run")
+    before = contents(tmp_path / "run")
+    for name, held in (("train", tmp_path / "run" / "checkpoints" / "peer"), ("local", tmp_path / "run")):
+        with exclusive(held):
+            text = refusal(capsys, name, *ALONE, f"run.dir={tmp_path / 'run'}")
+        assert text == f"run.dir: {held} is in use by a process that still runs; end it, or choose another run.dir"
+    assert contents(tmp_path / "run") == before
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The error of a command that ends with exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    shown = capsys.readouterr()
+    assert (ended.value.code, shown.out) == (2, "")
+    [line] = [line for line in shown.err.splitlines() if not line.startswith("diloco: warning: ")]
+    assert line.startswith("diloco: error: ")
+    return line.removeprefix("diloco: error: ")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe"]
+__all__ = ["cpu_seconds", "describe"]
 
 
 def describe() -> dict[str, Any]:
@@ -24,6 +24,23 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 1),
     }
+
+
+def cpu_seconds(processes: set[int]) -> float:
+    """Processor time that these processes and all that they started have used so far; 0 elsewhere than on Linux."""
+    ticks, parents = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it has ended
+        process = int(path.parent.name)
+        parents[process] = int(fields[1])
+        ticks[process] = int(fields[11]) + int(fields[12])
+    family = set(processes)
+    while more := {process for process, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks.get(process, 0) for process in family) / os.sysconf("SC_CLK_TCK")
 
 
 def _first(file: str, key: str) -> str | None:

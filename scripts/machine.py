@@ -13,7 +13,7 @@ __all__ = ["cpu_seconds", "describe"]
 
 
 def describe() -> dict[str, Any]:
-    """This machine: processor, cores, memory in GiB, torch's build, and how busy it is (the load of the last minute)."""
+    """This machine: processor, cores, memory in GiB, torch's build, and the load of the last minute."""
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),

@@ -1,4 +1,4 @@
-"""Toy nodes around the real protocol core: they train, contribute, merge and fetch as `diloco.swarm` does, without tensors.
+"""Toy nodes around the real protocol core: they train, contribute, merge and fetch, without tensors.
 
 The anchor of a fragment is only its digest, a hash of its whole history: equal digests mean that the same contributions
 were merged in the same order. The outer state of a fragment is the list of versions that went into it.
@@ -44,7 +44,9 @@ class Swarm(World):
         self.records: list[Record] = []
 
     def start(self, names: str, **settings: object) -> None:
-        """Peers of these one-letter names start now, in an order that the seed decides; they train unless told not to."""
+        """Peers of these one-letter names start now, in an order that the seed decides; they train unless told not
+        to.
+        """
         for name in self.random.sample(names, len(names)):
             self.nodes[name] = node = ToyNode(self, name, **{**self.settings, **settings})  # type: ignore[arg-type]
             self.join(node)
@@ -266,8 +268,10 @@ class ToyNode:
         for donor in (world.nodes[name] for name in donors):
             broken = self.stream_to(donor)
             yield 5 * world.latency()
-            yield lambda donor=donor, broken=broken: broken() or world.awake(donor) and not donor.peer.merging(fragment)
-            if broken() or donor.peer.versions[fragment] < peer.versions[fragment]:
+            yield (
+                lambda donor=donor, broken=broken: broken() or (world.awake(donor) and not donor.peer.merging(fragment))
+            )
+            if broken() or peer.merging(fragment) or donor.peer.versions[fragment] < peer.versions[fragment]:
                 continue
             version, digest, tokens = (
                 donor.peer.versions[fragment],

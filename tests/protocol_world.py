@@ -1,10 +1,11 @@
-"""Virtual time and links for peers in memory: what happens in which order, and what reaches whom. No sockets, no sleeping.
+"""Virtual time and links for peers in memory: what happens in which order, and what reaches whom. No sockets, no
+sleeping.
 
     heap of (time, number, node, work) -> work -> messages and conversations -> heap
 
-What one node says to another stays in order, as on a stream, and passes through the real encoding; everything else happens
-in an order that the seed decides. A *conversation* is a generator that yields the seconds to pass or a condition to wait
-for.
+What one node says to another stays in order, as on a stream, and passes through the real encoding; everything else
+happens in an order that the seed decides. A *conversation* is a generator that yields the seconds to pass or a
+condition to wait for.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Node(Protocol):
 class World:
     """Nodes, links and the events between them.
 
-    A link is up, or down, which both ends notice; between two nodes that are *cut* everything is lost in silence. A node is
-    awake, frozen (what is sent to it waits) or dead.
+    A link is up, or down, which both ends notice; between two nodes that are *cut* everything is lost in silence. A
+    node is awake, frozen (what is sent to it waits) or dead.
     """
 
     def __init__(self, seed: int, latency_s: float) -> None:
@@ -77,7 +78,9 @@ class World:
         self.at(seconds, self._living[name], lambda: None)
 
     def split(self, *sides: str) -> None:
-        """From now on nodes reach only those on their side; without sides all do, and connections that were cut break."""
+        """From now on nodes reach only those on their side; without sides all do, and connections that were cut
+        break.
+        """
         pairs = list(combinations(self.living(), 2))
         mended, self.cut = self.cut, set()
         for one, other in pairs:

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco import model as models
 from diloco.config import compose
 from diloco.train.run import run
 from tests.swarm_helpers import SMOKE, command, free_port, json_lines, together
@@ -58,9 +57,9 @@ def test_two_ranks_train_like_one_process_of_the_same_batch(tmp_path: Path) -> N
     with torchrun(two, *EXACT) as started:
         together(lambda: train(one, *EXACT), started.done)
         assert started.family() == []
-    # The mean of two halves is rounded elsewhere than the mean of the whole: some units in the last place of a loss near
-    # 5 (5e-7), and of the parameters as far as 12 steps of AdamW carry it. A batch that is cut differently moves the
-    # losses by 0.01 and more.
+    # The mean of two halves is rounded elsewhere than the mean of the whole: some units in the last place of a loss
+    # near 5 (5e-7), and of the parameters as far as 12 steps of AdamW carry it. A batch that is cut differently moves
+    # the losses by 0.01 and more.
     for kind in ("loss", "eval_loss"):
         assert len(losses(one, kind)) == (3 if kind == "loss" else 4)
         assert losses(two, kind) == pytest.approx(losses(one, kind), rel=0, abs=5e-6)

@@ -371,7 +371,11 @@ def test_data_and_directories_that_cannot_be_used_end_with_exit_code_two(
     for number, (run_dir, overrides, start) in enumerate(
         [
             (tmp_path / "run", [*text, f"data.path={empty}"], f"data.source=text in {empty}: no text there"),
-            (tmp_path / "run", [*text, f"data.path={tmp_path / 'missing'}"], f"data.path: {tmp_path / 'missing'} does not"),
+            (
+                tmp_path / "run",
+                [*text, f"data.path={tmp_path / 'missing'}"],
+                f"data.path: {tmp_path / 'missing'} does not",
+            ),
             (file, [], f"run.dir: cannot write {file}: File exists; choose a directory"),
             (file / "below", [], f"run.dir: cannot write {file / 'below'}: Not a directory; choose a directory"),
             (tmp_path / "run", ["model.config.vocab_size=100"], "model.config.vocab_size=100 cannot hold bytes"),

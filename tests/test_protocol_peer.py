@@ -234,6 +234,19 @@ def test_a_syncer_that_caught_up_says_where_it_stands_now() -> None:
     assert peer.syncers[0].version == 7 and peer.agrees(0)
 
 
+def test_contributions_are_collected_anew_when_the_anchor_they_refer_to_is_replaced() -> None:
+    """The owner clears the sum with it; a merge of what the syncer believed to be in there would divide by zero."""
+    peer = pair()
+    peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+    peer.arrived(OTHER, 0, 1.0)
+    peer.adopted(0, 0, digest_of("healed"), 0, 2.0)
+    lease = peer.leases.get(0)
+    assert lease is not None and lease.digest == digest_of("healed")
+    assert of_type(Merge, peer.lost("x", 3.0, "reset")) == []
+    assert peer.offer(OTHER, contribution(peer, 0)).first_chunk == 0
+
+
 def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
     peer = pair()
     actions = peer.heard(OTHER, status_of("leaving"), 1.0)

@@ -51,4 +51,5 @@ def test_every_command_of_the_readme_exists() -> None:
     from diloco.cli.main import cli
 
     for command in set(re.findall(r"diloco (local|train|host|eval|generate|export|[a-z]+) ", README)):
-        assert command in cli.commands or f"`diloco {command} " not in README and f"\ndiloco {command} " not in README
+        used = f"`diloco {command} " in README or f"\ndiloco {command} " in README
+        assert command in cli.commands or not used, command

@@ -119,7 +119,7 @@ def _conclude(config: Config, children: list[_Child], stopped: bool, wall_s: flo
     code = 0 if complaint is None else complaint.process.returncode
     if not summaries and complaint is None and not stopped:
         raise SwarmError(f"every peer was killed; run the same command again to go on from {run_dir}/checkpoints")
-    if summaries:
+    if complaint is None or any(summary["outer_steps"] for summary in summaries):
         manifest_hash = config.manifest().hash()
         mode = config.outer.method
         summary = merge_peer_summaries(

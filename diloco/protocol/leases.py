@@ -65,7 +65,8 @@ class LeaseTable:
             return False
         if current is not None and claim.term == current.term:
             known = (score(current.holder, claim.fragment), current.holder, current.version)
-            if (score(peer, claim.fragment), peer, claim.version) <= known:
+            rank = (score(peer, claim.fragment), peer, claim.version)
+            if rank < known or (rank == known and claim.digest == current.digest):
                 return False
         self.see_term(claim.fragment, claim.term)
         self._leases[claim.fragment] = Lease(claim.fragment, peer, claim.term, claim.version, claim.digest)

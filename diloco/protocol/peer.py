@@ -260,8 +260,8 @@ class Peer:
             self.applied_tokens = max(self.applied_tokens, applied_tokens)
         actions: list[Action] = [Broadcast(self.status())]
         syncer = self.syncers.get(fragment)
-        if syncer is not None and version > syncer.version:
-            syncer.advance(version)
+        if syncer is not None and version >= syncer.version:
+            syncer.advance(version)  # what was collected went with the anchor that it was relative to
             claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest)
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by what the syncer says it stands on

@@ -61,7 +61,7 @@ class Swarm(World):
             lambda: all(self.awake(n) and (n.peer.state == "done" or not n.peer.trains) for n in self.living()), limit_s
         )
         self.run_for(10.0)
-        return [node for node in self.nodes.values() if self.alive(node)]
+        return [node for _, node in sorted(self.nodes.items()) if self.alive(node)]
 
     def run_for(self, seconds: float) -> None:
         """Let time pass."""
@@ -140,14 +140,15 @@ class ToyNode:
                 world.spawn(self, self.exchange(exchange, running))
             yield lambda running=running: not running
             self.exchanges += begun
-            if any(exchange.behind for exchange in begun):  # join anew
+            if not peer.in_step(world.now):  # join anew
                 world.do(self, peer.enter("starting", world.now))
                 yield peer.may_train
             target_steps = self.steps
         world.do(self, peer.enter("done", world.now))
 
     def leave(self) -> Conversation:
-        """Say goodbye, wait until the fragments are taken over, and go."""
+        """After the exchange that is under way: say goodbye, wait until the fragments are taken over, and go."""
+        yield lambda: self.peer.state != "exchanging"
         self.world.do(self, self.peer.enter("leaving", self.world.now))
         yield lambda: not self.peer.leases.held_by(self.name)
         self.world.kill(self.name)

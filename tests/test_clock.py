@@ -64,6 +64,7 @@ def test_cosine_goes_from_the_peak_to_its_last_part() -> None:
             110: 0.2,
         }
     )
+    assert learning_rate(Time(15), settings, limits, 10) == pytest.approx(0.2), "past the end it stays there"
 
 
 def test_a_constant_schedule_is_constant_after_its_warm_up() -> None:

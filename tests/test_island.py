@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.config import compose
+from diloco.train.island import Island
 from diloco.train.run import run
-from tests.swarm_helpers import SMOKE, command, free_port, json_lines, together
+from tests.swarm_helpers import SMOKE, command, eventually, free_port, json_lines, together
 
 pytestmark = [
     pytest.mark.swarm,
@@ -52,6 +54,13 @@ def losses(run_dir: Path, kind: str) -> list[float]:
     return [line[kind] for line in json_lines(run_dir / "metrics.jsonl") if kind in line]
 
 
+def test_ranks_share_the_rows_of_a_batch() -> None:
+    batch = torch.arange(24).view(6, 4)
+    shares = [Island(torch.device("cpu"), rank, 3).rows(batch) for rank in range(3)]
+    assert [share.shape for share in shares] == [(2, 4)] * 3
+    assert sorted(torch.cat(shares)[:, 0].tolist()) == batch[:, 0].tolist()
+
+
 def test_two_ranks_train_like_one_process_of_the_same_batch(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     with torchrun(two, *EXACT) as started:
@@ -81,6 +90,20 @@ def test_an_island_joins_a_swarm_by_address_and_ends_with_its_anchor(tmp_path: P
     assert here["peers"][0]["peer_id"] != there["peers"][0]["peer_id"]
     assert here["eval"] == there["eval"] and torch.equal(weights(alone), weights(island))
     assert here["tokens"]["applied"] == there["tokens"]["applied"] == 2 * 768
+
+
+def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with torchrun(run_dir, "budget.outer_steps=100000", "train.step_delay_s=0.02") as started:
+        eventually(lambda: any(line["version"] >= 2 for line in json_lines(run_dir / "metrics.jsonl")), "outer step 2")
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait(25) != 0, "torchrun itself calls it a failure"
+        assert started.family() == []
+    assert summary_of(run_dir)["exit"] == 0 and summary_of(run_dir)["outer_steps"] >= 2
+    newest = sorted(place.name for place in (run_dir / "checkpoints" / "peer").iterdir())[-1]
+    assert newest == f"step-{summary_of(run_dir)['outer_steps']:08d}"
+    assert started.stderr.count("diloco: leaving the swarm") == 2
+    assert "diloco: error" not in started.stderr and "RuntimeError" not in started.stderr
 
 
 def test_ranks_that_cannot_share_the_batch_end_with_one_line(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_the_summary_has_the_fields_that_tools_rely_on(whole: tuple[Command, Pat
     assert summary["manifest_hash"] == compose([], base=whole[1] / "config.yaml").manifest().hash()
 
 
-def test_the_run_directory_holds_everything(whole: tuple[Command, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_directory_holds_everything(whole: tuple[Command, Path]) -> None:
     run_dir = whole[1]
     left = {place.name for place in run_dir.iterdir()}
     assert left >= {"config.yaml", "manifest.json", "metrics.jsonl", "events.jsonl", "checkpoints", "model", "logs"}
@@ -135,8 +135,9 @@ def test_the_run_directory_holds_everything(whole: tuple[Command, Path], capsys:
     assert [line["version"] for line in metrics if "eval_loss" in line] == [0, 1, 2, 3]
     assert {line["peer"] for line in metrics if "loss" in line} == {"p0", "p1"}
     assert metrics[0]["eval_loss"] > metrics[-1]["eval_loss"]
-    again = call(capsys, "train", "--config", str(run_dir / "config.yaml"), "--cfg", "manifest")
-    assert json.loads(again) == json.loads((run_dir / "manifest.json").read_text())
+    config = compose([], base=run_dir / "config.yaml")
+    assert config == compose([*SMOKE, f"run.dir={run_dir}"])
+    assert json.loads((run_dir / "manifest.json").read_text()) == json.loads(config.manifest().to_json())
 
 
 def test_the_model_loads_in_plain_transformers_and_eval_repeats_the_loss(
@@ -228,6 +229,17 @@ def test_control_c_twice_ends_at_once_whatever_is_under_way(tmp_path: Path) -> N
         eventually(lambda: not started.family(), "everything to end", 5)
 
 
+def test_control_c_while_the_peers_still_start_ends_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with local(run_dir) as started:
+        eventually(lambda: len([one for one in started.family() if "diloco.train" in arguments_of(one)]) == 2, "peers")
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait(20) == 0, started.stderr
+        assert started.family() == []
+    assert started.stdout.splitlines()[-1] == "stopped before the first outer step"
+    assert not (run_dir / "summary.json").exists() and not (run_dir / "model").exists()
+
+
 def test_peers_leave_by_themselves_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with local(run_dir, *ENDLESS) as started:
@@ -263,7 +275,10 @@ def test_a_run_survives_a_killed_peer_and_then_the_kill_of_everything(tmp_path: 
 
 
 def arguments_of(process: int) -> list[str]:
-    return Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    except OSError:  # it has ended
+        return []
 
 
 def logs(run_dir: Path) -> str:
@@ -280,6 +295,7 @@ def test_control_c_in_the_terminal_of_a_host_leaves_its_daemon_to_the_end(tmp_pa
         )
         join = (f"swarm.initial_peers={address}", "swarm.min_peers=2")
         run(compose([*SMOKE, f"run.dir={run_dir}", *join]), lambda message: None)
+        assert [one for one in started.family() if os.getpgid(one) == started.process.pid] == [started.process.pid]
         os.killpg(started.process.pid, signal.SIGINT)
         assert started.wait(15) == 0, started.stderr
         assert started.family() == []
@@ -348,17 +364,16 @@ def test_a_swarm_that_cannot_be_joined_ends_with_exit_code_three(
     )
 
 
-def test_the_same_in_a_process_of_its_own(tmp_path: Path) -> None:
-    nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
-    with local(tmp_path / "run", "local.peers=1", f"swarm.initial_peers={nobody}") as started:
+def test_a_peer_that_cannot_start_ends_all_and_leaves_nothing_that_looks_like_a_run(tmp_path: Path) -> None:
+    port = free_port()
+    with local(tmp_path / "run", f"swarm.listen=/ip4/127.0.0.1/tcp/{port}") as started:
         assert started.wait() == 3
         assert started.family() == []
     [line] = started.stderr.splitlines()
-    assert line == (
-        f"diloco: error: p0: swarm.initial_peers={nobody} cannot be reached; check that a peer is running there and "
-        f"that its port is open (log: {tmp_path}/run/logs/p0.log)"
-    )
-    assert not (tmp_path / "run" / "summary.json").exists() and not (tmp_path / "run" / "model").exists()
+    assert line.startswith("diloco: error: p") and "cannot be listened on: Address already in use" in line
+    left = {place.name for place in (tmp_path / "run").iterdir()}
+    assert not left & {"summary.json", "model", "loss.png"}
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
 def test_data_and_directories_that_cannot_be_used_end_with_exit_code_two(

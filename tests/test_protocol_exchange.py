@@ -41,13 +41,13 @@ def test_a_merged_contribution_is_done_with_the_next_version(exchange: Exchange)
     exchange.header(lease_of())
     exchange.recorded(["me", "other"], "me")
     assert exchange.next_step(lease_of(version=BASE + 1), BASE + 1, 0.0) is Step.DONE
-    assert not exchange.discarded and not exchange.behind
+    assert not exchange.discarded
 
 
 def test_the_syncers_own_contribution_is_done_with_its_publication(exchange: Exchange) -> None:
     exchange.header(lease_of(holder="me"))
     assert exchange.next_step(lease_of(holder="me", version=BASE + 1), BASE + 1, 0.0) is Step.DONE
-    assert not exchange.discarded and not exchange.behind
+    assert not exchange.discarded
 
 
 @pytest.mark.parametrize(("contributors", "discarded"), [(["me"], False), (["other"], True)])
@@ -58,7 +58,7 @@ def test_a_late_contribution_is_merged_if_the_record_names_it(
     exchange.refused(refusal(BASE + 1, record_follows=True), lease_of())
     exchange.recorded(contributors, "me")
     assert exchange.next_step(lease_of(), BASE + 1, 0.0) is Step.DONE
-    assert (exchange.discarded, exchange.behind) == (discarded, discarded)
+    assert exchange.discarded == discarded
 
 
 def test_a_later_contribution_is_discarded_and_the_fragment_fetched(exchange: Exchange) -> None:
@@ -67,7 +67,7 @@ def test_a_later_contribution_is_discarded_and_the_fragment_fetched(exchange: Ex
     assert exchange.next_step(lease_of(version=BASE + 3), BASE, 0.0) is Step.CATCH_UP
     assert exchange.next_step(None, BASE, 0.0) is Step.CATCH_UP
     assert exchange.next_step(lease_of(version=BASE + 3), BASE + 3, 0.0) is Step.DONE
-    assert exchange.discarded and exchange.behind
+    assert exchange.discarded
 
 
 def test_nobody_is_done_before_the_version_that_the_syncer_is_known_to_have(exchange: Exchange) -> None:
@@ -77,18 +77,17 @@ def test_nobody_is_done_before_the_version_that_the_syncer_is_known_to_have(exch
     exchange.recorded(["other"], "me")
     assert exchange.next_step(lease_of(version=BASE + 2), BASE + 1, 0.0) is Step.CATCH_UP
     assert exchange.next_step(lease_of(version=BASE + 2), BASE + 2, 0.0) is Step.DONE
-    assert exchange.behind
 
 
 def test_an_anchor_that_moved_on_before_the_exchange_discards_it(exchange: Exchange) -> None:
     assert exchange.next_step(lease_of(version=BASE + 1), BASE + 1, 0.0) is Step.DONE
-    assert exchange.discarded and exchange.behind
+    assert exchange.discarded
 
 
 def test_an_anchor_that_jumped_while_a_contribution_was_under_way_discards_it(exchange: Exchange) -> None:
     exchange.header(lease_of())
     assert exchange.next_step(lease_of(version=BASE + 2), BASE + 2, 0.0) is Step.DONE
-    assert exchange.discarded and exchange.behind
+    assert exchange.discarded
 
 
 def test_a_record_that_does_not_fit_the_anchor_here_is_replaced_by_the_state(exchange: Exchange) -> None:

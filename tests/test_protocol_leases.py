@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from protocol_harness import digest_of
 
-from diloco.protocol.leases import LAST_TERM, Lease, LeaseTable
+from diloco.protocol.leases import LEAP, Lease, LeaseTable
 from diloco.protocol.messages import Claim
 from diloco.protocol.rendezvous import order
 
@@ -116,13 +116,14 @@ def test_a_term_known_from_elsewhere_is_passed_over() -> None:
 
 
 def test_there_is_a_next_term_whatever_others_claim() -> None:
-    """Terms are numbers from the network: the one after the highest that is believed must be one that can be sent."""
+    """Terms are numbers from the network; the one after the highest that is believed must be one that can be sent."""
     table = LeaseTable()
-    assert not table.claim(*claim_of("a", 2**62 - 1, 0))
+    assert not table.claim(*claim_of("a", 2**62 - 1, 0)) and not table.claim(*claim_of("a", LEAP + 1, 0))
     table.see_term(0, 2**62 - 1)
     assert table.term(0) == 0
-    assert table.claim(*claim_of("a", LAST_TERM, 0))
-    Claim(fragment=0, term=table.term(0) + 1, version=0, digest=digest_of())
+    assert table.claim(*claim_of("a", LEAP, 0))
+    table.see_term(0, 2 * LEAP)
+    assert table.term(0) == 2 * LEAP
 
 
 def test_leases_of_a_peer_are_listed_by_fragment() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol_harness import MANIFEST, digest_of
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
-from diloco.protocol.leases import LAST_TERM
+from diloco.protocol.leases import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, Receipt, State, Status, Verdict
 from diloco.protocol.peer import CLAIM_PATIENCE_S, WIRE_VERSION, Peer
@@ -340,7 +340,7 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
 
 small = st.integers(0, 3)
 versions = st.one_of(small, st.sampled_from([2**31, 2**61]))
-terms = st.one_of(st.integers(1, 3), st.sampled_from([LAST_TERM, LAST_TERM + 1, 2**62 - 1]))
+terms = st.one_of(st.integers(1, 3), st.sampled_from([LEAP, LEAP + 3, 2**62 - 1]))
 digests = st.sampled_from([*DIGESTS, digest_of("x")])
 states = st.sampled_from(["starting", "ready", "training", "exchanging", "leaving", "done"])
 statuses = st.builds(Status, state=states, versions=st.lists(versions, min_size=1, max_size=3), inner_step=small)

@@ -114,12 +114,13 @@ def _follow(children: list[_Child], said: queue.Queue[tuple[_Child, Mapping[str,
 def _conclude(config: Config, children: list[_Child], stopped: bool, wall_s: float, console: Console) -> int:
     run_dir = config.run.dir
     summaries = [child.summary for child in children if child.summary is not None]
-    failed = [child for child in children if child.process.returncode > 0]
+    # Ctrl+C while a peer still starts has nothing to lose.
+    failed = [c for c in children if c.process.returncode > 0 and not (stopped and "ready" not in c.messages)]
     complaint = next((child for child in failed if child.summary is None), None)
     code = 0 if complaint is None else complaint.process.returncode
     if not summaries and complaint is None and not stopped:
         raise SwarmError(f"every peer was killed; run the same command again to go on from {run_dir}/checkpoints")
-    if complaint is None or any(summary["outer_steps"] for summary in summaries):
+    if any(summary["outer_steps"] for summary in summaries):
         manifest_hash = config.manifest().hash()
         mode = config.outer.method
         summary = merge_peer_summaries(
@@ -128,6 +129,8 @@ def _conclude(config: Config, children: list[_Child], stopped: bool, wall_s: flo
         write_summary(run_dir / "summary.json", summary)
         plot_losses(run_dir / "metrics.jsonl", run_dir / "loss.png", f"{config.run.id}: {config.model.name}")
         _tell_result(config, summary, stopped, console)
+    elif complaint is None:
+        console.print("stopped before the first outer step", highlight=False)
     if complaint is not None:
         error = DilocoError(f"{complaint.name}: {complaint.complaint()} (log: {complaint.log})")
         error.exit_code = code

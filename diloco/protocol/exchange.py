@@ -35,13 +35,7 @@ class Step(Enum):
 
 @dataclass
 class Exchange:
-    """State of one exchange; what follows holds once it is DONE.
-
-    Attributes:
-        discarded: the swarm went on without this contribution.
-        behind: the swarm may be in the middle of a later round: join it anew (`Peer.may_train`) before training, or
-            the next contributions are late too.
-    """
+    """State of one exchange. Once it is DONE, `discarded` says that the swarm went on without this contribution."""
 
     fragment: int
     base_version: int
@@ -49,7 +43,6 @@ class Exchange:
     tokens: int
     manifest_hash: str
     discarded: bool = False
-    behind: bool = False
     _offered: bool = False
     _recorded: bool = False
     _failed_term: int = 0
@@ -66,9 +59,8 @@ class Exchange:
         if version > self.base_version:
             if lease is not None and lease.version > version:
                 return Step.CATCH_UP
-            skipped = version > self.base_version + 1
-            self.discarded = self.discarded or not self._offered or (skipped and not self._recorded)
-            self.behind = self.discarded or skipped
+            skipped = version > self.base_version + 1 and not self._recorded
+            self.discarded = self.discarded or not self._offered or skipped
             return Step.DONE
         if self.discarded or self._recorded:
             lost = lease is not None and lease.term > self._failed_term and lease.version <= self.base_version

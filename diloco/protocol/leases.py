@@ -20,7 +20,7 @@ from diloco.protocol.rendezvous import score
 
 __all__ = ["Lease", "LeaseTable"]
 
-LAST_TERM = 2**61  # no honest term comes near; a higher one is not believed, so that there is always a next one
+LEAP = 2**20  # further above the known term no honest claim can be; so nobody exhausts the terms with one message
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class LeaseTable:
 
     def see_term(self, fragment: int, term: int) -> None:
         """Remember a term (from a checkpoint or from the DHT), so that the next claim is above it."""
-        if term <= LAST_TERM:
+        if term - self.term(fragment) <= LEAP:
             self._terms[fragment] = max(term, self.term(fragment))
 
     def claim(self, peer: str, claim: Claim) -> bool:
         """Take in a claim; True when it changes the fragment's lease."""
         current = self._leases.get(claim.fragment)
-        if not self.term(claim.fragment) <= claim.term <= LAST_TERM:
+        if not 0 <= claim.term - self.term(claim.fragment) <= LEAP:
             return False
         if current is not None and claim.term == current.term:
             known = (score(current.holder, claim.fragment), current.holder, current.version)

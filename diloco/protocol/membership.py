@@ -58,6 +58,10 @@ class Member:
             return STALL_UNMEASURED_S
         return max(STALL_FLOOR_S, STALL_FACTOR / self.status.steps_per_s)
 
+    def stalled(self, now: float, progress_at: float = 0.0) -> bool:
+        """Whether this peer does not get on; `progress_at` is when something else than its status last said it does."""
+        return now - max(self.progress_at, progress_at) > self.stall_s()
+
 
 class Membership:
     """The members one peer is connected to. Losing one is an ordinary event; nothing here raises."""

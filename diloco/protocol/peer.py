@@ -184,21 +184,12 @@ class Peer:
         actions += self._close_rounds(now)
         actions += self._catch_up()
         if self.state == "starting" or (self.state == "ready" and self.trains):
-            state: State = "ready" if self._in_step() else "starting"
+            agrees = all(map(self.agrees, range(len(self.versions))))
+            state: State = "ready" if self._opened and agrees and self.in_step(now) else "starting"
             if state != self.state:
                 self.state = state
                 actions.append(Broadcast(self.status()))
         return actions
-
-    def _in_step(self) -> bool:
-        """Whether this peer stands where the syncers do, and where the others began the round that they are in.
-
-        In the middle of an exchange some fragments are a version ahead of the others. A trainer that began with those
-        would be out of step with everybody: too early for some fragments in every round, too late for the rest.
-        """
-        rounds = [m.round_versions for m in self.members.all() if m.status.state in ("training", "exchanging")]
-        in_round = not rounds or not self.trains or self.versions in rounds
-        return self._opened and in_round and all(map(self.agrees, range(len(self.versions))))
 
     def _heard_claim(self, peer: str, claim: Claim) -> list[Action]:
         if claim.fragment >= len(self.versions):
@@ -237,6 +228,27 @@ class Peer:
         """Whether inner steps may be taken: in step with the others, who train or have all started."""
         states = {member.status.state for member in self.members.all() if member.trains}
         return self.state == "ready" and ("starting" not in states or bool(states & {"training", "exchanging"}))
+
+    def in_step(self, now: float) -> bool:
+        """Whether a round that began now would be the others' too; ask after an exchange, and join anew if it is not.
+
+        In the middle of an exchange some fragments are a version ahead of the others. Who began to train from there (a
+        newcomer, or a peer that came late and caught up) would be out of step with everybody, in this round and in all
+        that follow: too early for some fragments and too late for the rest, so that each side waits for the other's
+        inner steps. So this peer must not be between the versions from which another one began its round and the next.
+        """
+        leases = map(self.leases.get, range(len(self.versions)))
+        if any(lease is not None and lease.version > mine for lease, mine in zip(leases, self.versions, strict=True)):
+            return False
+        for member in self.members.all():
+            if not self.trains or member.status.state not in ("training", "exchanging") or member.stalled(now):
+                continue
+            theirs = member.round_versions
+            if theirs is None or not (
+                theirs == self.versions or all(a > b for a, b in zip(self.versions, theirs, strict=True))
+            ):
+                return False
+        return True
 
     def first_steps(self, sync_every: int) -> int:
         """Inner steps of this peer's first round: fewer than `sync_every` when the others are in the middle of

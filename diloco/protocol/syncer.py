@@ -41,7 +41,7 @@ class _Offer:
 class Syncer:
     """State of the fragment's next version under the `sync` policy: close when every expected peer has arrived.
 
-    A peer is expected while it is alive and gets on: its inner steps or its chunks do (see `Member.stall_s`). So nobody
+    A peer is expected while it is alive and gets on: its inner steps or its chunks do (see `Member.stalled`). So nobody
     waits for the dead, nor for one that stopped, and there is no fixed round time-out to tune.
     """
 
@@ -126,8 +126,7 @@ class Syncer:
         if not member.trains or status.state in ("starting", "leaving", "done"):
             return False
         offer = self._offers.get(member.peer)
-        progress_at = member.progress_at if offer is None else max(member.progress_at, offer.progress_at)
-        if now - progress_at > member.stall_s():
+        if member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at):
             return False
         base = status.versions[self.fragment]
         # Right after a publication the contributors' statuses still name the version before.

@@ -38,6 +38,7 @@ from diloco.protocol.messages import (
 )
 from diloco.protocol.peer import Peer
 from diloco.swarm.daemon import peer_id
+from diloco.swarm.memory import short_lived
 from diloco.swarm.streams import Stream, Traffic
 
 __all__ = ["BULK", "BulkClient", "FetchedRecord", "FetchedState", "Seconds"]
@@ -116,7 +117,7 @@ class BulkClient:
             header = expect(await stream.receive(), Record)
         if header.fragment >= len(self._replica.fragments):
             raise PayloadError(f"a record for fragment {header.fragment}, which does not exist")
-        update = torch.empty(self._replica.update_nbytes(header.fragment), dtype=torch.uint8)
+        update = short_lived(self._replica.update_nbytes(header.fragment))
         at = 0
         for start, stop in self._replica.chunks[header.fragment]:
             size = self._replica.down.nbytes(stop - start)

@@ -112,7 +112,8 @@ class ControlMesh:
         tasks = [*self._tasks, *self._dialling.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=2.0)
 
     def settled(self) -> bool:
         """Whether no call is under way and every peer that answered ours has said hello to us."""

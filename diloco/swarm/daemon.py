@@ -24,7 +24,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.errors import ConfigError, SwarmError
 
-__all__ = ["identity_number", "open_daemon", "peer_id", "peer_id_of", "read_addresses", "sheltered"]
+__all__ = ["identity_number", "open_daemon", "peer_id", "peer_id_of", "read_addresses", "sheltered", "watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -180,3 +180,11 @@ async def open_daemon(
 def peer_id(text: str) -> PeerID:
     """hivemind's object for a peer id."""
     return PeerID.from_base58(text)
+
+
+async def watch(p2p: P2P) -> None:
+    """Raises `SwarmError` when the daemon ends by itself: a peer without one would train on alone and not know it."""
+    code = await p2p._child.wait()
+    raise SwarmError(
+        f"this peer's libp2p daemon ended (code {code}); run the same command again to go on from the checkpoint"
+    )

@@ -27,7 +27,8 @@ from diloco.protocol.messages import Message, State
 from diloco.protocol.peer import Peer
 from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, UNREACHABLE, ControlMesh
-from diloco.swarm.daemon import open_daemon, peer_id_of, read_addresses
+from diloco.swarm.daemon import open_daemon, peer_id_of, read_addresses, watch
+from diloco.swarm.memory import give_back
 from diloco.swarm.rounds import Exchanged, Rounds
 from diloco.swarm.serve import BulkServer
 from diloco.swarm.streams import Stream, Traffic
@@ -40,6 +41,7 @@ T = TypeVar("T")
 RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 LEAVE_FLOOR_S = 10.0
 ACQUAINTANCE_S = 20.0
+CLOSE_S = 5.0
 ADDRESS_WAIT_S = 120.0
 
 
@@ -121,11 +123,13 @@ class Node:
 
         Returns None when `interrupt` ended it; the parameters are then what they were.
         """
+        give_back()  # where gradients were, there is room now
         outcome = self._call(self._exchange(steps, tokens))
         if outcome is None:
             return None
         begun_at = time.monotonic()
         self.replica.load_local_()
+        give_back()
         outcome.seconds.outer += time.monotonic() - begun_at
         return outcome
 
@@ -211,6 +215,7 @@ class Node:
             raise SwarmError(
                 f"swarm.initial_peers={seeds} answer, but no diloco peer of run.id={options.run_id} is there"
             )
+        self.spawn(watch(self._p2p))
         self.spawn(self._heartbeat())
         if seeds:
             self.spawn(self._get_acquainted())
@@ -261,22 +266,23 @@ class Node:
 
     async def _close(self) -> None:
         self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
+        await self._end(list(self._tasks))
         self.notify()
-        await asyncio.gather(*tasks, return_exceptions=True)
         if hasattr(self, "_mesh"):
             await self._mesh.close()
-        if self._dht is not None:
-            await self._dht.shutdown()
-        if self._p2p is not None:
-            await self._p2p.shutdown()
+        for part in (self._dht, self._p2p):
+            if part is not None:
+                await self._end([self._loop.create_task(part.shutdown())], cancel=False)
         remains = asyncio.all_tasks() - {asyncio.current_task()}  # hivemind's own, which it leaves pending
-        for task in remains:
-            task.cancel()
-        await asyncio.gather(*remains, return_exceptions=True)
+        await self._end(list(remains))
         await self._loop.shutdown_default_executor()
+
+    async def _end(self, tasks: list[asyncio.Task[Any]], cancel: bool = True) -> None:
+        """End tasks, but not at any price: what waits for a daemon that died does not even take a cancellation."""
+        for task in tasks if cancel else ():
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
 
     async def _enter(self, state: State) -> None:
         self.do(self.protocol.enter(state, self.now()))
@@ -339,7 +345,16 @@ class Node:
                     self.spawn(self._rounds.merge(action.close))
                 case CatchUp():
                     self.spawn(self._rounds.catch_up(action.fragment, action.donors, action.outer))
+        self._forget_records()
         self.notify()
+
+    def _forget_records(self) -> None:
+        """An update that every connected peer has adopted serves nobody any more; who comes later gets the state."""
+        members = self.protocol.members.all()
+        for fragment, record in list(self.records.items()):
+            adopted = all(member.status.versions[fragment] >= record.header.version for member in members)
+            if adopted and self._server.serving == 0:
+                del self.records[fragment]
 
     # -- small things -------------------------------------------------------------------------------------------------
 
@@ -382,6 +397,7 @@ class Node:
 
     async def _serve(self, info: Any, reader: Any, writer: Any) -> None:
         await self._server.serve(Stream(info.peer_id.to_base58(), reader, writer, self.traffic))
+        self._forget_records()
         self.notify()
 
     async def _store_lease(self, fragment: int, term: int) -> None:

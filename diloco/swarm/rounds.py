@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from diloco.errors import PayloadError
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
@@ -22,6 +20,7 @@ from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState, Seconds
 from diloco.swarm.control import UNREACHABLE
+from diloco.swarm.memory import short_lived
 from diloco.swarm.serve import Host
 
 __all__ = ["Exchanged", "Rounds"]
@@ -52,7 +51,7 @@ class Rounds:
     async def merge(self, close: Close) -> None:
         fragment = close.fragment
         before, syncer = self.protocol.digests[fragment], self.protocol.syncers[fragment]
-        update = torch.empty(self.replica.update_nbytes(fragment), dtype=torch.uint8)
+        update = short_lived(self.replica.update_nbytes(fragment))
 
         def work() -> str:
             at = 0

@@ -103,8 +103,7 @@ class BulkServer:
         await stream.send(Receipt())
 
         def settled() -> bool:
-            record = host.records.get(fragment)
-            published = record is not None and record.header.version > header.base_version
+            published = host.protocol.versions[fragment] > header.base_version
             return published or host.protocol.syncers.get(fragment) is not syncer
 
         await host.until(settled)

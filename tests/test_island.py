@@ -17,11 +17,7 @@ from diloco.train.island import Island
 from diloco.train.run import run
 from tests.swarm_helpers import SMOKE, command, eventually, free_port, json_lines, together
 
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 
 EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.shards=1", "train.threads=1")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -21,11 +20,7 @@ from diloco.train.checkpoint import CheckpointStore
 from diloco.train.run import run
 from tests.swarm_helpers import SMOKE, Command, command, eventually, free_port, json_lines
 
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.timeout(180),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(180)]
 
 ENDLESS = ("budget.outer_steps=100000", "local.peers=2", "local.step_delay_s=[0.02,0.02]")
 
@@ -320,7 +315,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     attachment.start()
     yield attachment.node.addresses[0] if attachment.node else ""
     attachment.close()
-    gc.collect()
 
 
 def refused(capfd: pytest.CaptureFixture[str], run_dir: Path, *overrides: str) -> tuple[int, str]:

@@ -17,11 +17,7 @@ from diloco.config import compose
 from diloco.train.run import run
 from tests.swarm_helpers import SMOKE, command, eventually, json_lines
 
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 
 # One peer, whose order of the data does not depend on its identity; a constant learning rate, so that a longer budget
 # is the same training.

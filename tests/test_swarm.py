@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,12 +20,7 @@ from diloco.swarm.bulk import open_bulk
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, free_port, seeded, together
 
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.timeout(90),
-    # hivemind leaves sockets and transports to the garbage collector, which warns at any later moment.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]
 
 SHAPES = {"embed": (300, 1000), "layer": (37, 13), "norm": (5,), "head": (1000, 300)}  # two of them over one chunk
 SMALL = {"embed": (60, 100), "layer": (37, 13), "norm": (5,)}
@@ -47,8 +41,6 @@ def crowds(tmp_path: Path) -> Iterator[Any]:
     yield make
     for crowd in made:
         crowd.close()
-    made.clear()
-    gc.collect()  # while the filter above holds
 
 
 def step_of(peer: int, round_: int, shapes: Any = SMALL) -> dict[str, Tensor]:

@@ -44,9 +44,7 @@ class Swarm(World):
         self.records: list[Record] = []
 
     def start(self, names: str, **settings: object) -> None:
-        """Peers of these one-letter names start now, in an order that the seed decides; they train unless told not
-        to.
-        """
+        """Peers of these one-letter names start now, in an order that the seed decides; by default they train."""
         for name in self.random.sample(names, len(names)):
             self.nodes[name] = node = ToyNode(self, name, **{**self.settings, **settings})  # type: ignore[arg-type]
             self.join(node)

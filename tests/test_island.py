@@ -19,6 +19,7 @@ from tests.swarm_helpers import SMOKE, command, eventually, free_port, json_line
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
 EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.shards=1", "train.threads=1")
 
 
@@ -102,11 +103,17 @@ def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) 
     assert "diloco: error" not in started.stderr and "RuntimeError" not in started.stderr
 
 
-def test_ranks_that_cannot_share_the_batch_end_with_one_line(tmp_path: Path) -> None:
-    with torchrun(tmp_path / "run", "inner.batch_size=3") as started:
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("inner.batch_size=3", "inner.batch_size=3 cannot be shared evenly by 2 processes; use a multiple of 2"),
+        (f"swarm.initial_peers={NOBODY}", f"swarm.initial_peers={NOBODY} cannot be reached; check that a peer is"),
+    ],
+)
+def test_ranks_that_cannot_train_say_why_once(override: str, error: str, tmp_path: Path) -> None:
+    with torchrun(tmp_path / "run", override) as started:
         assert started.wait() != 0
         assert started.family() == []
-    said = [line for line in started.stderr.splitlines() if "diloco: error:" in line]
-    assert said == ["diloco: error: inner.batch_size=3 cannot be shared evenly by 2 processes; use a multiple of 2"]
-    assert "Traceback" not in started.stderr.partition("diloco: error:")[0]
-    assert not (tmp_path / "run").exists()
+    said = [line for line in started.stderr.splitlines() if "diloco" in line and "FAILED" not in line]
+    assert len(said) == 1 and said[0].startswith(f"diloco: error: {error}")
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -143,10 +143,9 @@ def test_the_model_loads_in_plain_transformers_and_eval_repeats_the_loss(
     run_dir = whole[1]
     call(capsys, "export", str(run_dir), str(tmp_path / "exported"))
     weights = []
-    for place in (run_dir / "model", tmp_path / "exported"):
-        assert f"loss {summary_of(run_dir)['eval']['loss']:.6f} nats per token" in call(
-            capsys, "eval", str(place), "--config", str(run_dir / "config.yaml")
-        )
+    for place, settings in ((run_dir / "model", ()), (tmp_path / "exported", SMOKE)):
+        loss = summary_of(run_dir)["eval"]["loss"]
+        assert f"loss {loss:.6f} nats per token" in call(capsys, "eval", str(place), *settings)
         tokenizer, model = AutoTokenizer.from_pretrained(place), AutoModelForCausalLM.from_pretrained(place)
         assert tokenizer.decode(tokenizer("def main():")["input_ids"]) == "def main():"
         tokens = torch.tensor([tokenizer("def main():")["input_ids"]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import asdict
 
 import pytest
@@ -32,11 +31,6 @@ def held(node: ToyNode) -> list:
     return node.peer.leases.held_by(node.name)
 
 
-def kinds(node: ToyNode) -> Counter[str]:
-    """How many notes of which kind a node made."""
-    return Counter(note.kind for note in node.notes)
-
-
 def trace(swarm: Swarm) -> list[object]:
     """Everything that was published and noted, with the number of events and the time."""
     notes = [(name, [asdict(note) for note in node.notes]) for name, node in swarm.nodes.items()]
@@ -59,7 +53,7 @@ def test_four_peers_share_the_fragments_and_merge_everybody_in_every_round(seed:
     assert not any(exchange.discarded for node in nodes for exchange in node.exchanges)
     assert {node.peer.applied_tokens for node in nodes} == {4 * 3 * 8 * 4}
     assert all(node.peer.takeovers == node.peer.heals == 0 for node in nodes)
-    assert {kind for node in nodes for kind in kinds(node)} == {"join", "claim"}
+    assert {kind for node in nodes for kind in node.kinds()} == {"join", "claim"}
 
 
 @pytest.mark.parametrize(("peers", "fragments"), [(1, 3), (2, 5), (3, 4), (4, 2), (5, 5)])
@@ -225,7 +219,7 @@ def test_a_leaver_hands_its_fragments_over_with_their_outer_state(seed: int) -> 
     agreed(nodes, version=6)
     assert not swarm.alive(leaver) and len(nodes) == 3
     for node in nodes:
-        assert kinds(node)["leave"] + kinds(node)["lost"] == 1
+        assert node.kinds()["leave"] + node.kinds()["lost"] == 1
         for fragment, momentum in node.momentum.items():
             assert momentum == tuple(range(1, 7)), fragment
     assert {fragment for node in nodes for fragment in node.momentum} == set(range(4))

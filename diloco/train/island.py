@@ -8,7 +8,8 @@ torchrun the island is one process and every method here does nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DilocoError
 
 __all__ = ["Island"]
 
@@ -75,6 +76,16 @@ class Island:
                 f"inner.batch_size={batch_size} cannot be shared evenly by {self.size} processes; "
                 f"use a multiple of {self.size}"
             )
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """For all ranks but the first: rank 0 said why it failed, so the broken connection needs no word."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "Connection closed by peer" not in str(error):
+                raise
+            raise SystemExit(DilocoError.exit_code) from None
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Rank 0's numbers, on every rank."""

@@ -59,7 +59,8 @@ def run(config: Config, listen: Listener) -> Summary:
         if config.outer.method == "diloco":
             island.check_batch_size(config.inner.batch_size)
         if not island.leads:
-            return _run(config, island, lambda message: None)
+            with island.following():
+                return _run(config, island, lambda message: None)
         prepare_run_directory(config.run.dir)
         with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
             return _run(config, island, listen)
@@ -72,6 +73,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
+    island.agree([0])  # nobody looks into the run directory before rank 0 has it
     session = Session(config)
     (newest,) = island.agree([session.saved_version])
     if session.saved_version != newest:

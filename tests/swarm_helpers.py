@@ -124,7 +124,7 @@ class Trainee:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
         for name, parameter in self.parameters.items():
             parameter.sub_(step if isinstance(step, float) else step[name])
-        outcome = self.node.exchange(10, tokens)
+        outcome = self.node.exchange(10, tokens, sync_every=10)
         assert outcome is not None, "interrupted"
         self.node.enter("training")
         return outcome

@@ -109,6 +109,7 @@ def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) 
         ("inner.batch_size=3", "inner.batch_size=3 cannot be shared evenly by 2 processes; use a multiple of 2"),
         (f"swarm.initial_peers={NOBODY}", f"swarm.initial_peers={NOBODY} cannot be reached; check that a peer is"),
     ],
+    ids=["batch", "address"],
 )
 def test_ranks_that_cannot_train_say_why_once(override: str, error: str, tmp_path: Path) -> None:
     with torchrun(tmp_path / "run", override) as started:

@@ -171,11 +171,9 @@ class Replica:
         total.zero_()
         outer.weights[chunk] = 0.0
 
-    def restart(self, fragment: int, anchor: Tensor) -> None:
-        """The anchor was fetched whole: it replaces this one, and a held master starts from it; momentum is kept."""
-        self.anchors[fragment].copy_(anchor)
-        outer = self.outer.get(fragment)
-        if outer is not None:
-            outer.master.copy_(anchor)
-            outer.total.zero_()
-            outer.weights = [0.0] * len(self.chunks[fragment])
+    def restart(self, fragment: int) -> None:
+        """The anchor of a held fragment was replaced: the master starts from it, with the momentum that there is."""
+        outer = self.outer[fragment]
+        outer.master.copy_(self.anchors[fragment])
+        outer.total.zero_()
+        outer.weights = [0.0] * len(self.chunks[fragment])

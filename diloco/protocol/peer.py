@@ -81,7 +81,7 @@ class Peer:
         self.state: State = "starting"
         self.heals = 0
         self.takeovers = 0
-        self._step = (0, 0, 0.0, 0)
+        self._progress = (0, 0, 0.0, 0)
         self._catching_up: set[int] = set()
         self._merging: set[int] = set()
         self._vacant_since: dict[int, float] = {}
@@ -92,7 +92,7 @@ class Peer:
 
     def status(self) -> Status:
         """This peer's status as the others shall see it."""
-        inner_step, target_steps, steps_per_s, tokens = self._step
+        inner_step, target_steps, steps_per_s, tokens = self._progress
         return Status(
             state=self.state,
             versions=list(self.versions),
@@ -222,7 +222,7 @@ class Peer:
 
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
         """Figures for the next heartbeat."""
-        self._step = (inner_step, target_steps, steps_per_s, tokens)
+        self._progress = (inner_step, target_steps, steps_per_s, tokens)
 
     def may_train(self) -> bool:
         """Whether inner steps may be taken: in step with the others, who train or have all started."""
@@ -237,8 +237,7 @@ class Peer:
         that follow: too early for some fragments and too late for the rest, so that each side waits for the other's
         inner steps. So this peer must not be between the versions from which another one began its round and the next.
         """
-        leases = map(self.leases.get, range(len(self.versions)))
-        if any(lease is not None and lease.version > mine for lease, mine in zip(leases, self.versions, strict=True)):
+        if any(map(self._behind, range(len(self.versions)))):
             return False
         for member in self.members.all():
             if not self.trains or member.status.state not in ("training", "exchanging") or member.stalled(now):
@@ -249,6 +248,13 @@ class Peer:
             ):
                 return False
         return True
+
+    def _behind(self, fragment: int) -> bool:
+        """Whether the fragment's syncer published a later version, or another anchor under the same one."""
+        lease = self.leases.get(fragment)
+        if lease is None or lease.version < self.versions[fragment]:
+            return False
+        return not self.agrees(fragment)
 
     def first_steps(self, sync_every: int) -> int:
         """Inner steps of this peer's first round: fewer than `sync_every` when the others are in the middle of
@@ -274,6 +280,7 @@ class Peer:
         syncer = self.syncers.get(fragment)
         if syncer is not None and version >= syncer.version:
             syncer.advance(version)  # what was collected went with the anchor that it was relative to
+            self._merging.discard(fragment)
             claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest)
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by what the syncer says it stands on

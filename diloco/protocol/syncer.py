@@ -51,7 +51,7 @@ class Syncer:
         self.version = version
         self._offers: dict[str, _Offer] = {}
         self._unit_tokens = 0
-        self._last_contributors: frozenset[str] = frozenset()
+        self.last_contributors: frozenset[str] = frozenset()
         self._closing = False
 
     def offer(self, peer: str, header: Contribution) -> Verdict:
@@ -117,7 +117,7 @@ class Syncer:
         if expected - whole:
             return None
         self._closing = True
-        missing = (self._last_contributors | set(self._offers)) - whole
+        missing = (self.last_contributors | set(self._offers)) - whole
         tokens = sum(self._offers[peer].tokens for peer in whole)
         return Close(self.fragment, self.version, tuple(sorted(whole)), tokens, tuple(sorted(missing)))
 
@@ -130,12 +130,13 @@ class Syncer:
             return False
         base = status.versions[self.fragment]
         # Right after a publication the contributors' statuses still name the version before.
-        return base == self.version or (base == self.version - 1 and member.peer in self._last_contributors)
+        return base == self.version or (base == self.version - 1 and member.peer in self.last_contributors)
 
     def advance(self, version: int) -> None:
         """The next version is published (or was caught up with): forget its contributions, collect the one after it."""
-        if version == self.version + 1 and self._closing:
-            self._last_contributors = frozenset(peer for peer, offer in self._offers.items() if offer.whole)
+        published = version == self.version + 1 and self._closing
+        whole = (peer for peer, offer in self._offers.items() if offer.whole)
+        self.last_contributors = frozenset(whole if published else ())
         self.version = version
         self._offers = {}
         self._unit_tokens = 0

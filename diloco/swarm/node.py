@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,23 +113,18 @@ class Node:
         while not interrupted():
             steps = self._call(self._begin(sync_every, patience_s=0.2))
             if steps:
-                self.replica.load_local_()
                 return steps
         return 0
 
-    def exchange(self, steps: int, tokens: int) -> Exchanged | None:
+    def exchange(self, steps: int, tokens: int, sync_every: int) -> Exchanged | None:
         """Contribute the inner steps since the last exchange, adopt the updates, and load them into the parameters.
 
-        Returns None when `interrupt` ended it; the parameters are then what they were.
+        A peer that came too late for its round first gets in step with the others again. Returns None when `interrupt`
+        ended it.
         """
         give_back()  # where gradients were, there is room now
-        outcome = self._call(self._exchange(steps, tokens))
-        if outcome is None:
-            return None
-        begun_at = time.monotonic()
-        self.replica.load_local_()
+        outcome = self._call(self._exchange(steps, tokens, sync_every))
         give_back()
-        outcome.seconds.outer += time.monotonic() - begun_at
         return outcome
 
     def interrupt(self) -> None:
@@ -297,20 +291,35 @@ class Node:
                 return 0
         steps = self.protocol.first_steps(sync_every)
         await self._enter("training")
+        await self._rounds.load()
         return steps
 
     def _interrupt(self) -> None:
         self._interrupted = True
         self.notify()
 
-    async def _exchange(self, steps: int, tokens: int) -> Exchanged | None:
-        exchange = self._loop.create_task(self._rounds.exchange(steps, tokens))
+    async def _exchange(self, steps: int, tokens: int, sync_every: int) -> Exchanged | None:
+        exchange = self._loop.create_task(self._exchange_and_load(steps, tokens, sync_every))
         exchange.add_done_callback(lambda _: self.notify())
         await self.until(lambda: exchange.done() or self._interrupted)
         if not exchange.done():
             exchange.cancel()
             await asyncio.wait({exchange})
         return None if exchange.cancelled() else exchange.result()
+
+    async def _exchange_and_load(self, steps: int, tokens: int, sync_every: int) -> Exchanged:
+        outcome = await self._rounds.exchange(steps, tokens)
+        if not self.protocol.in_step(self.now()):
+            self.note("out_of_step", version=outcome.version)
+            begun_at = self.now()
+            await self._enter("starting")
+            await self.until(self.protocol.may_train)
+            outcome = replace(outcome, next_steps=self.protocol.first_steps(sync_every))
+            outcome.seconds.wait += self.now() - begun_at
+        begun_at = self.now()
+        await self._rounds.load()
+        outcome.seconds.outer += self.now() - begun_at
+        return outcome
 
     async def _heartbeat(self) -> None:
         last_record_at = -RECORD_PERIOD_S

@@ -17,7 +17,7 @@ from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Record
 from diloco.protocol.peer import CONTROL_FRAGMENT
-from diloco.protocol.syncer import Close
+from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState, Seconds
 from diloco.swarm.control import UNREACHABLE
 from diloco.swarm.memory import short_lived
@@ -30,12 +30,16 @@ RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Outcome of one exchange: where the model is now, and whether this peer's contribution is in it."""
+    """Outcome of one exchange: where the model is now, and whether this peer's contribution is in it.
+
+    `next_steps` are the inner steps of the next round, when it is not an ordinary one.
+    """
 
     version: int
     applied_tokens: int
     discarded: bool
     seconds: Seconds
+    next_steps: int | None = None
 
 
 class Rounds:
@@ -47,10 +51,31 @@ class Rounds:
         self.protocol = host.protocol
         self.replica = host.replica
         self.longest_exchange_s = 0.0
+        self._moving = [asyncio.Lock() for _ in self.replica.fragments]  # who holds it reads or writes the anchor
+        self._loaded = list(self.protocol.versions)  # which anchors the local parameters started from
+
+    async def load(self) -> None:
+        """The local parameters become the anchors as they are now."""
+        for fragment, moving in enumerate(self._moving):
+            async with moving:
+                await asyncio.to_thread(self.replica.load_local_, [fragment])
+                self._loaded[fragment] = self.protocol.versions[fragment]
 
     async def merge(self, close: Close) -> None:
-        fragment = close.fragment
-        before, syncer = self.protocol.digests[fragment], self.protocol.syncers[fragment]
+        """Make the next version out of what was collected, unless the syncer caught up with a later one meanwhile."""
+        syncer = self.protocol.syncers[close.fragment]
+        async with self._moving[close.fragment]:
+            if self.protocol.syncers.get(close.fragment) is not syncer or syncer.version != close.base_version:
+                return
+            done = await self._merge(close, syncer)
+        if not done:
+            lease = self.protocol.leases.get(close.fragment)
+            donors = () if lease is None else (lease.holder,)
+            await self.catch_up(close.fragment, donors, outer=False)
+
+    async def _merge(self, close: Close, syncer: Syncer) -> bool:
+        """False when the lease was lost while the anchor was moved."""
+        fragment, before = close.fragment, self.protocol.digests[close.fragment]
         update = short_lived(self.replica.update_nbytes(fragment))
 
         def work() -> str:
@@ -63,10 +88,7 @@ class Rounds:
 
         digest = await asyncio.to_thread(work)
         if self.protocol.syncers.get(fragment) is not syncer:
-            lease = self.protocol.leases.get(fragment)
-            donors = () if lease is None else (lease.holder,)
-            await self.catch_up(fragment, donors, outer=False)  # the anchor was moved under a lease that is lost
-            return
+            return False
         clock = self.protocol.applied_tokens + (close.tokens if fragment == CONTROL_FRAGMENT else 0)
         header = Record(
             fragment=fragment,
@@ -79,61 +101,80 @@ class Rounds:
         )
         self._host.records[fragment] = FetchedRecord(header, update)
         self._host.do(self.protocol.published(fragment, digest, close.tokens, close.contributors, self._host.now()))
+        return True
 
-    async def catch_up(self, fragment: int, donors: Sequence[str], outer: bool) -> None:
-        """Fetch a fragment from the first donor that has what its header says."""
-        have = self.protocol.versions[fragment]
-        if self.protocol.leases.get(fragment) in self.protocol.leases.held_by(self.protocol.me):
-            have = -1  # a master cannot follow records, only a state
+    async def catch_up(self, fragment: int, donors: Sequence[str], outer: bool, whole: bool = False) -> None:
+        """Fetch a fragment from the first donor that has what its header says: the record that is missing here, or,
+        when that does not fit (or `whole` is asked for), the state.
+        """
         for donor in donors:
-            try:
-                fetched = await self._client.fetch(donor, fragment, have, outer)
-                if isinstance(fetched, FetchedRecord):
-                    await self._adopt_record(fetched)
-                else:
-                    await self._adopt_state(fetched)
-                return
-            except (*UNREACHABLE, PayloadError) as error:
-                self._host.note("fetch_failed", fragment=fragment, donor=donor, why=str(error) or type(error).__name__)
+            for have in [-1] if whole else [self.protocol.versions[fragment], -1]:
+                try:
+                    fetched = await self._client.fetch(donor, fragment, have, outer)
+                    if isinstance(fetched, FetchedRecord):
+                        await self._adopt_record(fetched)
+                    else:
+                        await self._adopt_state(fetched)
+                    return
+                except (*UNREACHABLE, PayloadError) as error:
+                    why = str(error) or type(error).__name__
+                    self._host.note("fetch_failed", fragment=fragment, donor=donor, why=why)
+                    if not isinstance(error, PayloadError):
+                        break
         self.protocol.catch_up_failed(fragment)
         self._host.notify()
 
     async def _adopt_record(self, record: FetchedRecord) -> None:
-        """Apply an update to the anchor; `PayloadError` when it does not lead to the digest that it names."""
+        """Apply an update to the anchor; one that does not lead where it says is healed by fetching the state.
+
+        Raises `PayloadError` when it does not follow the anchor that is here.
+        """
         header = record.header
         fragment = header.fragment
-        here = (self.protocol.versions[fragment], self.protocol.digests[fragment])
-        if here != (header.version - 1, header.digest_before):
-            raise PayloadError(
-                f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
-            )
-        digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update)
-        self._host.do(self.protocol.adopted(fragment, header.version, digest, header.applied_tokens, self._host.now()))
+        async with self._moving[fragment]:
+            self._check_free(fragment)
+            here = (self.protocol.versions[fragment], self.protocol.digests[fragment])
+            if here != (header.version - 1, header.digest_before):
+                raise PayloadError(
+                    f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
+                )
+            digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update)
+            self._moved(fragment, header.version, digest, header.applied_tokens)
         if digest != header.digest:
             self._host.note(
                 "digest_mismatch", fragment=fragment, version=header.version, got=digest, expected=header.digest
             )
-            self._host.spawn(self._heal(fragment))
-
-    async def _heal(self, fragment: int) -> None:
-        lease = self.protocol.leases.get(fragment)
-        if lease is not None and lease.holder != self.protocol.me:
-            await self.catch_up(fragment, (lease.holder,), outer=False)
+            lease = self.protocol.leases.get(fragment)
+            if lease is not None and lease.holder != self.protocol.me:
+                await self.catch_up(fragment, (lease.holder,), outer=False, whole=True)
 
     async def _adopt_state(self, state: FetchedState) -> None:
         """Take a fetched anchor (and outer state) over; `PayloadError` when the bytes are not what the header says."""
         header = state.header
+        fragment = header.fragment
         digest = await asyncio.to_thread(self.replica.digest_of, state.anchor)
         if digest != header.digest:
-            raise PayloadError(f"the state of fragment {header.fragment} has another digest than its header")
-        if header.version < self.protocol.versions[header.fragment]:
-            raise PayloadError(f"version {header.version} is older than what is here")
-        self.replica.restart(header.fragment, state.anchor)
-        if state.master is not None:
-            self.replica.hold(header.fragment, state.master, state.momentum)
-        self._host.do(
-            self.protocol.adopted(header.fragment, header.version, digest, header.applied_tokens, self._host.now())
-        )
+            raise PayloadError(f"the state of fragment {fragment} has another digest than its header")
+        async with self._moving[fragment]:
+            self._check_free(fragment)
+            if header.version < self.protocol.versions[fragment] + (fragment in self.protocol.syncers):
+                raise PayloadError(f"version {header.version} is not newer than what is here")
+            self.replica.anchors[fragment].copy_(state.anchor)
+            if state.master is not None and state.momentum is not None:
+                self.replica.hold(fragment, state.master, state.momentum)
+            self._moved(fragment, header.version, digest, header.applied_tokens, outer=state.master is not None)
+
+    def _check_free(self, fragment: int) -> None:
+        if self.protocol.merging(fragment):
+            raise PayloadError(f"the next version of fragment {fragment} is being made here")
+
+    def _moved(self, fragment: int, version: int, digest: str, applied_tokens: int, outer: bool = False) -> None:
+        """The anchor is at another version; so must be the outer state, which came with it or starts anew from it."""
+        if fragment in self.protocol.syncers:
+            self.replica.restart(fragment)
+        elif not outer:
+            self.replica.release(fragment)
+        self._host.do(self.protocol.adopted(fragment, version, digest, applied_tokens, self._host.now()))
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +183,7 @@ class Rounds:
         self._host.do(self.protocol.enter("exchanging", begun_at))
         exchanges = [
             Exchange(fragment, version, steps, tokens, self.protocol.manifest_hash)
-            for fragment, version in enumerate(self.protocol.versions)
+            for fragment, version in enumerate(self._loaded)
         ]
         seconds = await asyncio.gather(*(self._exchange_fragment(exchange) for exchange in exchanges))
         self.longest_exchange_s = max(self.longest_exchange_s, self._host.now() - begun_at)
@@ -189,11 +230,12 @@ class Rounds:
             return
         for chunk in range(verdict.first_chunk, len(self.replica.chunks[fragment])):
             if not syncer.wants(me, chunk):
-                return
+                break
             self.replica.fold_own(fragment, chunk, syncer.weight(me))
             syncer.folded(me)
             await asyncio.sleep(0)  # lets the others' chunks in
-        self._host.do(self.protocol.arrived(me, fragment, self._host.now()))
+        else:
+            self._host.do(self.protocol.arrived(me, fragment, self._host.now()))
         waiting_since = time.monotonic()
         await self._host.until(
             lambda: (
@@ -202,6 +244,8 @@ class Rounds:
             )
         )
         seconds.wait += time.monotonic() - waiting_since
+        if syncer.version == exchange.base_version + 1:
+            exchange.recorded(syncer.last_contributors, me)
 
     async def _contribute(self, exchange: Exchange, lease: Lease, seconds: Seconds) -> None:
         sending = asyncio.ensure_future(self._client.contribute(lease, exchange.header(lease), seconds))

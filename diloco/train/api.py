@@ -255,7 +255,7 @@ class Attachment:
         replica = Replica(self.parameters, fragments, outer.codec_up, outer.codec_down, outer.lr, outer.momentum)
         if saved is not None:
             for fragment, anchor in enumerate(saved.anchors):
-                replica.restart(fragment, anchor)
+                replica.anchors[fragment].copy_(anchor)
             for fragment, (master, momentum) in saved.outer.items():
                 replica.hold(fragment, master, momentum)
         options = self.swarm.options(self.parameters, saved)
@@ -352,21 +352,21 @@ class Attachment:
 
     def _exchange(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
-        numbers: list[float] = [0, 0, 0, 0]
+        numbers: list[float] = [0, 0, 0, 0, 0]
         if self.node is not None:
-            outcome = self.node.exchange(self.inner_step, self._round_tokens)
+            outcome = self.node.exchange(self.inner_step, self._round_tokens, self.swarm.outer.sync_every)
             if outcome is not None:
                 self.phases.move("comm", "wait", outcome.seconds.wait)
                 self.phases.move("comm", "outer", outcome.seconds.outer)
-                numbers = [1, outcome.version, outcome.applied_tokens, outcome.discarded]
-        done, version, applied, discarded = (int(number) for number in self.island.agree(numbers))
+                numbers = [1, outcome.version, outcome.applied_tokens, outcome.discarded, outcome.next_steps or 0]
+        done, version, applied, discarded, steps = (int(number) for number in self.island.agree(numbers))
         if not done:
             self.interrupted = True
             return
         self.island.share_(self.parameters.values())
         self.discarded_tokens += self._round_tokens if discarded else 0
         self.exchanged = True
-        self._new_round(None, version, applied)
+        self._new_round(steps or None, version, applied)
 
     def resume(self) -> None:
         """Enter the next round after whatever followed the exchange (evaluation, checkpoint)."""

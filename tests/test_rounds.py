@@ -1,0 +1,213 @@
+"""The conversations of a node with a stub in place of the network: what moves anchors when things do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.outer.fragments import partition
+from diloco.outer.replica import Replica
+from diloco.protocol.actions import Action, Hold, Merge, Release
+from diloco.protocol.exchange import Exchange
+from diloco.protocol.leases import Lease
+from diloco.protocol.messages import Claim, Hello, Record, StateHeader, Status
+from diloco.protocol.peer import Peer
+from diloco.swarm.bulk import FetchedRecord, FetchedState
+from diloco.swarm.rounds import Rounds
+
+ME, OTHER, MANIFEST = "me", "other", "0" * 64
+
+
+class StubClient:
+    """Answers each fetch with what the test put there, by the version that the asker has."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, FetchedRecord | FetchedState | Exception] = {}
+        self.asked: list[int] = []
+
+    async def fetch(self, donor: str, fragment: int, have: int, outer: bool) -> FetchedRecord | FetchedState:
+        self.asked.append(have)
+        answer = self.answers[have]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class StubHost:
+    """A node without a network: one fragment, which `me` or `other` holds."""
+
+    def __init__(self, holder: str, numel: int = 6) -> None:
+        self.parameters = {"w": torch.arange(float(numel))}
+        fragments = partition({"w": numel}, 1)
+        self.replica = Replica(self.parameters, fragments, "fp32", "fp32", lr=1.0, momentum=0.0)
+        self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests())
+        self.records: dict[int, FetchedRecord] = {}
+        self.notes: list[str] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.client = StubClient()
+        self.rounds = Rounds(self, self.client)  # type: ignore[arg-type]
+        if holder == OTHER:
+            self.do(self.protocol.connected(OTHER, self.hello(claims=True), self.now()))
+        else:
+            self.do(self.protocol.tick(self.now()))
+
+    def hello(self, claims: bool) -> Hello:
+        claim = Claim(fragment=0, term=1, version=0, digest=self.protocol.digests[0])
+        status = Status(state="training", versions=[0], inner_step=0, target_steps=1, steps_per_s=1.0, tokens=0)
+        return Hello(
+            wire_version=1, run_id="run", manifest_hash=MANIFEST, name=OTHER, trains=True, holds=True, peers=[],
+            status=status, claims=[claim] if claims else [],
+        )  # fmt: skip
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def note(self, kind: str, **fields: object) -> None:
+        self.notes.append(kind)
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Hold():
+                    self.replica.hold(action.fragment)
+                case Release():
+                    self.replica.release(action.fragment)
+                case Merge():
+                    self.spawn(self.rounds.merge(action.close))
+                case _:
+                    pass
+
+    def notify(self) -> None:
+        pass
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        self.tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0)
+
+    async def pause(self, timeout_s: float) -> None:
+        await asyncio.sleep(0)
+
+    def state(self, version: int, anchor: Tensor) -> FetchedState:
+        """The anchor as a donor would send it."""
+        header = StateHeader(
+            fragment=0, version=version, digest=self.replica.digest_of(anchor), applied_tokens=0, outer=False
+        )
+        return FetchedState(header, anchor, None, None)
+
+    def record(self, version: int, anchor: Tensor, before: str | None = None) -> FetchedRecord:
+        """An update to an anchor; with the float codecs it carries the values themselves."""
+        update = torch.empty(self.replica.update_nbytes(0), dtype=torch.uint8)
+        self.replica.down.encode_update(anchor, self.replica.anchors[0], update)
+        header = Record(
+            fragment=0, term=1, version=version, digest_before=before or self.protocol.digests[0],
+            digest=self.replica.digest_of(anchor), contributors=[OTHER], applied_tokens=0,
+        )  # fmt: skip
+        return FetchedRecord(header, update)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_record_that_does_not_follow_the_anchor_here_is_replaced_by_the_state() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        target = torch.full((6,), 3.0)
+        host.client.answers = {0: host.record(1, target, before="f" * 64), -1: host.state(1, target)}
+        await host.rounds.catch_up(0, [OTHER], outer=False)
+        assert host.client.asked == [0, -1]
+        assert torch.equal(host.replica.anchors[0], target) and host.protocol.versions == [1]
+
+    run(scene)
+
+
+def test_an_update_that_leads_elsewhere_is_healed_before_anything_goes_on() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        target = torch.full((6,), 3.0)
+        record = host.record(1, target)
+        record.update[0] ^= 1
+        host.client.answers = {0: record, -1: host.state(1, target)}
+        await host.rounds.catch_up(0, [OTHER], outer=False)
+        assert "digest_mismatch" in host.notes and host.protocol.heals == 1
+        assert host.protocol.digests == [host.replica.digest_of(target)] == host.replica.digests()
+
+    run(scene)
+
+
+def test_a_donor_that_cannot_be_reached_is_asked_once_and_the_next_one_then() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        host.client.answers = {0: ConnectionError("gone")}
+        await host.rounds.catch_up(0, [OTHER, "third"], outer=False)
+        assert host.client.asked == [0, 0] and host.notes.count("fetch_failed") == 2
+
+    run(scene)
+
+
+def test_what_was_learned_from_an_anchor_that_was_replaced_is_discarded() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.rounds.load()
+        host.parameters["w"].sub_(1.0)
+        host.client.answers = {0: host.state(1, torch.full((6,), 3.0))}
+        await host.rounds.catch_up(0, [OTHER], outer=False)
+        outcome = await host.rounds.exchange(1, 10)
+        assert outcome.discarded and outcome.version == 1
+        assert torch.equal(host.replica.anchors[0], torch.full((6,), 3.0))
+        assert torch.equal(host.replica.outer[0].master, host.replica.anchors[0])
+        await host.rounds.load()
+        host.parameters["w"].sub_(1.0)
+        outcome = await host.rounds.exchange(1, 10)
+        assert not outcome.discarded and host.replica.anchors[0].unique().tolist() == [2.0]
+
+    run(scene)
+
+
+def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.rounds.load()
+        lease = Lease(0, ME, 1, 0, host.protocol.digests[0])
+        header = Exchange(0, 0, 1, 10, MANIFEST).header(lease)
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        syncer = host.protocol.syncers[0]
+        assert syncer.offer(OTHER, header).accepted
+        host.replica.fold_own(0, 0, 1.0)
+        syncer.folded(OTHER)
+        exchanging = asyncio.ensure_future(host.rounds.exchange(1, 10))
+        syncer.wants = lambda peer, chunk: False  # type: ignore[method-assign]  # closed before the first chunk
+        while not syncer._offers.get(ME):
+            await asyncio.sleep(0)
+        host.protocol.state = "done"  # so that it is not waited for
+        host.do(host.protocol.arrived(OTHER, 0, host.now()))
+        outcome = await exchanging
+        assert outcome.discarded and outcome.version == 1
+
+    run(scene)
+
+
+def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.rounds.load()
+        host.parameters["w"].sub_(1.0)
+        async with host.rounds._moving[0]:  # the merge has to wait for this
+            exchanging = asyncio.ensure_future(host.rounds.exchange(1, 10))
+            while not host.protocol.merging(0):
+                await asyncio.sleep(0)
+            host.client.answers = {0: host.state(1, torch.full((6,), 9.0)), -1: host.state(1, torch.full((6,), 9.0))}
+            catching_up = asyncio.ensure_future(host.rounds.catch_up(0, [OTHER], outer=False))
+        await catching_up
+        await exchanging
+        assert "fetch_failed" in host.notes
+        assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1)
+
+    run(scene)

@@ -23,7 +23,8 @@ from torch import Tensor
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.swarm.node import Exchanged, Node, NodeOptions
+from diloco.swarm.node import Exchanged, NodeOptions
+from diloco.swarm.runner import NodeRunner
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0  # far more than anything here takes; what reaches it hangs
@@ -79,7 +80,7 @@ def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor
 class Trainee:
     """A node with parameters, driven by the test as a training loop would."""
 
-    node: Node
+    node: NodeRunner
     replica: Replica
     parameters: dict[str, Tensor]
     events: list[tuple[str, dict[str, Any]]]
@@ -118,7 +119,7 @@ class Trainee:
         return self
 
     def begin(self, sync_every: int = 10) -> int:
-        return self.node.begin(sync_every, lambda: False)
+        return self.node.begin(sync_every)
 
     def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> Exchanged:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
@@ -162,7 +163,7 @@ class Crowd:
             "heartbeat_s": 0.2,
             **options,
         }
-        node = Node(NodeOptions(**settings), replica, lambda kind, fields: events.append((kind, dict(fields))))
+        node = NodeRunner(NodeOptions(**settings), replica, lambda kind, fields: events.append((kind, dict(fields))))
         self.members.append(Trainee(node, replica, parameters, events))
         return self.members[-1]
 

@@ -75,6 +75,24 @@ CHANGES: dict[str, list[str]] = {
     "outer.fragments": ["outer.fragments=3"],
     "outer.lr": ["outer.lr=0.5"],
     "outer.momentum": ["outer.momentum=0"],
+    "outer.pattern": ["outer.pattern=strided"],
+    "outer.staggered": ["outer.staggered=true"],
+    "outer.overlap": ["outer.overlap=5"],
+    "outer.mixing": ["outer.mixing=0.5"],
+    "outer.quorum": ["outer.quorum=1"],
+    "outer.grace_s": ["outer.grace_s=2", "outer.quorum=1"],
+    "outer.grace_slack": ["outer.grace_slack=0.5", "outer.quorum=1", "outer.overlap=2"],
+    "outer.staleness_limit": ["outer.staleness_limit=10", "outer.quorum=1"],
+    "outer.staleness_exponent": ["outer.staleness_exponent=0.5"],
+    "outer.weights": ["outer.weights=uniform"],
+    "outer.merge": ["outer.merge=rda"],
+    "outer.optimizer": ["outer.optimizer=delayed_nesterov"],
+    "outer.lr_by_peers": ["outer.lr_by_peers={1:0.4,8:0.8}"],
+    "outer.momentum_warmup": ["outer.momentum_warmup=20"],
+    "outer.delay": ["outer.delay=4", "outer.optimizer=fedbuff"],
+    "outer.delay_c": ["outer.delay_c=0.1", "outer.optimizer=delayed_nesterov"],
+    "outer.dylu": ["outer.dylu=true"],
+    "outer.error_feedback": ["outer.error_feedback=0.9"],
     "outer.codec_up": ["outer.codec_up=e3m0"],
     "outer.codec_down": ["outer.codec_down=fp16"],
     "swarm.initial_peers": ["swarm.initial_peers=[/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWExample]"],
@@ -82,6 +100,12 @@ CHANGES: dict[str, list[str]] = {
     "swarm.announce": ["swarm.announce=[/ip4/203.0.113.7/tcp/4100]"],
     "swarm.identity_path": ["swarm.identity_path=me.key"],
     "swarm.min_peers": ["swarm.min_peers=2"],
+    "sim.mode": ["sim.mode=toy"],
+    "sim.step_s": ["sim.step_s=[1,2]"],
+    "sim.bandwidth": ["sim.bandwidth=1e6"],
+    "sim.latency_s": ["sim.latency_s=0.1"],
+    "sim.loss": ["sim.loss=0.1"],
+    "sim.events": ["sim.events=['crash:3@120']"],
     "swarm.heartbeat_s": ["swarm.heartbeat_s=0.5"],
     "train.device": ["train.device=cuda:1"],
     "train.threads": ["train.threads=2"],
@@ -107,7 +131,7 @@ PEER_LOCAL = {
         "data.shard",
         "data.shards",
     ),
-    *(key for key in CHANGES if key.split(".")[0] in ("swarm", "train", "checkpoint", "eval", "wandb")),
+    *(key for key in CHANGES if key.split(".")[0] in ("swarm", "sim", "train", "checkpoint", "eval", "wandb")),
 }
 
 # A manifest as another implementation would write it: any key order, any spaces.
@@ -132,11 +156,13 @@ CANONICAL = (
     '"schedule":"cosine","warmup_steps":25,"weight_decay":0.1},'
     '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama","name":"tiny",'
     '"path":null},'
-    '"outer":{"codec_down":"e3m0","codec_up":"int8","fragments":4,"lr":0.7,"method":"diloco","momentum":0.9,'
-    '"sync_every":25},'
+    '"outer":{"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,"error_feedback":0.0,'
+    '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
+    '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
+    '"quorum":null,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,"weights":"tokens"},'
     '"run":{"id":"golden","seed":3},"wire_version":1}'
 )
-GOLDEN_HASH = "8bd5a9e67227ac0eabdc00c73901b3ea868f40153bba3c619681cda8eaf87839"
+GOLDEN_HASH = "bccb0003388008d3947a9817308430cbff1cde730e208fe628229ffe2447d321"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -304,7 +330,32 @@ def test_every_setting_is_owned_by_the_run_or_by_the_peer_by_type() -> None:
         ("outer.lr=", 'outer.lr="" is not valid; expected a number > 0 and <= 10'),
         ("outer.fragments=2.5", "outer.fragments=2.5 is not valid; expected a whole number >= 1 and <= 65536"),
         ("outer.fragments=true", "outer.fragments=true is not valid; expected a whole number >= 1 and <= 65536"),
-        ("outer.codec_up=int4", "outer.codec_up=int4 is not a choice; expected one of fp32, fp16, int8, e3m0"),
+        (
+            "outer.codec_up=int4",
+            "outer.codec_up=int4 is not a choice; expected one of fp32, fp16, int8, e3m0, stat2, topk",
+        ),
+        (
+            "outer.overlap=100",
+            "outer.overlap=100 is not smaller than the 100 inner steps from one exchange to the next "
+            "(outer.sync_every, over outer.fragments when outer.staggered); lower it",
+        ),
+        ("outer.grace_s=1", "outer.grace_s=1.0 needs a quorum after which it begins; set outer.quorum"),
+        ("outer.grace_slack=0.5", "outer.grace_slack=0.5 needs a quorum after which it begins; set outer.quorum"),
+        ("outer.codec_up=topk", "outer.momentum=0.9 does not go with outer.codec_up=topk; set outer.momentum=0"),
+        (
+            "outer.staleness_limit=3",
+            "outer.staleness_limit=3 has no effect when a version waits for every peer; set outer.quorum, or drop it",
+        ),
+        ("outer.delay=4", "outer.delay=4 has no effect with outer.optimizer=nesterov; drop it"),
+        (
+            "outer.lr_by_peers={0:1}",
+            "outer.lr_by_peers has 0: 1.0; expected a number of peers and a learning rate up to 10",
+        ),
+        ("sim.step_s=[1,a]", "sim.step_s=[1,a] is not valid; expected a list, each a number >= 0 and <= 86400"),
+        (
+            "sim.events=[crash]",
+            "sim.events=[crash] is not valid; expected a list, each crash:PEER@SECOND, leave:... or join:...",
+        ),
         ("train.device=gpu", "train.device=gpu is not valid; expected auto, cpu, cuda or cuda:N"),
         ("train.threads=0", "train.threads=0 is out of range; expected a whole number >= 1 and <= 1024, or null"),
         ("inner.betas=[1,2,3]", "inner.betas=[1,2,3] is not valid; expected a list of 2, each a number >= 0 and < 1"),

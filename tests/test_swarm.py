@@ -220,7 +220,7 @@ def test_others_go_on_when_a_peer_dies_amid_a_round_and_take_its_fragments_over(
     if end == "closes without a word":
         victim.node.close()
     else:
-        victim.node._p2p._child.kill()
+        victim.node.node._transport._p2p._child.kill()
     train(crowd, others, range(2, 4))
     crowd.finish(*others)
     victim.node.close()
@@ -263,7 +263,7 @@ def test_whom_the_swarm_refuses_learns_why(crowds: Any) -> None:
 def test_addresses_that_cannot_be_used_are_named(crowds: Any, tmp_path: Path) -> None:
     crowd = crowds()
     [first] = crowd.start(1)
-    port, own_key = first.address.split("/")[4], first.node._options.identity_path
+    port, own_key = first.address.split("/")[4], first.node.node._options.identity_path
     nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
     taken = f"/ip4/127.0.0.1/tcp/{port}"
     for addresses, options, start in (
@@ -372,8 +372,8 @@ def answer_to(attack: Attack, attacker: Trainee, syncer: Trainee) -> str:
     header = Contribution(manifest_hash="0" * 64, fragment=0, term=1, base_version=syncer.version, steps=10, tokens=100)
 
     async def work() -> str:
-        assert attacker.node._p2p is not None
-        stream = await open_bulk(attacker.node._p2p, syncer.peer_id, Traffic())
+        assert attacker.node.node._transport is not None
+        stream = await open_bulk(attacker.node.node._transport, syncer.peer_id, Traffic())
         try:
             await attack(stream, header)
             return str(expect(await stream.receive(), Verdict))
@@ -382,4 +382,4 @@ def answer_to(attack: Attack, attacker: Trainee, syncer: Trainee) -> str:
         finally:
             stream.close()
 
-    return asyncio.run_coroutine_threadsafe(work(), attacker.node._loop).result(30)
+    return asyncio.run_coroutine_threadsafe(work(), attacker.node.loop).result(30)

@@ -7,6 +7,7 @@ in `schema.py` and, for the run-owned half, in `manifest.py`.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -27,13 +28,20 @@ __all__ = [
     "RunConfig",
     "RunIdentity",
     "RunPlace",
+    "SimConfig",
     "SwarmConfig",
     "TrainConfig",
     "WandbConfig",
 ]
 
 CodecName = Literal["fp32", "fp16", "int8", "e3m0"]
+CodecUp = Literal["fp32", "fp16", "int8", "e3m0", "stat2", "topk"]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
+SimEvent = Annotated[
+    str,
+    Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"),
+    Expected("crash:PEER@SECOND, leave:... or join:..."),
+]
 
 
 class RunIdentity(RunOwned):
@@ -215,10 +223,124 @@ class OuterConfig(RunOwned):
         description="H, inner steps per outer step (with data_parallel: per evaluation and budget step).",
     )
     fragments: int = Field(1, ge=1, le=65536, description="Parts of the model, each with a syncer of its own.")
+    pattern: Literal["contiguous", "strided"] = Field(
+        "contiguous", description="contiguous: fragments of equal size; strided: whole layers, dealt round-robin."
+    )
+    staggered: bool = Field(False, description="Fragments are due one after another, sync_every/fragments steps apart.")
+    overlap: int = Field(
+        0, ge=0, le=1 << 20, description="Inner steps between sending a pseudo-gradient and adopting the update."
+    )
+    mixing: float = Field(
+        0.0, ge=0, lt=1, description="Part of the local parameters that is kept when an update is adopted."
+    )
+    quorum: int | None = Field(
+        None, ge=1, le=100_000, description="Contributions that close a version; null waits for every live peer."
+    )
+    grace_s: float = Field(0.0, ge=0, le=86400, description="Seconds that the others have once the quorum is there.")
+    grace_slack: float = Field(
+        0.0, ge=0, lt=1, description="Instead of grace_s: this part of what outer.overlap leaves to wait for others."
+    )
+    staleness_limit: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description="A contribution is refused when this many versions and more were published since.",
+    )
+    staleness_exponent: float = Field(
+        0.0, ge=0, le=10, description="A contribution that is s versions late counts (1 + s) ** -staleness_exponent."
+    )
+    weights: Literal["tokens", "uniform", "tokens2_per_step"] = Field(
+        "tokens", description="What a contribution weighs in the mean."
+    )
+    merge: Literal["mean", "rda"] = Field(
+        "mean", description="mean: weighted mean; rda: mean direction with the mean norm, piece by piece."
+    )
+    optimizer: Literal["nesterov", "delayed_nesterov", "fedbuff"] = Field(
+        "nesterov", description="nesterov: a step per version; the others: momentum once in `delay` contributions."
+    )
     lr: float = Field(0.7, gt=0, le=10, description="Outer (Nesterov) learning rate.")
+    lr_by_peers: dict[str, float] = Field(
+        default_factory=dict, description="Learning rates by number of contributors, such as {1: 0.4, 8: 0.8}."
+    )
     momentum: float = Field(0.9, ge=0, lt=1, description="Outer (Nesterov) momentum.")
-    codec_up: CodecName = Field("int8", description="Encoding of the pseudo-gradients that peers send.")
+    momentum_warmup: int = Field(0, ge=0, le=10**9, description="Outer steps in which the momentum rises to its value.")
+    delay: int | None = Field(
+        None, ge=1, le=100_000, description="Contributions per momentum step; null is the number of active peers."
+    )
+    delay_c: float = Field(0.0, ge=0, le=1, description="Part of the momentum in each of these contributions (c).")
+    dylu: bool = Field(False, description="Slower peers take fewer inner steps, so that all exchange at one rate.")
+    error_feedback: float = Field(
+        0.0, ge=0, le=1, description="Decay of what codec_up lost and is sent in later rounds; 0 forgets it."
+    )
+    codec_up: CodecUp = Field("int8", description="Encoding of the pseudo-gradients that peers send.")
     codec_down: CodecName = Field("int8", description="Encoding of the updates that syncers publish.")
+
+    @field_validator("lr_by_peers", mode="before")
+    @classmethod
+    def _keys_are_text(cls, rates: Any) -> Any:
+        return {str(peers): lr for peers, lr in rates.items()} if isinstance(rates, dict) else rates
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OuterConfig:
+        for problem in _contradictions(self):
+            raise ValueError(problem)
+        return self
+
+
+def _contradictions(outer: OuterConfig) -> Iterator[str]:
+    """What cannot be meant, one line each."""
+    interval = outer.sync_every // outer.fragments if outer.staggered else outer.sync_every
+    if outer.overlap and outer.overlap >= interval:
+        yield (
+            f"outer.overlap={outer.overlap} is not smaller than the {interval} inner steps from one exchange to "
+            "the next (outer.sync_every, over outer.fragments when outer.staggered); lower it"
+        )
+    if outer.staggered and outer.fragments > outer.sync_every:
+        yield (
+            f"outer.fragments={outer.fragments} cannot be staggered over outer.sync_every={outer.sync_every} inner "
+            "steps; lower it"
+        )
+    for key in ("grace_s", "grace_slack"):
+        if getattr(outer, key) and outer.quorum is None:
+            yield f"outer.{key}={getattr(outer, key)} needs a quorum after which it begins; set outer.quorum"
+    if outer.grace_s and outer.grace_slack:
+        yield f"outer.grace_s={outer.grace_s} excludes outer.grace_slack={outer.grace_slack}; set one of them to 0"
+    if outer.grace_slack and not outer.overlap:
+        yield f"outer.grace_slack={outer.grace_slack} is a part of outer.overlap, which is 0; set outer.overlap"
+    if outer.staleness_limit and outer.quorum is None:
+        yield (
+            f"outer.staleness_limit={outer.staleness_limit} has no effect when a version waits for every peer; "
+            "set outer.quorum, or drop it"
+        )
+    if outer.codec_up == "topk" and outer.momentum:
+        yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
+    if outer.error_feedback and outer.codec_up == "fp32":
+        yield f"outer.error_feedback={outer.error_feedback} has no effect with outer.codec_up=fp32; set it to 0"
+    if outer.delay is not None and outer.delay_c * outer.delay > 1:
+        yield f"outer.delay_c={outer.delay_c} is over 1/{outer.delay}, one part of outer.delay; lower it"
+    if outer.optimizer == "nesterov" and (outer.delay is not None or outer.delay_c):
+        key = "delay_c" if outer.delay_c else "delay"
+        yield f"outer.{key}={getattr(outer, key)} has no effect with outer.optimizer=nesterov; drop it"
+    for peers, lr in outer.lr_by_peers.items():
+        if not peers.isdigit() or int(peers) < 1 or not 0 < lr <= 10:
+            yield f"outer.lr_by_peers has {peers}: {lr}; expected a number of peers and a learning rate up to 10"
+
+
+class SimConfig(PeerLocal):
+    """`diloco simulate`: what stands for time and for the network."""
+
+    mode: Literal["train", "toy"] = Field("train", description="train: real compute; toy: a quadratic, for thousands.")
+    step_s: Annotated[tuple[Seconds, ...], Tuple, NotEmpty] = Field(
+        (1.0,), description="Virtual seconds of an inner step, one for all peers or one per peer."
+    )
+    bandwidth: float | None = Field(
+        None, gt=0, le=1e15, description="Bytes per second of each peer's link, each way; null is no limit."
+    )
+    latency_s: float = Field(0.0, ge=0, le=60, description="Seconds on the way from peer to peer.")
+    loss: float = Field(0.0, ge=0, lt=1, description="Chance that a bulk stream breaks.")
+    events: Annotated[tuple[SimEvent, ...], Tuple] = Field(
+        (), description="What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second).")
+    )
 
 
 class SwarmConfig(PeerLocal):

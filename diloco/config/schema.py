@@ -26,6 +26,7 @@ from diloco.config.groups import (
     OuterConfig,
     RunConfig,
     RunIdentity,
+    SimConfig,
     SwarmConfig,
     TrainConfig,
     WandbConfig,
@@ -50,6 +51,7 @@ class Config(Settings):
     inner: InnerConfig
     outer: OuterConfig
     swarm: SwarmConfig = Field(default_factory=SwarmConfig)
+    sim: SimConfig = Field(default_factory=SimConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -111,7 +113,10 @@ def _half(kind: type[_Half], whole: Settings) -> _Half:
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (key, reason) of the settings that nothing reads in the chosen mode."""
     if config.outer.method == "data_parallel":
-        for key in ("outer.fragments", "outer.lr", "outer.momentum", "outer.codec_up", "outer.codec_down", "swarm"):
+        for key in (
+            *(f"outer.{name}" for name in OuterConfig.model_fields if name not in ("method", "sync_every")),
+            "swarm",
+        ):
             yield key, "with outer.method=data_parallel, which has no outer steps and no swarm"
     if config.inner.schedule == "constant":
         yield "inner.final_lr_ratio", "with inner.schedule=constant"

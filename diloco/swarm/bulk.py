@@ -13,11 +13,9 @@ A contribution, as both sides see it:
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 import torch
-from hivemind.p2p import P2P
 from torch import Tensor
 
 from diloco.errors import PayloadError
@@ -37,9 +35,9 @@ from diloco.protocol.messages import (
     expect,
 )
 from diloco.protocol.peer import Peer
-from diloco.swarm.daemon import peer_id
 from diloco.swarm.memory import short_lived
 from diloco.swarm.streams import Stream, Traffic
+from diloco.swarm.transport import Transport
 
 __all__ = ["BULK", "BulkClient", "FetchedRecord", "FetchedState", "Seconds"]
 
@@ -78,8 +76,8 @@ class FetchedState:
 class BulkClient:
     """This peer's side of the transfers it begins. Everything in `BROKEN`, and `PayloadError`, goes to the caller."""
 
-    def __init__(self, p2p: P2P, protocol: Peer, replica: Replica, traffic: Traffic) -> None:
-        self._p2p = p2p
+    def __init__(self, transport: Transport, protocol: Peer, replica: Replica, traffic: Traffic) -> None:
+        self._transport = transport
         self._protocol = protocol
         self._replica = replica
         self._traffic = traffic
@@ -91,9 +89,9 @@ class BulkClient:
 
         The wait has no time limit of its own: the caller ends it when the syncer is lost or loses its lease.
         """
-        stream = await open_bulk(self._p2p, lease.holder, self._traffic)
+        stream = await open_bulk(self._transport, lease.holder, self._traffic)
         try:
-            begun_at = time.monotonic()
+            begun_at = asyncio.get_running_loop().time()
             await stream.send(header)
             verdict = expect(await stream.receive(), Verdict)
             if not verdict.accepted:
@@ -102,11 +100,11 @@ class BulkClient:
             for chunk in range(verdict.first_chunk, len(self._replica.chunks[lease.fragment])):
                 await stream.send_payload(self._replica.encode(lease.fragment, chunk))
             expect(await stream.receive(None), Receipt)
-            sent_at = time.monotonic()
+            sent_at = asyncio.get_running_loop().time()
             message = await stream.receive(None)
-            record_at = time.monotonic()
+            record_at = asyncio.get_running_loop().time()
             record = await self._receive_record(stream, expect(message, Record))
-            seconds.comm = sent_at - begun_at + time.monotonic() - record_at
+            seconds.comm = sent_at - begun_at + asyncio.get_running_loop().time() - record_at
             seconds.wait = record_at - sent_at
             return verdict, record
         finally:
@@ -131,7 +129,7 @@ class BulkClient:
         Raises:
             PayloadError: the donor refuses, or sends something that is not what its header says.
         """
-        stream = await open_bulk(self._p2p, donor, self._traffic)
+        stream = await open_bulk(self._transport, donor, self._traffic)
         try:
             hash_ = self._protocol.manifest_hash
             await stream.send(
@@ -157,15 +155,15 @@ class BulkClient:
         return vector
 
 
-async def open_bulk(p2p: P2P, peer: str, traffic: Traffic) -> Stream:
+async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> Stream:
     """Open a bulk stream to a peer."""
-    _, reader, writer = await asyncio.wait_for(p2p.call_binary_stream_handler(peer_id(peer), BULK), OPEN_TIMEOUT_S)
+    reader, writer = await asyncio.wait_for(transport.open(peer, BULK), OPEN_TIMEOUT_S)
     return Stream(peer, reader, writer, traffic)
 
 
-async def request_manifest(p2p: P2P, donor: str) -> str:
+async def request_manifest(transport: Transport, donor: str) -> str:
     """The manifest of the run that a peer is in, as untrusted JSON text."""
-    stream = await open_bulk(p2p, donor, Traffic())
+    stream = await open_bulk(transport, donor, Traffic())
     try:
         await stream.send(ManifestRequest())
         return expect(await stream.receive(), ManifestReply).text

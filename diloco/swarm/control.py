@@ -12,26 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-
-from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P
-from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-from hivemind.utils.timed_storage import get_dht_time
+from collections.abc import Awaitable, Callable
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Hello, Message, Refusal, Status, expect
 from diloco.protocol.peer import Peer
-from diloco.swarm.daemon import peer_id
 from diloco.swarm.streams import BROKEN, Stream, Traffic
+from diloco.swarm.transport import Reader, Transport, Writer
 
-__all__ = ["UNREACHABLE", "ControlMesh"]
+__all__ = ["ControlMesh"]
 
 logger = logging.getLogger(__name__)
 
 CONTROL = "diloco/1/control"
-UNREACHABLE = (*BROKEN, ControlFailure, P2PDaemonError)
 DIAL_TIMEOUT_S = 10.0
 RECORD_LIFE_S = 60.0
 RECORD_PERIOD_S = 15.0
@@ -51,8 +44,7 @@ class ControlMesh:
 
     def __init__(
         self,
-        p2p: P2P,
-        dht: DHTNode,
+        transport: Transport,
         protocol: Peer,
         traffic: Traffic,
         on_hello: Callable[[str, Hello], None],
@@ -61,8 +53,7 @@ class ControlMesh:
         on_refused: Callable[[str, str], Awaitable[None]],
         on_call_ended: Callable[[], None],
     ) -> None:
-        self._p2p = p2p
-        self._dht = dht
+        self._transport = transport
         self._protocol = protocol
         self._traffic = traffic
         self._on_hello = on_hello
@@ -77,10 +68,10 @@ class ControlMesh:
         self._tasks: set[asyncio.Task[object]] = set()
         self._closed = False
 
-    async def start(self, seeds: Iterable[str]) -> list[str]:
+    async def start(self) -> list[str]:
         """Listen, dial the seeds and whomever the DHT names; returns the seeds that answered."""
-        await self._p2p.add_binary_stream_handler(CONTROL, self._serve)
-        seeds = list(seeds)
+        await self._transport.handle(CONTROL, self._serve)
+        seeds = self._transport.seeds
         answered = await asyncio.gather(*(self.dial(peer) for peer in seeds))
         self._spawn(self._discover())
         return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
@@ -132,8 +123,7 @@ class ControlMesh:
             return True
         stream: Stream | None = None
         try:
-            opening = self._p2p.call_binary_stream_handler(peer_id(peer), CONTROL)
-            _, reader, writer = await asyncio.wait_for(opening, DIAL_TIMEOUT_S)
+            reader, writer = await asyncio.wait_for(self._transport.open(peer, CONTROL), DIAL_TIMEOUT_S)
             stream = Stream(peer, reader, writer, self._traffic)
             await stream.send(self._protocol.hello())
             answer = await stream.receive(DIAL_TIMEOUT_S)
@@ -142,7 +132,7 @@ class ControlMesh:
                 await self._on_refused(peer, answer.reason)
                 return False
             expect(answer, Status)
-        except (*UNREACHABLE, PayloadError) as error:
+        except (*BROKEN, PayloadError) as error:
             logger.debug("dialling %s failed: %r", peer, error)
             if stream is not None:
                 stream.close()
@@ -179,10 +169,9 @@ class ControlMesh:
                 del self._outgoing[peer]
         await self._check(peer, "connection reset")
 
-    async def _serve(self, info: object, reader: object, writer: object) -> None:
+    async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Their stream to us: hello, then whatever they say."""
-        peer = info.peer_id.to_base58()  # type: ignore[attr-defined]
-        stream = Stream(peer, reader, writer, self._traffic)  # type: ignore[arg-type]
+        stream = Stream(peer, reader, writer, self._traffic)
         try:
             hello = expect(await stream.receive(), Hello)
             objection = self._protocol.objection(hello)
@@ -228,16 +217,12 @@ class ControlMesh:
         key = f"{self._protocol.run_id}/peers"
         while True:
             try:
-                life = get_dht_time() + RECORD_LIFE_S
-                await self._dht.store(key, self._protocol.name, life, subkey=self._protocol.me)
-                found = await self._dht.get(key, latest=True)
-            except UNREACHABLE as error:
-                logger.debug("the DHT did not answer: %r", error)
-                found = None
-            if found is not None and isinstance(found.value, dict):
-                for peer in found.value:
-                    if isinstance(peer, str) and peer not in self._protocol.members:
+                await self._transport.store(key, self._protocol.me, self._protocol.name, RECORD_LIFE_S)
+                for peer in await self._transport.get(key):
+                    if peer not in self._protocol.members:
                         self.dial(peer)
+            except BROKEN as error:
+                logger.debug("the DHT did not answer: %r", error)
             await asyncio.sleep(RECORD_PERIOD_S)
 
     def _spawn(self, work: Awaitable[object], name: str | None = None) -> None:

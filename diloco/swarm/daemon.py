@@ -20,15 +20,22 @@ from pathlib import Path
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.errors import ConfigError, SwarmError
+from diloco.swarm.transport import Handler, Reader, Writer
 
-__all__ = ["identity_number", "open_daemon", "peer_id", "peer_id_of", "read_addresses", "sheltered", "watch"]
+__all__ = ["Libp2p", "identity_number", "peer_id_of", "read_addresses", "sheltered"]
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+ADDRESS_WAIT_S = 120.0
+VISIT_WAIT_S = 10.0
+CLOSE_S = 5.0
 _ADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/\d+(/.*)?/p2p/[1-9A-HJ-NP-Za-km-z]+$")
 
 
@@ -137,54 +144,128 @@ def sheltered() -> Iterator[None]:
         del loop.subprocess_exec  # what hides the method of the class
 
 
-async def open_daemon(
-    initial_peers: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path
-) -> tuple[P2P, DHTNode]:
-    """Start listening and join the DHT.
+class Libp2p:
+    """The real `Transport`: a libp2p daemon, and hivemind's DHT on it."""
 
-    Args:
-        initial_peers: multiaddrs of peers of the swarm; empty starts a new one.
-        listen, announce: multiaddrs to listen on, and those to tell others when they differ.
-        identity_path: private key of this peer; made when there is none.
+    def __init__(self, p2p: P2P, dht: DHTNode | None, seeds: list[str], addresses: list[str]) -> None:
+        self.me = str(p2p.peer_id.to_base58())
+        self.seeds = seeds
+        self.addresses = addresses
+        self._p2p = p2p
+        self._dht = dht
 
-    Raises:
-        SwarmError: nobody answers at the initial peers, the port is taken, this identity is that of an initial peer, or
-            the daemon does not start.
-        ConfigError: the identity cannot be written, or is none.
-    """
-    own = _own_id(identity_path)
-    if any(peer_id_of(address) == own for address in initial_peers):
-        raise SwarmError(f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file")
-    _check_free(listen)
-    try:
-        with sheltered():
-            p2p = await P2P.create(
-                initial_peers=[Multiaddr(address) for address in initial_peers] or None,
-                host_maddrs=[Multiaddr(address) for address in listen],
-                announce_maddrs=[Multiaddr(address) for address in announce] or None,
-                identity_path=str(identity_path),
-                startup_timeout=START_TIMEOUT_S,
-                check_if_identity_free=False,
+    @classmethod
+    async def connect(
+        cls, initial_peers: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path
+    ) -> Libp2p:
+        """Start listening and join the DHT.
+
+        Args:
+            initial_peers: multiaddrs of peers of the swarm, or `@FILE`s that hold one; empty starts a new one.
+            listen, announce: multiaddrs to listen on, and those to tell others when they differ.
+            identity_path: private key of this peer; made when there is none.
+
+        Raises:
+            SwarmError: nobody answers at the initial peers, the port is taken, this identity is that of an initial
+                peer, or the daemon does not start.
+            ConfigError: the identity cannot be written, or is none; an initial peer is no address.
+        """
+        seeds = await read_addresses(initial_peers, ADDRESS_WAIT_S)
+        own = _own_id(identity_path)
+        if any(peer_id_of(address) == own for address in seeds):
+            raise SwarmError(
+                f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
             )
-    except (P2PDaemonError, OSError, ValueError) as error:
-        raise _explain(error, initial_peers, listen) from error
-    try:
-        dht = await DHTNode.create(p2p=p2p, initial_peers=[Multiaddr(address) for address in initial_peers] or None)
-    except Exception as error:
-        await p2p.shutdown()
-        raise _explain(error, initial_peers, listen) from error
-    logger.debug("daemon of %s started by process %d", own, os.getpid())
-    return p2p, dht
+        _check_free(listen)
+        bootstrap = [Multiaddr(address) for address in seeds] or None
+        try:
+            with sheltered():
+                p2p = await P2P.create(
+                    initial_peers=bootstrap,
+                    host_maddrs=[Multiaddr(address) for address in listen],
+                    announce_maddrs=[Multiaddr(address) for address in announce] or None,
+                    identity_path=str(identity_path),
+                    startup_timeout=START_TIMEOUT_S,
+                    check_if_identity_free=False,
+                )
+        except (P2PDaemonError, OSError, ValueError) as error:
+            raise _explain(error, seeds, listen) from error
+        try:
+            dht = await DHTNode.create(p2p=p2p, initial_peers=bootstrap)
+            addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+        except Exception as error:
+            await p2p.shutdown()
+            raise _explain(error, seeds, listen) from error
+        logger.debug("daemon of %s started by process %d", own, os.getpid())
+        return cls(p2p, dht, [peer_id_of(seed) for seed in seeds], addresses)
 
+    @classmethod
+    async def visit(cls, initial_peers: Sequence[str]) -> Libp2p:
+        """Only ask others: listens nowhere, has no identity that lasts, and takes no part in the DHT.
 
-def peer_id(text: str) -> PeerID:
-    """hivemind's object for a peer id."""
-    return PeerID.from_base58(text)
+        Raises:
+            SwarmError: nobody answers there.
+            ConfigError: an initial peer is no address.
+        """
+        seeds = await read_addresses(initial_peers, VISIT_WAIT_S)
+        try:
+            with sheltered():
+                p2p = await P2P.create(
+                    initial_peers=[Multiaddr(address) for address in seeds],
+                    dht_mode="client",
+                    no_listen=True,
+                    startup_timeout=START_TIMEOUT_S,
+                )
+        except (P2PDaemonError, OSError, ValueError) as error:
+            raise SwarmError(
+                f"{','.join(seeds)} cannot be reached; check that a peer is running there and that its port is open"
+            ) from error
+        return cls(p2p, None, [peer_id_of(seed) for seed in seeds], [])
 
+    async def handle(self, protocol: str, handler: Handler) -> None:
+        """As in `Transport`."""
 
-async def watch(p2p: P2P) -> None:
-    """Raises `SwarmError` when the daemon ends by itself: a peer without one would train on alone and not know it."""
-    code = await p2p._child.wait()
-    raise SwarmError(
-        f"this peer's libp2p daemon ended (code {code}); run the same command again to go on from the checkpoint"
-    )
+        async def serve(info: StreamInfo, reader: Reader, writer: Writer) -> None:
+            await handler(info.peer_id.to_base58(), reader, writer)
+
+        await self._p2p.add_binary_stream_handler(protocol, serve)
+
+    async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
+        """As in `Transport`."""
+        try:
+            _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), protocol)
+        except (ControlFailure, P2PDaemonError) as error:
+            raise ConnectionError(f"{peer} cannot be reached: {error}") from error
+        return reader, writer
+
+    async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
+        """As in `Transport`."""
+        assert self._dht is not None
+        try:
+            await self._dht.store(key, value, get_dht_time() + life_s, subkey=subkey)
+        except (ControlFailure, P2PDaemonError) as error:
+            raise ConnectionError(str(error)) from error
+
+    async def get(self, key: str) -> dict[str, object]:
+        """As in `Transport`."""
+        assert self._dht is not None
+        try:
+            found = await self._dht.get(key, latest=True)
+        except (ControlFailure, P2PDaemonError) as error:
+            raise ConnectionError(str(error)) from error
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
+
+    async def failed(self) -> None:
+        """As in `Transport`: a peer whose daemon ended would train on alone and not know it."""
+        code = await self._p2p._child.wait()
+        raise SwarmError(
+            f"this peer's libp2p daemon ended (code {code}); run the same command again to go on from the checkpoint"
+        )
+
+    async def close(self) -> None:
+        """End DHT and daemon, but not at any price: what waits for a daemon that died takes no cancellation."""
+        for part in (self._dht, self._p2p):
+            if part is not None:
+                await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)

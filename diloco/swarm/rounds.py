@@ -8,7 +8,6 @@ fragment that merges takes no chunks, and a peer that exchanges trains no furthe
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,9 +18,9 @@ from diloco.protocol.messages import Record
 from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState, Seconds
-from diloco.swarm.control import UNREACHABLE
 from diloco.swarm.memory import short_lived
 from diloco.swarm.serve import Host
+from diloco.swarm.streams import BROKEN
 
 __all__ = ["Exchanged", "Rounds"]
 
@@ -116,7 +115,7 @@ class Rounds:
                     else:
                         await self._adopt_state(fetched)
                     return
-                except (*UNREACHABLE, PayloadError) as error:
+                except (*BROKEN, PayloadError) as error:
                     why = str(error) or type(error).__name__
                     self._host.note("fetch_failed", fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):
@@ -236,14 +235,14 @@ class Rounds:
             await asyncio.sleep(0)  # lets the others' chunks in
         else:
             self._host.do(self.protocol.arrived(me, fragment, self._host.now()))
-        waiting_since = time.monotonic()
+        waiting_since = self._host.now()
         await self._host.until(
             lambda: (
                 self.protocol.versions[fragment] > exchange.base_version
                 or self.protocol.syncers.get(fragment) is not syncer
             )
         )
-        seconds.wait += time.monotonic() - waiting_since
+        seconds.wait += self._host.now() - waiting_since
         if syncer.version == exchange.base_version + 1:
             exchange.recorded(syncer.last_contributors, me)
 
@@ -267,7 +266,7 @@ class Rounds:
             if record is not None:
                 exchange.recorded(record.header.contributors, self.protocol.me)
                 await self._adopt_record(record)
-        except (*UNREACHABLE, PayloadError) as error:
+        except (*BROKEN, PayloadError) as error:
             self._host.note(
                 "contribution_broke",
                 fragment=lease.fragment,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages import MAX_FRAME_BYTES, Message, decode, encode
+from diloco.swarm.transport import Reader, Writer
 
 __all__ = ["BROKEN", "Stream", "Traffic"]
 
@@ -38,17 +38,6 @@ class Traffic:
     bytes_received: int = 0
 
 
-class _Reader(Protocol):
-    async def readexactly(self, n: int) -> bytes: ...
-    async def read(self, n: int) -> bytes: ...
-
-
-class _Writer(Protocol):
-    def write(self, data: bytes | memoryview) -> None: ...
-    async def drain(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Stream:
     """A stream to or from one authenticated peer.
 
@@ -56,7 +45,7 @@ class Stream:
     passes, `asyncio.TimeoutError` is raised, which is in `BROKEN` like any other end of the connection.
     """
 
-    def __init__(self, peer: str, reader: _Reader, writer: _Writer, traffic: Traffic) -> None:
+    def __init__(self, peer: str, reader: Reader, writer: Writer, traffic: Traffic) -> None:
         self.peer = peer
         self._reader = reader
         self._writer = writer

@@ -31,7 +31,8 @@ from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.protocol.schedule import Schedule
-from diloco.swarm.node import Node, NodeOptions
+from diloco.swarm.node import NodeOptions
+from diloco.swarm.runner import NodeRunner
 from diloco.train.island import Island
 from diloco.train.summary import Phases
 
@@ -240,7 +241,7 @@ class Attachment:
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = False
         self.interrupted = self._asked_to_stop = False
-        self.node: Node | None = None
+        self.node: NodeRunner | None = None
         self._optimizer = optimizer
         self._round_tokens = self._counted_tokens = 0
         self._round_began_at = 0.0
@@ -248,7 +249,7 @@ class Attachment:
         if island.leads:
             self.node = self._make_node(saved)
 
-    def _make_node(self, saved: Saved | None) -> Node:
+    def _make_node(self, saved: Saved | None) -> NodeRunner:
         outer = self.swarm.outer
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
         fragments = partition(numels, outer.fragments)
@@ -259,7 +260,7 @@ class Attachment:
             for fragment, (master, momentum) in saved.outer.items():
                 replica.hold(fragment, master, momentum)
         options = self.swarm.options(self.parameters, saved)
-        return Node(options, replica, self.swarm.on_event)
+        return NodeRunner(options, replica, self.swarm.on_event)
 
     # -- context ------------------------------------------------------------------------------------------------------
 
@@ -295,7 +296,7 @@ class Attachment:
         """Wait for the swarm and adopt its anchor (second half of entering)."""
         numbers: list[float] = [0, 0, 0]
         if self.node is not None:
-            steps = self.node.begin(self.swarm.outer.sync_every, lambda: self._asked_to_stop)
+            steps = self.node.begin(self.swarm.outer.sync_every)
             numbers = [steps, self.node.protocol.versions[0], self.node.protocol.applied_tokens]
         steps, version, applied = (int(number) for number in self.island.agree(numbers))
         self.interrupted = steps == 0

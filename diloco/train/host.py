@@ -13,7 +13,7 @@ from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.swarm.manifest import fetch_manifest
-from diloco.swarm.node import Node
+from diloco.swarm.runner import NodeRunner
 from diloco.train.api import Swarm
 from diloco.train.metrics import RunLog, prepare_run_directory, write_atomic
 from diloco.train.session import identity_path
@@ -40,7 +40,7 @@ class Host:
         fragments = partition({key: p.numel() for key, p in parameters.items()}, outer.fragments)
         replica = Replica(parameters, fragments, outer.codec_up, outer.codec_down, outer.lr, outer.momentum)
         swarm = Swarm.of(config, manifest, identity_path(config, name), name, self._event)
-        self.node = Node(swarm.options(parameters, None, trains=False), replica, self._event)
+        self.node = NodeRunner(swarm.options(parameters, None, trains=False), replica, self._event)
         torch.set_grad_enabled(False)
 
     def __enter__(self) -> Host:

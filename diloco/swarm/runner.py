@@ -1,0 +1,127 @@
+"""A node in a thread of its own, for a training loop that knows nothing of event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from diloco.outer.replica import Replica
+from diloco.protocol.messages import State
+from diloco.protocol.peer import Peer
+from diloco.swarm.daemon import Libp2p
+from diloco.swarm.memory import give_back
+from diloco.swarm.node import Exchanged, Node, NodeOptions, OnEvent
+from diloco.swarm.streams import Traffic
+from diloco.swarm.transport import Transport
+
+__all__ = ["NodeRunner", "connect"]
+
+T = TypeVar("T")
+JOIN_S = 10.0
+CLOSE_S = 5.0
+
+
+async def connect(options: NodeOptions) -> Transport:
+    """The real network."""
+    return await Libp2p.connect(options.initial_peers, options.listen, options.announce, options.identity_path)
+
+
+class NodeRunner:
+    """Calls into a node from the training loop; each blocks its caller until the node's loop has the answer.
+
+    What fails in the node is raised here. `interrupt` may be called from a signal handler at any time.
+    """
+
+    def __init__(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.node = Node(options, replica, on_event, connect)
+        self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
+
+    @property
+    def protocol(self) -> Peer:
+        """The node's protocol core; there is one after `start`. Look, but do not touch: it lives in another thread."""
+        return self.node.protocol
+
+    @property
+    def replica(self) -> Replica:
+        """The node's tensors."""
+        return self.node.replica
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes so far."""
+        return self.node.traffic
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where others reach this peer."""
+        return self.node.addresses
+
+    @property
+    def num_peers(self) -> int:
+        """Connected peers, this one included."""
+        return 1 + (len(self.protocol.members) if hasattr(self.node, "protocol") else 0)
+
+    def start(self) -> None:
+        """As `Node.start`."""
+        self._thread.start()
+        self.call(self.node.start())
+
+    def begin(self, sync_every: int) -> int:
+        """As `Node.begin`."""
+        return self.call(self.node.begin(sync_every))
+
+    def exchange(self, steps: int, tokens: int, sync_every: int) -> Exchanged | None:
+        """As `Node.exchange`."""
+        give_back()  # where gradients were, there is room now
+        outcome = self.call(self.node.exchange(steps, tokens, sync_every))
+        give_back()
+        return outcome
+
+    def interrupt(self) -> None:
+        """As `Node.interrupt`, before and after `start` too."""
+        self.loop.call_soon_threadsafe(self.node.interrupt)
+
+    def enter(self, state: State) -> None:
+        """As `Node.enter`."""
+        self.call(self.node.enter(state))
+
+    def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
+        """Figures for the next heartbeat; does not block."""
+        self.loop.call_soon_threadsafe(self.protocol.progress, inner_step, target_steps, steps_per_s, tokens)
+
+    def leave(self, finished: bool) -> None:
+        """As `Node.leave`."""
+        self.call(self.node.leave(finished))
+
+    def close(self) -> None:
+        """As `Node.close`, and end the thread. Can be called twice."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self.call(self._close())
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(timeout=JOIN_S)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine in the node's loop."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        return future.result()
+
+    async def _close(self) -> None:
+        await self.node.close()
+        remains = asyncio.all_tasks() - {asyncio.current_task()}  # hivemind's own, which it leaves pending
+        for task in remains:
+            task.cancel()
+        if remains:
+            await asyncio.wait(remains, timeout=CLOSE_S)
+        await self.loop.shutdown_default_executor()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()

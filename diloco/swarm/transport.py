@@ -1,0 +1,69 @@
+"""What a node needs of the network: streams to peers by id, and records that outlive a connection.
+
+`daemon.Libp2p` is the real one. Another implementation (in memory, in virtual time) drives the same node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+__all__ = ["Handler", "Reader", "Transport", "Writer"]
+
+
+class Reader(Protocol):
+    """The incoming half of a stream; `asyncio.IncompleteReadError` or `ConnectionError` when it ends too early."""
+
+    async def readexactly(self, n: int) -> bytes: ...
+    async def read(self, n: int) -> bytes: ...
+
+
+class Writer(Protocol):
+    """The outgoing half of a stream. What is written must not be changed afterwards."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+    async def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Handler = Callable[[str, Reader, Writer], Awaitable[None]]
+
+
+class Transport(Protocol):
+    """One peer's access to the network.
+
+    Attributes:
+        me: this peer's id; the other side of every stream knows it for certain.
+        seeds: ids of the peers through which it joined.
+        addresses: where others reach it.
+
+    Everything that cannot be done because somebody is not there raises `ConnectionError` or `TimeoutError`.
+    """
+
+    me: str
+    seeds: list[str]
+    addresses: list[str]
+
+    async def handle(self, protocol: str, handler: Handler) -> None:
+        """Call `handler(peer, reader, writer)` for each stream that a peer opens for this protocol."""
+        ...
+
+    async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
+        """Open a stream to a peer."""
+        ...
+
+    async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
+        """Put a record where every peer can find it."""
+        ...
+
+    async def get(self, key: str) -> dict[str, object]:
+        """The records of a key by subkey, as found; untrusted."""
+        ...
+
+    async def failed(self) -> None:
+        """Wait until this transport has failed, and raise `SwarmError`."""
+        ...
+
+    async def close(self) -> None:
+        """End everything."""
+        ...

@@ -339,7 +339,7 @@ class SimConfig(PeerLocal):
     latency_s: float = Field(0.0, ge=0, le=60, description="Seconds on the way from peer to peer.")
     loss: float = Field(0.0, ge=0, lt=1, description="Chance that a bulk stream breaks.")
     events: Annotated[tuple[SimEvent, ...], Tuple] = Field(
-        (), description="What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second).")
+        (), description="What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second)."
     )
 
 

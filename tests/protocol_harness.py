@@ -12,6 +12,7 @@ from hashlib import sha256
 
 from protocol_world import Conversation, World
 
+from diloco.config import OuterConfig
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Note, Release
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
@@ -74,7 +75,8 @@ class ToyNode:
         self, world: Swarm, name: str, outer_steps: int = 3, steps: int = 4, step_s: float = 0.5, **settings: object
     ) -> None:
         digests = [digest_of(fragment) for fragment in range(world.fragments)]
-        self.peer = Peer(name, name, "run", MANIFEST, **{"digests": digests, **settings})  # type: ignore[arg-type]
+        outer = OuterConfig(method="diloco", sync_every=steps)
+        self.peer = Peer(name, name, "run", MANIFEST, **{"digests": digests, "outer": outer, **settings})  # type: ignore[arg-type]
         self.world, self.name = world, name
         self.outer_steps, self.steps, self.step_s = outer_steps, steps, step_s
         self.records: dict[int, Record] = {}
@@ -122,7 +124,7 @@ class ToyNode:
         """Inner steps and exchanges until the last version; a peer that leaves stops in the middle of a round."""
         peer, world = self.peer, self.world
         yield lambda: peer.trains and peer.may_train()
-        target_steps = peer.first_steps(self.steps)
+        target_steps = self.steps - peer.first_position()
         while peer.versions[0] < self.outer_steps:
             base_versions = list(peer.versions)
             world.do(self, peer.enter("training", world.now))

@@ -20,10 +20,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from diloco.config import OuterConfig
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.swarm.node import Exchanged, NodeOptions
+from diloco.swarm.node import NodeOptions
+from diloco.swarm.rounds import Exchanged
 from diloco.swarm.runner import NodeRunner
 
 ROOT = Path(__file__).parents[1]
@@ -118,14 +120,14 @@ class Trainee:
         self.node.start()
         return self
 
-    def begin(self, sync_every: int = 10) -> int:
-        return self.node.begin(sync_every)
+    def begin(self) -> int | None:
+        return self.node.begin()
 
     def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> Exchanged:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
         for name, parameter in self.parameters.items():
             parameter.sub_(step if isinstance(step, float) else step[name])
-        outcome = self.node.exchange(10, tokens, sync_every=10)
+        outcome = self.node.exchange(10, tokens)
         assert outcome is not None, "interrupted"
         self.node.enter("training")
         return outcome
@@ -141,7 +143,8 @@ class Crowd:
     def __init__(self, directory: Path, shapes: Mapping[str, tuple[int, ...]], **outer: Any) -> None:
         self.directory = directory
         self.shapes = shapes
-        self.outer = {"fragments": 4, "codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9, **outer}
+        exact = {"codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9}
+        self.outer: dict[str, Any] = {"method": "diloco", "sync_every": 10, "fragments": 4, **exact, **outer}
         self.members: list[Trainee] = []
 
     def peer(self, *initial_peers: str, seed: int = 0, **options: Any) -> Trainee:
@@ -149,7 +152,7 @@ class Crowd:
         outer, name = self.outer, f"p{len(self.members)}"
         parameters = seeded(self.shapes, seed)
         fragments = partition({key: value.numel() for key, value in parameters.items()}, outer["fragments"])
-        replica = Replica(parameters, fragments, outer["codec_up"], outer["codec_down"], outer["lr"], outer["momentum"])
+        replica = Replica(parameters, fragments, OuterConfig(**outer))
         events: list[tuple[str, dict[str, Any]]] = []
         settings: dict[str, Any] = {
             "run_id": "crowd",

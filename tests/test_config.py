@@ -91,7 +91,7 @@ CHANGES: dict[str, list[str]] = {
     "outer.momentum_warmup": ["outer.momentum_warmup=20"],
     "outer.delay": ["outer.delay=4", "outer.optimizer=fedbuff"],
     "outer.delay_c": ["outer.delay_c=0.1", "outer.optimizer=delayed_nesterov"],
-    "outer.dylu": ["outer.dylu=true"],
+    "outer.dylu": ["outer.dylu=true", "outer.quorum=1"],
     "outer.error_feedback": ["outer.error_feedback=0.9"],
     "outer.codec_up": ["outer.codec_up=e3m0"],
     "outer.codec_down": ["outer.codec_down=fp16"],

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from protocol_harness import MANIFEST, digest_of
 
+from diloco.config import OuterConfig
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
 from diloco.protocol.leases import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
@@ -432,15 +433,15 @@ def test_nobody_begins_in_the_middle_of_a_publication() -> None:
 
 
 def test_the_first_round_is_as_short_as_the_others_are_ahead() -> None:
-    peer = pair()
-    assert peer.first_steps(10) == 10
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=10))
+    assert peer.first_position() == 0
     peer.heard(OTHER, status_of("training", inner_step=4), 1.0)
-    assert peer.first_steps(10) == 6
+    assert peer.first_position() == 4
     peer.connected("x", hello_of(status_of("training", [1, 1], inner_step=9)), 2.0)  # in another round
     peer.connected("y", hello_of(status_of("training", inner_step=9), trains=False), 2.0)
-    assert peer.first_steps(10) == 6
+    assert peer.first_position() == 4
     peer.heard(OTHER, status_of("exchanging", inner_step=10), 3.0)
-    assert peer.first_steps(10) == 1
+    assert peer.first_position() == 9
 
 
 # -- the syncer's side ------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from diloco.config import OuterConfig
 from diloco.errors import DivergedError, PayloadError
 from diloco.outer.fragments import CHUNK, partition
-from diloco.outer.replica import Replica
+from diloco.outer.replica import OuterStep, Replica
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scale": ()}
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -24,9 +25,14 @@ def replica(
     codecs: tuple[str, str] = ("fp32", "fp32"),
     lr: float = 0.7,
     momentum: float = 0.9,
+    **outer: object,
 ) -> Replica:
     pieces = partition({name: value.numel() for name, value in parameters.items()}, fragments)
-    return Replica(parameters, pieces, *codecs, lr, momentum)
+    up, down = codecs
+    settings = OuterConfig(
+        method="diloco", sync_every=1, lr=lr, momentum=momentum, codec_up=up, codec_down=down, **outer
+    )
+    return Replica(parameters, pieces, settings)
 
 
 def alike(
@@ -55,7 +61,7 @@ def exchange(peers: Sequence[Replica], weights: Sequence[float], order: Sequence
                     syncer.fold(index, chunk, peers[peer].encode(index, chunk), weights[peer])
             start, stop = syncer.chunks[index][chunk]
             size = syncer.down.nbytes(stop - start)
-            syncer.merge_chunk_(index, chunk, update[at : at + size])
+            syncer.merge_chunk_(index, chunk, OuterStep(0, len(peers)), update[at : at + size])
             at += size
         for peer in peers[1:]:
             assert peer.apply_update_(index, update) == syncer.digest(index)
@@ -182,7 +188,7 @@ def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
     syncer.fold(0, 0, broken.encode(0, 0), 2.0)  # then its stream breaks
     update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)
     for chunk, (start, stop) in enumerate(syncer.chunks[0]):
-        syncer.merge_chunk_(0, chunk, update[4 * start : 4 * stop])
+        syncer.merge_chunk_(0, chunk, OuterStep(0, 1), update[4 * start : 4 * stop])
     assert syncer.anchors[0][:CHUNK].unique().tolist() == [-(1 + 3 + 2 * 5) / 4]
     assert syncer.anchors[0][CHUNK:].unique().tolist() == [-(1 + 3) / 2]
     assert broken.apply_update_(0, update) == whole.apply_update_(0, update) == syncer.digest(0)

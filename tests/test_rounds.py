@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.config import OuterConfig
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Hold, Merge, Release
@@ -40,11 +41,14 @@ class StubClient:
 class StubHost:
     """A node without a network: one fragment, which `me` or `other` holds."""
 
-    def __init__(self, holder: str, numel: int = 6) -> None:
+    def __init__(self, holder: str, numel: int = 6, **outer: Any) -> None:
         self.parameters = {"w": torch.arange(float(numel))}
         fragments = partition({"w": numel}, 1)
-        self.replica = Replica(self.parameters, fragments, "fp32", "fp32", lr=1.0, momentum=0.0)
-        self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests())
+        settings = OuterConfig(
+            method="diloco", sync_every=1, lr=1.0, momentum=0.0, codec_up="fp32", codec_down="fp32", **outer
+        )
+        self.replica = Replica(self.parameters, fragments, settings)
+        self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings)
         self.records: dict[int, FetchedRecord] = {}
         self.notes: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
@@ -93,6 +97,13 @@ class StubHost:
 
     async def pause(self, timeout_s: float) -> None:
         await asyncio.sleep(0)
+
+    async def exchange(self) -> tuple[int, int]:
+        """Discarded tokens of an exchange, and the version that it led to."""
+        await self.rounds.send({0: (1, 10)})
+        await self.until(lambda: self.rounds.arrived([0]))
+        discarded, _ = self.rounds.take([0])
+        return discarded, self.protocol.versions[0]
 
     def state(self, version: int, anchor: Tensor) -> FetchedState:
         """The anchor as a donor would send it."""
@@ -159,14 +170,13 @@ def test_what_was_learned_from_an_anchor_that_was_replaced_is_discarded() -> Non
         host.parameters["w"].sub_(1.0)
         host.client.answers = {0: host.state(1, torch.full((6,), 3.0))}
         await host.rounds.catch_up(0, [OTHER], outer=False)
-        outcome = await host.rounds.exchange(1, 10)
-        assert outcome.discarded and outcome.version == 1
+        assert await host.exchange() == (10, 1)
         assert torch.equal(host.replica.anchors[0], torch.full((6,), 3.0))
         assert torch.equal(host.replica.outer[0].master, host.replica.anchors[0])
         await host.rounds.load()
         host.parameters["w"].sub_(1.0)
-        outcome = await host.rounds.exchange(1, 10)
-        assert not outcome.discarded and host.replica.anchors[0].unique().tolist() == [2.0]
+        assert await host.exchange() == (0, 2)
+        assert host.replica.anchors[0].unique().tolist() == [2.0]
 
     run(scene)
 
@@ -182,14 +192,13 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
         assert syncer.offer(OTHER, header).accepted
         host.replica.fold_own(0, 0, 1.0)
         syncer.folded(OTHER)
-        exchanging = asyncio.ensure_future(host.rounds.exchange(1, 10))
+        exchanging = asyncio.ensure_future(host.exchange())
         syncer.wants = lambda peer, chunk: False  # type: ignore[method-assign]  # closed before the first chunk
         while not syncer._offers.get(ME):
             await asyncio.sleep(0)
         host.protocol.state = "done"  # so that it is not waited for
         host.do(host.protocol.arrived(OTHER, 0, host.now()))
-        outcome = await exchanging
-        assert outcome.discarded and outcome.version == 1
+        assert await exchanging == (10, 1)
 
     run(scene)
 
@@ -200,7 +209,7 @@ def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
         await host.rounds.load()
         host.parameters["w"].sub_(1.0)
         async with host.rounds._moving[0]:  # the merge has to wait for this
-            exchanging = asyncio.ensure_future(host.rounds.exchange(1, 10))
+            exchanging = asyncio.ensure_future(host.exchange())
             while not host.protocol.merging(0):
                 await asyncio.sleep(0)
             host.client.answers = {0: host.state(1, torch.full((6,), 9.0)), -1: host.state(1, torch.full((6,), 9.0))}

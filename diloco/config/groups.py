@@ -244,7 +244,7 @@ class OuterConfig(RunOwned):
         0,
         ge=0,
         le=10_000,
-        description="A contribution is refused when this many versions and more were published since.",
+        description="Versions that may be published between a contribution's base and its merge.",
     )
     staleness_exponent: float = Field(
         0.0, ge=0, le=10, description="A contribution that is s versions late counts (1 + s) ** -staleness_exponent."
@@ -312,6 +312,8 @@ def _contradictions(outer: OuterConfig) -> Iterator[str]:
             f"outer.staleness_limit={outer.staleness_limit} has no effect when a version waits for every peer; "
             "set outer.quorum, or drop it"
         )
+    if outer.dylu and (outer.staggered or outer.quorum is None):
+        yield "outer.dylu=true needs peers that do not wait for each other; set outer.quorum, and outer.staggered=false"
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
     if outer.error_feedback and outer.codec_up == "fp32":

@@ -4,10 +4,10 @@ A fragment is a list of slices of flattened parameters, and is addressed as one 
 
     parameters   [ embed ........ ][ layer.0 .. ][ layer.1 .. ][ head ........ ]
     fragments    [ 0 .................. ][ 1 .................. ][ 2 .......... ]     partition()
+    or, strided  [ 1 ......... ][ 0 ...... ][ 1 ...... ][ 0 .................. ]
     chunks       [ CHUNK ][ CHUNK ][ .. ]                                            chunks()
 
 Chunks are small enough for a CPU cache and for a network block, so no caller ever needs a second copy of a fragment.
-Other patterns (strided layers, Streaming DiLoCo) are other functions that return `tuple[Fragment, ...]`.
 """
 
 from __future__ import annotations
@@ -78,24 +78,40 @@ class Fragment:
             position += length
 
 
-def partition(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
-    """Cuts the concatenation of all parameters, in the given order, in `fragments` nearly equal contiguous ranges.
+def partition(numels: Mapping[str, int], fragments: int, pattern: str = "contiguous") -> tuple[Fragment, ...]:
+    """Cuts a model in fragments, so that every element belongs to exactly one.
 
-    Every element belongs to exactly one fragment. Cuts are multiples of BLOCK, so that only the last fragment has a
-    block that is not full; a model of fewer than `fragments` blocks is cut between elements instead.
+    "contiguous": nearly equal ranges of the concatenation of all parameters in the given order. Cuts are multiples of
+    BLOCK, so that only the last fragment has a block that is not full; a model of fewer than `fragments` blocks is
+    cut between elements instead.
+
+    "strided" (Streaming DiLoCo, arXiv 2501.18512): whole layers, layer i in fragment i mod `fragments`. A layer is
+    all parameters with the same first number in their name, and the same components before it
+    (`model.layers.3.mlp.up.weight`, `transformer.h.3.ln_1.bias`). What belongs to no layer goes, parameter by
+    parameter, to the fragment that is lightest by then. In a fragment, parameters keep the given order.
 
     Args:
         numels: elements of each parameter; all peers must give the same names in the same order.
         fragments: how many, at least 1.
+        pattern: "contiguous" or "strided".
 
     Raises:
-        ConfigError: fewer elements than fragments.
+        ConfigError: fewer elements, or with "strided" fewer layers, than fragments; no such pattern.
     """
     total = sum(numels.values())
     if total == 0:
         raise ConfigError("the model has no parameters to synchronise; give it at least one that requires a gradient")
     if not 1 <= fragments <= total:
         raise ConfigError(f"outer.fragments={fragments} is not possible; choose 1 to {total}, the model's elements")
+    if pattern == "contiguous":
+        return _contiguous(numels, fragments)
+    if pattern == "strided":
+        return _strided(numels, fragments)
+    raise ConfigError(f"outer.pattern={pattern} is not known; choose contiguous or strided")
+
+
+def _contiguous(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
+    total = sum(numels.values())
     unit = BLOCK if total >= fragments * BLOCK else 1
     units = -(-total // unit)
     cuts = [min(i * units // fragments * unit, total) for i in range(fragments + 1)]
@@ -105,6 +121,44 @@ def partition(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]
         Fragment(index, tuple(piece for _, piece in whole.locate(start, stop)), stop - start)
         for index, (start, stop) in enumerate(pairwise(cuts))
     )
+
+
+def _strided(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
+    layers: dict[str, dict[int, int]] = {}  # elements by stack (encoder, decoder) and number
+    for name, numel in numels.items():
+        if numel and (layer := _layer(name)):
+            stack = layers.setdefault(layer[0], {})
+            stack[layer[1]] = stack.get(layer[1], 0) + numel
+    order = [(stack, number) for stack, members in layers.items() for number in sorted(members)]
+    if len(order) < fragments:
+        remedy = f"choose at most {len(order)} fragments, or" if order else "choose"
+        raise ConfigError(
+            f"outer.fragments={fragments} is not possible with outer.pattern=strided, as the model has {len(order)} "
+            f"layers; {remedy} outer.pattern=contiguous"
+        )
+    owners = {layer: index % fragments for index, layer in enumerate(order)}
+    weights = [0] * fragments
+    for (stack_name, number), index in owners.items():
+        weights[index] += layers[stack_name][number]
+    slices: list[list[Slice]] = [[] for _ in range(fragments)]
+    for name, numel in numels.items():
+        if not numel:
+            continue
+        owner = owners.get(_layer(name) or ("", -1))
+        if owner is None:
+            owner = weights.index(min(weights))
+            weights[owner] += numel
+        slices[owner].append(Slice(name, 0, numel))
+    return tuple(Fragment(index, tuple(slices[index]), weights[index]) for index in range(fragments))
+
+
+def _layer(name: str) -> tuple[str, int] | None:
+    """`model.layers.3.mlp.weight` -> ("model.layers", 3); None if no component is a number."""
+    components = name.split(".")
+    for index, component in enumerate(components):
+        if component.isdecimal():
+            return ".".join(components[:index]), int(component)
+    return None
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:

@@ -1,39 +1,59 @@
 """A peer's tensors: the anchor of every fragment, and the outer state of the fragments it is syncer of.
 
-    encode        anchor - local, chunk by chunk, as payload        (every peer)
+    encode        base - local, chunk by chunk, as payload           (every peer)
     fold          payload -> weighted sum                            (the syncer)
     merge         sum -> mean -> outer step on the master -> update  (the syncer)
     apply         update -> anchor, then its digest is compared      (every peer)
 
+The *base* is the anchor that the local parameters started from. At a barrier it is the anchor; a syncer whose fragment
+moves on while it trains keeps a copy until it exchanges.
+
 Memory, in fp32 copies of the parameters: 1 for the anchors, and 3 (master, momentum, weighted sum) for the fragments
-held. Everything else is chunk-sized. All tensors here live on the CPU; local parameters may be on any device.
+held. Everything else is chunk-sized. What other settings add: a payload for each fragment whose exchange is overlapped
+(`capture`), 1 for a delayed momentum of the fragments held, 1 for error feedback, a base for the fragments held when
+versions do not wait for this peer. All tensors here live on the CPU; local parameters may be on any device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.digest import fragment_digest, part_digests
 from diloco.outer.fragments import Fragment, chunks, gather_, scatter_
-from diloco.outer.optimizer import mean_, nesterov_, pseudo_gradient_
+from diloco.outer.merge import add_directions_, directional_pieces, radial_directional_
+from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_, pseudo_gradient_
+from diloco.outer.rates import lr_at, momentum_at
 
-__all__ = ["OuterState", "Replica"]
+__all__ = ["OuterState", "OuterStep", "Replica"]
 
 
 @dataclass
 class OuterState:
-    """Outer optimizer of one fragment: fp32 vectors of `numel` elements, and one weight per chunk of the sum."""
+    """Outer optimizer of one fragment: fp32 vectors of `numel` elements, and per chunk what its sum is made of."""
 
     master: Tensor  # (numel,) what the anchor would be without the codec's loss; the residual is master - anchor
     momentum: Tensor  # (numel,)
     total: Tensor  # (numel,) weighted sum of pseudo-gradients
     weights: list[float]  # per chunk: a contribution that broke midway counts where it arrived
+    buffer: Tensor | None = None  # (numel,) contributions since the last momentum step
+    norms: dict[int, list[float]] = field(default_factory=dict)  # per chunk and piece: weighted sum of norms
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """What the step to the next version is made of: from which version, of how many contributions; see `Close`."""
+
+    version: int
+    contributions: int
+    delay: int = 1
+    flush: bool = True
 
 
 class Replica:
@@ -42,30 +62,23 @@ class Replica:
     Args:
         parameters: the local parameters by name; read when encoding, written by `load_local_`.
         fragments: a partition of them.
-        codec_up, codec_down: codecs of pseudo-gradients and of updates.
-        lr, momentum: outer Nesterov settings.
+        settings: codecs, merge rule and outer optimizer.
 
     The anchors start as copies of the local parameters. A non-finite local parameter raises `DivergedError` when it is
     encoded; an invalid payload raises `PayloadError` and changes nothing.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        fragments: Sequence[Fragment],
-        codec_up: str,
-        codec_down: str,
-        lr: float,
-        momentum: float,
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], settings: OuterConfig) -> None:
         self.parameters = dict(parameters)
         self.fragments = tuple(fragments)
-        self.up = codec(codec_up)
-        self.down = codec(codec_down)
-        self.lr = lr
-        self.momentum = momentum
+        self.settings = settings
+        self.up = codec(settings.codec_up)
+        self.down = codec(settings.codec_down)
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.outer: dict[int, OuterState] = {}
+        self.residuals: dict[int, Tensor] = {}
+        self._bases: dict[int, Tensor] = {}
+        self._captured: dict[int, Tensor] = {}
         self.anchors = [torch.empty(fragment.numel) for fragment in self.fragments]
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
             for start, stop in self.chunks[fragment.index]:
@@ -74,21 +87,67 @@ class Replica:
     # -- every peer ---------------------------------------------------------------------------------------------------
 
     def encode(self, fragment: int, chunk: int) -> Tensor:
-        """Payload (uint8) of one chunk of the pseudo-gradient, in memory of its own; `DivergedError` when not
-        finite.
+        """Payload (uint8) of one chunk of the pseudo-gradient, captured or as the parameters are now.
+
+        `DivergedError` when it is not finite.
         """
+        captured = self._captured.get(fragment)
+        if captured is not None:
+            at = sum(self.payload_nbytes(fragment, earlier) for earlier in range(chunk))
+            return captured[at : at + self.payload_nbytes(fragment, chunk)]
+        payload = torch.empty(self.payload_nbytes(fragment, chunk), dtype=torch.uint8)
+        self.up.encode(self._delta(fragment, chunk), payload)
+        return payload
+
+    def _delta(self, fragment: int, chunk: int) -> Tensor:
         start, stop = self.chunks[fragment][chunk]
         delta = torch.empty(stop - start)
         gather_(delta, self.fragments[fragment], start, stop, self.parameters)
-        pseudo_gradient_(delta, self.anchors[fragment][start:stop], delta)
-        payload = torch.empty(self.up.nbytes(stop - start), dtype=torch.uint8)
-        self.up.encode(delta, payload)
-        return payload
+        base = self._bases.get(fragment, self.anchors[fragment])
+        pseudo_gradient_(delta, base[start:stop], delta)
+        return delta
+
+    def capture(self, fragment: int) -> None:
+        """Keep the payload of the whole pseudo-gradient as it is now, until `release_capture`; training may go on.
+
+        With error feedback what the codec loses is added to the next one (e = beta e + delta - sent; SparseLoCo, arXiv
+        2508.15706). The residual is this peer's own and never sent.
+        """
+        beta = self.settings.error_feedback
+        captured = torch.empty(self.payload_numel(fragment), dtype=torch.uint8)
+        residual = self.residuals.get(fragment)
+        if beta and residual is None:
+            residual = self.residuals[fragment] = torch.zeros(self.fragments[fragment].numel)
+        at = 0
+        for chunk, (start, stop) in enumerate(self.chunks[fragment]):
+            payload = captured[at : at + self.payload_nbytes(fragment, chunk)]
+            at += payload.numel()
+            delta = self._delta(fragment, chunk)
+            if residual is not None:
+                delta.add_(residual[start:stop], alpha=beta)
+            self.up.encode(delta, payload)
+            if residual is not None:
+                self.up.accumulate_(delta, payload, -1.0)
+                residual[start:stop].copy_(delta)
+        self._captured[fragment] = captured
+
+    def release_capture(self, fragment: int) -> None:
+        """The captured payload is not needed any more."""
+        self._captured.pop(fragment, None)
+
+    def keep_base(self, fragment: int) -> None:
+        """The anchor is about to move, and the local parameters started from it."""
+        if fragment not in self._bases:
+            self._bases[fragment] = self.anchors[fragment].clone()
 
     def payload_nbytes(self, fragment: int, chunk: int) -> int:
         """Length of `encode`'s result in bytes."""
         start, stop = self.chunks[fragment][chunk]
         return self.up.nbytes(stop - start)
+
+    def payload_numel(self, fragment: int) -> int:
+        """Length of the payload of a whole fragment in bytes."""
+        return sum(self.up.nbytes(stop - start) for start, stop in self.chunks[fragment])
 
     def update_nbytes(self, fragment: int) -> int:
         """Length of a whole update of a fragment in bytes."""
@@ -109,11 +168,26 @@ class Replica:
             at += size
         return self.digest(fragment)
 
-    def load_local_(self, fragments: Sequence[int] | None = None) -> None:
-        """Local parameters become the anchors (of these fragments; all by default)."""
+    def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
+        """Local parameters become the anchors (of these fragments; all by default).
+
+        With `mixing` they keep that part of themselves: local = (1 - a) anchor + a local (Streaming DiLoCo, arXiv
+        2501.18512, Algorithm 2).
+        """
         for index in range(len(self.fragments)) if fragments is None else fragments:
+            self._bases.pop(index, None)
             for start, stop in self.chunks[index]:
-                scatter_(self.parameters, self.fragments[index], start, stop, self.anchors[index][start:stop])
+                values = self.anchors[index][start:stop]
+                if mixing:
+                    local = torch.empty(stop - start)
+                    gather_(local, self.fragments[index], start, stop, self.parameters)
+                    values = torch.lerp(values, local, mixing)
+                scatter_(self.parameters, self.fragments[index], start, stop, values)
+
+    def show_anchor_(self, fragment: int) -> None:
+        """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""
+        for start, stop in self.chunks[fragment]:
+            scatter_(self.parameters, self.fragments[fragment], start, stop, self.anchors[fragment][start:stop])
 
     def digest(self, fragment: int) -> str:
         """Digest of the fragment's anchor (hex)."""
@@ -141,35 +215,75 @@ class Replica:
             momentum=torch.zeros_like(anchor) if momentum is None else momentum,
             total=torch.zeros_like(anchor),
             weights=[0.0] * len(self.chunks[fragment]),
+            buffer=None if self.settings.optimizer == "nesterov" else torch.zeros_like(anchor),
         )
 
     def release(self, fragment: int) -> None:
         """Be syncer no more."""
         self.outer.pop(fragment, None)
 
-    def fold(self, fragment: int, chunk: int, payload: Tensor, weight: float) -> None:
-        """Add weight times a received chunk to the sum; `PayloadError` leaves the sum as it was."""
+    def fold(self, fragment: int, chunk: int, payload: Tensor, weight: float, discount: float = 1.0) -> None:
+        """Add weight * discount times a received chunk to the sum; `PayloadError` leaves the sum as it was.
+
+        The mean divides by the weights alone, so that a discount shrinks the step.
+        """
         outer = self.outer[fragment]
         start, stop = self.chunks[fragment][chunk]
-        self.up.accumulate_(outer.total[start:stop], payload, weight)
+        total = outer.total[start:stop]
+        if self.settings.merge == "mean":
+            self.up.accumulate_(total, payload, weight * discount)
+        else:
+            values = torch.empty(stop - start)
+            self.up.decode(payload, values)
+            pieces = directional_pieces(self.fragments[fragment], start, stop)
+            norms = add_directions_(total, values, pieces, weight * discount)
+            sums = outer.norms.setdefault(chunk, [0.0] * len(pieces))
+            outer.norms[chunk] = [one + other for one, other in zip(sums, norms, strict=True)]
         outer.weights[chunk] += weight
 
-    def fold_own(self, fragment: int, chunk: int, weight: float) -> None:
+    def fold_own(self, fragment: int, chunk: int, weight: float, discount: float = 1.0) -> None:
         """Add weight times this peer's own chunk, through the codec like everybody else's."""
-        self.fold(fragment, chunk, self.encode(fragment, chunk), weight)
+        self.fold(fragment, chunk, self.encode(fragment, chunk), weight, discount)
 
-    def merge_chunk_(self, fragment: int, chunk: int, out: Tensor) -> None:
+    def merge_chunk_(self, fragment: int, chunk: int, step: OuterStep, out: Tensor) -> None:
         """Mean of the sum, outer step on the master, update encoded into `out` (uint8) and applied to the anchor."""
         outer = self.outer[fragment]
         start, stop = self.chunks[fragment][chunk]
         total, master = outer.total[start:stop], outer.master[start:stop]
-        mean_(total, outer.weights[chunk])
-        nesterov_(master, outer.momentum[start:stop], total, self.lr, self.momentum)
+        if self.settings.merge == "mean":
+            mean_(total, outer.weights[chunk])
+        else:
+            pieces = directional_pieces(self.fragments[fragment], start, stop)
+            radial_directional_(total, pieces, outer.weights[chunk], outer.norms.pop(chunk))
+        self._outer_step_(outer, start, stop, step)
         anchor = self.anchors[fragment][start:stop]
         self.down.encode_update(master, anchor, out)
         self.down.apply_update_(anchor, out)
         total.zero_()
         outer.weights[chunk] = 0.0
+
+    def _outer_step_(self, outer: OuterState, start: int, stop: int, step: OuterStep) -> None:
+        """Move the master by the merged pseudo-gradient, which is in `total`."""
+        settings = self.settings
+        rates = {int(peers): lr for peers, lr in settings.lr_by_peers.items()}
+        lr = lr_at(step.version, max(step.contributions, step.delay), settings.lr, rates)
+        beta = momentum_at(step.version, settings.momentum, settings.momentum_warmup)
+        master, momentum, delta = (vector[start:stop] for vector in (outer.master, outer.momentum, outer.total))
+        if outer.buffer is None:
+            nesterov_(master, momentum, delta, lr, beta)
+            return
+        buffer = outer.buffer[start:stop]
+        pushes = step.contributions
+        if settings.optimizer == "delayed_nesterov":
+            delayed_nesterov_(
+                master, momentum, buffer, delta,
+                lr=lr, beta=beta, pushes=pushes, delay=step.delay, flush=step.flush, c=settings.delay_c,
+            )  # fmt: skip
+            return
+        buffer.add_(delta, alpha=pushes / step.delay)
+        if step.flush:  # FedBuff: one step with the mean of `delay` contributions
+            nesterov_(master, momentum, buffer, lr, beta)
+            buffer.zero_()
 
     def restart(self, fragment: int) -> None:
         """The anchor of a held fragment was replaced: the master starts from it, with the momentum that there is."""
@@ -177,3 +291,6 @@ class Replica:
         outer.master.copy_(self.anchors[fragment])
         outer.total.zero_()
         outer.weights = [0.0] * len(self.chunks[fragment])
+        outer.norms.clear()
+        if outer.buffer is not None:
+            outer.buffer.zero_()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from diloco.protocol.messages import Message
 from diloco.protocol.syncer import Close
 
-__all__ = ["Action", "Broadcast", "CatchUp", "Disconnect", "Hold", "Merge", "Note", "Release"]
+__all__ = ["Action", "Broadcast", "CatchUp", "Disconnect", "Hold", "Merge", "Note", "Release", "Wake"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ class CatchUp:
 
 
 @dataclass(frozen=True)
+class Wake:
+    """Call `Peer.tick` at this time (seconds of the clock that `now` comes from): a grace period ends then."""
+
+    at: float
+
+
+@dataclass(frozen=True)
 class Note:
     """One line for the event log."""
 
@@ -66,4 +73,4 @@ class Note:
     fields: dict[str, object] = field(default_factory=dict)
 
 
-Action = Broadcast | CatchUp | Disconnect | Hold | Merge | Note | Release
+Action = Broadcast | CatchUp | Disconnect | Hold | Merge | Note | Release | Wake

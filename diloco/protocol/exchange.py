@@ -1,7 +1,8 @@
 """One peer's exchange of one fragment: from the pseudo-gradient to the adopted update, whoever is syncer. Sans-IO.
 
-    CONTRIBUTE -> verdict accepted -> payload -> record -> DONE
+    CONTRIBUTE -> verdict accepted -> payload -> record or state with it -> DONE
         |             refused: one version late -> record -> DONE (merged, if its contributors name this peer)
+        |             refused: merged already -> CATCH_UP -> DONE
         |             refused: later still -> CATCH_UP -> DONE (the contribution is discarded)
         |             refused: other term -> WAIT for the lease -> CONTRIBUTE
         |---- record does not fit --------> CATCH_UP -> DONE
@@ -35,13 +36,18 @@ class Step(Enum):
 
 @dataclass
 class Exchange:
-    """State of one exchange. Once it is DONE, `discarded` says that the swarm went on without this contribution."""
+    """State of one exchange. Once it is DONE, `discarded` says that the swarm went on without this contribution.
+
+    `staleness_limit` versions may be published between its base and its merge; then the syncer itself, whose anchor
+    moves while it trains, contributes from an older version too.
+    """
 
     fragment: int
     base_version: int
     steps: int
     tokens: int
     manifest_hash: str
+    staleness_limit: int = 0
     discarded: bool = False
     _offered: bool = False
     _recorded: bool = False
@@ -56,13 +62,18 @@ class Exchange:
             now: seconds of a monotonic clock.
             retry_at: not before this time under the term that failed last (the syncer may be restarting its stream).
         """
-        if version > self.base_version:
+        newest = version if lease is None else max(version, lease.version)
+        settled = self.discarded or self._recorded
+        if version > self.base_version and (settled or newest - self.base_version > self.staleness_limit):
+            if self.staleness_limit:
+                self.discarded = self.discarded or not self._recorded
+                return Step.DONE
             if lease is not None and lease.version > version:
                 return Step.CATCH_UP
             skipped = version > self.base_version + 1 and not self._recorded
             self.discarded = self.discarded or not self._offered or skipped
             return Step.DONE
-        if self.discarded or self._recorded:
+        if settled:
             lost = lease is not None and lease.term > self._failed_term and lease.version <= self.base_version
             return Step.CONTRIBUTE if lost else Step.CATCH_UP
         if lease is None or (lease.term <= self._failed_term and now < retry_at):
@@ -84,13 +95,20 @@ class Exchange:
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:
         """The syncer refused: a stale base means that the swarm went on; anything else is tried again."""
-        if verdict.version > self.base_version and not verdict.record_follows:
+        if verdict.merged and not verdict.record_follows:
+            self.merged()
+        elif verdict.version - self.base_version > self.staleness_limit and not verdict.record_follows:
             self.discarded = True
         self._failed_term = lease.term
 
     def recorded(self, contributors: Collection[str], me: str) -> None:
         """The update is here, made with this contribution or without it; the owner adopts it next, if it fits."""
         self.discarded = me not in contributors
+        self._recorded = True
+
+    def merged(self) -> None:
+        """The contribution is known to be in a version that the owner adopts next, or has."""
+        self.discarded = False
         self._recorded = True
 
     def broke(self, lease: Lease) -> None:

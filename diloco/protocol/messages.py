@@ -137,13 +137,14 @@ class Verdict(Message):
     `accepted` means: send the payload from chunk `first_chunk` on (0, or later when an earlier stream broke midway; the
     number of chunks when the whole payload is here already). Otherwise `reason` says why not, `version` and `term`
     where the syncer stands; with `record_follows` the contribution is one version late and the update it missed comes
-    next.
+    next; `merged` says that this very contribution is in the model already (its receipt was lost).
     """
 
     kind: Literal["verdict"] = "verdict"
     accepted: bool
     first_chunk: Count = 0
     record_follows: bool = False
+    merged: bool = False
     reason: Annotated[str, Field(max_length=512)] = ""
     version: Count = 0
     term: Count = 0

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
+from diloco.config import OuterConfig
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.membership import Member, Membership
 from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, State, Status, Verdict
 from diloco.protocol.rendezvous import assign, order
-from diloco.protocol.syncer import Syncer
+from diloco.protocol.syncer import SYNC, Syncer
 
 __all__ = ["WIRE_VERSION", "Peer"]
 
@@ -43,6 +44,7 @@ class Peer:
         applied_tokens: swarm clock at these versions.
         trains, holds: whether this peer contributes, and whether it can be a syncer.
         min_peers: connected peers, this one included, before anything is claimed.
+        outer: when versions close, and how far behind a contribution may be.
         newcomer: this peer joins others, and claims nothing before `acquainted` says that it has heard all of them;
             else it would take every fragment for vacant.
 
@@ -63,6 +65,7 @@ class Peer:
         holds: bool = True,
         min_peers: int = 1,
         newcomer: bool = False,
+        outer: OuterConfig = SYNC,
     ) -> None:
         self.me = me
         self.name = name
@@ -78,12 +81,16 @@ class Peer:
         self.leases = LeaseTable()
         self.syncers: dict[int, Syncer] = {}
         self.newcomer = newcomer
+        self.outer = outer
+        self.sync_s = 0.0  # moving average from a decision to close to its publication
         self.state: State = "starting"
         self.heals = 0
         self.takeovers = 0
         self._progress = (0, 0, 0.0, 0)
         self._catching_up: set[int] = set()
         self._merging: set[int] = set()
+        self._closed_at: dict[int, float] = {}
+        self._wakes_at = 0.0
         self._vacant_since: dict[int, float] = {}
         self._myself: Member | None = None
         self._opened = False
@@ -184,7 +191,7 @@ class Peer:
         actions += self._close_rounds(now)
         actions += self._catch_up()
         if self.state == "starting" or (self.state == "ready" and self.trains):
-            agrees = all(map(self.agrees, range(len(self.versions))))
+            agrees = all(map(self._near, range(len(self.versions))))
             state: State = "ready" if self._opened and agrees and self.in_step(now) else "starting"
             if state != self.state:
                 self.state = state
@@ -239,6 +246,8 @@ class Peer:
         """
         if any(map(self._behind, range(len(self.versions)))):
             return False
+        if not self.lockstep:
+            return True
         for member in self.members.all():
             if not self.trains or member.status.state not in ("training", "exchanging") or member.stalled(now):
                 continue
@@ -254,18 +263,24 @@ class Peer:
         lease = self.leases.get(fragment)
         if lease is None or lease.version < self.versions[fragment]:
             return False
-        return not self.agrees(fragment)
+        return not self._near(fragment)
 
-    def first_steps(self, sync_every: int) -> int:
-        """Inner steps of this peer's first round: fewer than `sync_every` when the others are in the middle of
-        theirs.
-        """
+    def first_position(self) -> int:
+        """Inner steps of its first cycle that this peer leaves out, because the others are in the middle of theirs."""
+        if self.outer.quorum is not None:
+            return 0
         ahead = [
             m.status.inner_step
             for m in self.members.all()
-            if m.trains and m.status.state in ("training", "exchanging") and m.status.versions == self.versions
+            if m.trains
+            and m.status.state in ("training", "exchanging")
+            and (not self.lockstep or m.status.versions == self.versions)
         ]
-        return max(1, sync_every - max(ahead, default=0))
+        return min(max(ahead, default=0), self.outer.sync_every - 1)
+
+    def fastest_steps_per_s(self, mine: float) -> float:
+        """The pace of the fastest peer that trains."""
+        return max([mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)])
 
     def adopted(self, fragment: int, version: int, digest: str, applied_tokens: int, now: float) -> list[Action]:
         """The anchor of a fragment moved to a version: by an update record, or by fetching its state."""
@@ -289,6 +304,22 @@ class Peer:
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
         self._catching_up.discard(fragment)
+
+    def agrees_on_all(self) -> bool:
+        """Whether every anchor is the one that its syncer published last."""
+        return all(map(self.agrees, range(len(self.versions))))
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all peers exchange all fragments at one barrier, in which inner steps wait."""
+        return self.outer.quorum is None and not self.outer.staggered and not self.outer.overlap
+
+    def _near(self, fragment: int) -> bool:
+        """Whether the anchor is the syncer's, or as little behind as a contribution may be."""
+        lease = self.leases.get(fragment)
+        if lease is None:
+            return False
+        return self.agrees(fragment) or 0 < lease.version - self.versions[fragment] <= self.outer.staleness_limit
 
     def merging(self, fragment: int) -> bool:
         """Whether a `Merge` of this fragment has been asked for and not reported as published."""
@@ -326,6 +357,8 @@ class Peer:
         syncer = self.syncers.get(fragment)
         if syncer is None:
             return []
+        took_s = now - self._closed_at.pop(fragment, now)
+        self.sync_s = took_s if self.sync_s == 0.0 else 0.8 * self.sync_s + 0.2 * took_s
         syncer.advance(syncer.version + 1)
         self.versions[fragment] = syncer.version
         self.digests[fragment] = digest
@@ -353,10 +386,14 @@ class Peer:
         for fragment, syncer in sorted(self.syncers.items()):
             if fragment in self._merging or fragment in self._catching_up:
                 continue
-            close = syncer.poll(members, now)
+            close = syncer.poll(members, now, self.sync_s)
             if close is None:
+                if syncer.grace_until is not None and not now <= self._wakes_at <= syncer.grace_until:
+                    self._wakes_at = syncer.grace_until
+                    actions.append(Wake(syncer.grace_until))
                 continue
             self._merging.add(fragment)
+            self._closed_at[fragment] = now
             if close.missing:
                 actions.append(Note("missing", {"fragment": fragment, "peers": list(close.missing)}))
             actions.append(Merge(close))
@@ -411,8 +448,12 @@ class Peer:
             self.takeovers += 1
         claim = Claim(fragment=fragment, term=term, version=self.versions[fragment], digest=self.digests[fragment])
         actions = self._heard_claim(self.me, claim)
-        self.syncers[fragment] = Syncer(fragment, term, self.versions[fragment])
+        self.syncers[fragment] = Syncer(fragment, term, self.versions[fragment], self.outer)
         return [*actions, Hold(fragment, term), Broadcast(claim)]
+
+    def _ended(self) -> bool:
+        """Done, and at a barrier everybody is done with the same version; else the others' last ones are followed."""
+        return self.state == "done" and self.outer.quorum is None
 
     def _catch_up(self) -> list[Action]:
         """What differs from the syncers is fetched, unless the training loop is at work: it notices at its exchange."""
@@ -423,7 +464,7 @@ class Peer:
                 continue
             if lease.holder == self.me:
                 donors = self.members.donors(fragment, version + 1)
-            elif self.state in ("training", "exchanging", "leaving", "done") and self.trains:
+            elif self.trains and (self.state in ("training", "exchanging", "leaving") or self._ended()):
                 continue
             elif lease.version < version or self.agrees(fragment):
                 continue

@@ -1,33 +1,72 @@
-"""When a peer exchanges which fragments, by its inner steps. Sans-IO."""
+"""When a peer sends which fragments and adopts which updates, by its inner steps. Sans-IO.
+
+sync_every 6, 3 fragments, overlap 1           S sends, R receives
+together     . . . . . S S S | R R R . . . . .
+staggered    . S0 R0 S1 R1 S2 | R2 S0 ...                (Streaming DiLoCo, arXiv 2501.18512, Algorithm 2)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["Schedule"]
+__all__ = ["Due", "Schedule"]
+
+
+class Due(NamedTuple):
+    """Fragments to send now, and fragments whose updates have to be adopted before the next inner step."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
 
 
 @dataclass
 class Schedule:
-    """The `sync` schedule: all fragments are due together, `sync_every` inner steps after the last exchange.
+    """The cycle of a peer.
 
     Attributes:
-        fragments: how many there are. sync_every: H.
-        inner_step: inner steps of the round under way. target_steps: how many it will have; the first round of a peer
-            that joins in the middle of the others' is shorter, so that nobody waits for it.
+        fragments: how many there are. sync_every: H, inner steps of a full cycle.
+        staggered: fragments are due one after another, evenly over the cycle; else all at its end.
+        overlap: inner steps from sending a pseudo-gradient to adopting the update.
+        inner_step: position in the cycle. target_steps: its length; shorter than H for a slow peer with DyLU.
     """
 
     fragments: int
     sync_every: int
+    staggered: bool = False
+    overlap: int = 0
     inner_step: int = 0
     target_steps: int = 0
+    _flying: list[tuple[int, int]] = field(default_factory=list)  # inner steps left, fragment
 
-    def begin(self, steps: int | None = None) -> None:
-        """A round begins; of `sync_every` inner steps unless said otherwise."""
-        self.inner_step = 0
+    def begin(self, position: int = 0, steps: int | None = None) -> None:
+        """A cycle begins, at a later position when the others are there already; nothing is under way."""
+        self.inner_step = position
         self.target_steps = self.sync_every if steps is None else steps
+        self._flying = []
 
-    def advance(self) -> tuple[int, ...]:
-        """An inner step is done; returns the fragments to exchange before the next one."""
+    def next_cycle(self, steps: int) -> None:
+        """The cycle that began when the last one ended has this many inner steps."""
+        self.target_steps = steps
+
+    def advance(self) -> Due:
+        """An inner step is done."""
         self.inner_step += 1
-        return tuple(range(self.fragments)) if self.inner_step >= self.target_steps else ()
+        self._flying = [(left - 1, fragment) for left, fragment in self._flying]
+        send = tuple(f for f in range(self.fragments) if self._sent_at(f) == self.inner_step)
+        self._flying += [(self.overlap, fragment) for fragment in send]
+        receive = tuple(fragment for left, fragment in self._flying if left <= 0)
+        self._flying = [(left, fragment) for left, fragment in self._flying if left > 0]
+        if self.inner_step >= self.target_steps:
+            self.inner_step = 0
+        return Due(send, receive)
+
+    @property
+    def flying(self) -> tuple[int, ...]:
+        """Fragments that were sent and whose updates are not adopted yet."""
+        return tuple(fragment for _, fragment in self._flying)
+
+    def _sent_at(self, fragment: int) -> int:
+        if not self.staggered:
+            return self.target_steps
+        return -(-(fragment + 1) * self.target_steps // self.fragments)

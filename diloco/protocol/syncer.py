@@ -1,37 +1,54 @@
 """The syncer of one fragment: collects contributions to the next version and decides when to close. Sans-IO.
 
-    offer -> (chunks arrive) -> arrived -> poll says close -> merge, publish -> advance -> the next version collects
+    offer -> (payload arrives) -> arrived -> poll says close -> merge, publish -> advance -> the next version collects
 
-Contributions are keyed by (peer, base version) under one term. A stream that breaks midway leaves the chunks that were
-folded in (each chunk has its own weight), and a retry goes on with the next one; so no byte is needed twice and no
-chunk counts twice. A contribution whose payload never became whole is not a contributor: its tokens count as discarded.
+Contributions are keyed by (peer, base version) under one term; one that was merged is never merged again. How they come
+in depends on when a version closes:
+
+- at a barrier (no quorum) each chunk is folded in on arrival. A stream that breaks midway leaves the chunks that were
+  folded in (each chunk has its own weight), and a retry goes on with the next one; so no byte is needed twice and no
+  chunk counts twice. A contribution whose payload never became whole is not a contributor: its tokens count as
+  discarded.
+- with a quorum a version may close at any moment, so a payload is collected first and folded in at once (`staged`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from diloco.config import OuterConfig
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Contribution, Verdict
 
-__all__ = ["Close", "Syncer"]
+__all__ = ["SYNC", "Close", "Syncer"]
+
+SYNC = OuterConfig(method="diloco", sync_every=1)
+"""All expected peers at a barrier, and a Nesterov step per version."""
 
 
 @dataclass(frozen=True)
 class Close:
-    """Decision to make the next version out of these whole contributions; `missing` were expected and are left out."""
+    """Decision to make the next version out of these whole contributions; `missing` were expected and are left out.
+
+    `delay` is the number of contributions per momentum step, and `flush` says that it is due with this version (Delayed
+    Nesterov, arXiv 2401.09135, Algorithm 3).
+    """
 
     fragment: int
     base_version: int
     contributors: tuple[str, ...]
     tokens: int
     missing: tuple[str, ...]
+    delay: int = 1
+    flush: bool = True
 
 
 @dataclass
 class _Offer:
+    base_version: int
     tokens: int
+    steps: int
     chunks: int = 0
     whole: bool = False
     polled: int = 0  # chunks at the last poll
@@ -39,56 +56,88 @@ class _Offer:
 
 
 class Syncer:
-    """State of the fragment's next version under the `sync` policy: close when every expected peer has arrived.
+    """State of the fragment's next version.
 
-    A peer is expected while it is alive and gets on: its inner steps or its chunks do (see `Member.stalled`). So nobody
-    waits for the dead, nor for one that stopped, and there is no fixed round time-out to tune.
+    At a barrier a peer is expected while it is alive and gets on: its inner steps or its chunks do (see
+    `Member.stalled`). So nobody waits for the dead, nor for one that stopped, and there is no fixed round time-out to
+    tune. With a quorum, nobody is waited for longer than the grace period.
     """
 
-    def __init__(self, fragment: int, term: int, version: int) -> None:
+    def __init__(self, fragment: int, term: int, version: int, settings: OuterConfig = SYNC) -> None:
         self.fragment = fragment
         self.term = term
         self.version = version
-        self._offers: dict[str, _Offer] = {}
-        self._unit_tokens = 0
+        self.staged = settings.quorum is not None
         self.last_contributors: frozenset[str] = frozenset()
+        self.grace_until: float | None = None
+        self._settings = settings
+        self._offers: dict[str, _Offer] = {}
+        self._merged: dict[str, int] = {}  # peer -> base version of its newest merged contribution
+        self._unit = 0.0
         self._closing = False
+        self._pushes = 0  # contributions since the last momentum step
+        self._delay = 0
+
+    # -- contributions ------------------------------------------------------------------------------------------------
 
     def offer(self, peer: str, header: Contribution) -> Verdict:
         """Judge a contribution by its header. Never raises: a wrong one is refused with the reason."""
         known = self._offers.get(peer)
         whole = known is not None and known.whole
+        merged = self._merged.get(peer, -1) >= header.base_version
+        stale = self.version - header.base_version
         reason = ""
         if header.term != self.term:
             reason = f"fragment {self.fragment} is under term {self.term}, not {header.term}"
-        elif header.base_version < self.version:
+        elif merged:
+            reason = (
+                f"the contribution from version {header.base_version} of fragment {self.fragment} is merged already"
+            )
+        elif stale > self._settings.staleness_limit:
             reason = f"fragment {self.fragment} is at version {self.version}, past base version {header.base_version}"
-        elif header.base_version > self.version:
+        elif stale < 0:
             reason = f"fragment {self.fragment} is at version {self.version}, {header.base_version} is in the future"
-        elif self._closing and not whole:
+        elif self._closing and not whole and not self.staged:
             reason = f"fragment {self.fragment} is closing version {self.version + 1} without this contribution"
-        elif known is not None and whole and known.tokens != header.tokens:
+        elif known is not None and whole and (known.tokens, known.base_version) != (header.tokens, header.base_version):
             reason = f"a contribution of {known.tokens} tokens is here already, this one claims {header.tokens}"
         if reason:
-            return Verdict(accepted=False, reason=reason, version=self.version, term=self.term)
+            return Verdict(accepted=False, reason=reason, version=self.version, term=self.term, merged=merged)
         if known is None:
-            known = self._offers[peer] = _Offer(header.tokens)
-            self._unit_tokens = self._unit_tokens or header.tokens
-        known.tokens = header.tokens  # other tokens come from a peer that restarted; each chunk has a weight of its own
+            known = self._offers[peer] = _Offer(header.base_version, header.tokens, header.steps)
+        # Other numbers come from a peer that restarted; each chunk has a weight of its own.
+        known.base_version, known.tokens, known.steps = header.base_version, header.tokens, header.steps
+        self._unit = self._unit or self._raw_weight(known)
         return Verdict(accepted=True, first_chunk=known.chunks, version=self.version, term=self.term)
 
     def weight(self, peer: str) -> float:
-        """Weight of this peer's contribution: its tokens over those of the first contribution to this version.
+        """Weight of this peer's contribution, over that of the first contribution to this version.
 
         Equal contributions so have weight 1, and sums of 4- and 8-bit payloads are exact in fp32, in any order of
-        arrival.
+        arrival. (`tokens2_per_step`: Decoupled DiLoCo, arXiv 2604.21428.)
         """
-        return self._offers[peer].tokens / self._unit_tokens
+        return self._raw_weight(self._offers[peer]) / self._unit
+
+    def discount(self, peer: str) -> float:
+        """What staleness leaves of this peer's contribution: (1 + s) ** -exponent (arXiv 2401.09135, section 4)."""
+        stale = self.version - self._offers[peer].base_version
+        return float((1 + stale) ** -self._settings.staleness_exponent)
+
+    def _raw_weight(self, offer: _Offer) -> float:
+        match self._settings.weights:
+            case "tokens":
+                return float(offer.tokens)
+            case "tokens2_per_step":
+                return offer.tokens**2 / offer.steps
+            case _:
+                return 1.0
 
     def wants(self, peer: str, chunk: int) -> bool:
         """Whether this chunk may be folded in; not when the version closed meanwhile, nor when it was folded before."""
         offer = self._offers.get(peer)
-        return offer is not None and not self._closing and chunk == offer.chunks
+        if offer is None or self._closing or chunk != offer.chunks:
+            return False
+        return self.version - offer.base_version <= self._settings.staleness_limit
 
     def folded(self, peer: str) -> None:
         """The next chunk of this peer is folded in."""
@@ -100,26 +149,64 @@ class Syncer:
         if offer is not None and not self._closing:
             offer.whole = True
 
-    def poll(self, members: Mapping[str, Member], now: float) -> Close | None:
-        """Decide whether to close.
+    # -- closing ------------------------------------------------------------------------------------------------------
+
+    def poll(self, members: Mapping[str, Member], now: float, sync_s: float = 0.0) -> Close | None:
+        """Decide whether to close; `grace_until` says when to ask again if nothing else happens.
 
         Args:
             members: the live peers by id; this peer is one of them, for it waits for itself like for any other.
             now: seconds of a monotonic clock.
+            sync_s: measured seconds from a decision to close to its publication.
         """
+        if self._closing:
+            return None
         for offer in self._offers.values():
             if offer.chunks > offer.polled:
                 offer.polled, offer.progress_at = offer.chunks, now
         whole = {peer for peer, offer in self._offers.items() if offer.whole}
-        if self._closing or not whole:
+        if not whole or not self._enough(whole, members, now, sync_s):
             return None
         expected = {peer for peer, member in members.items() if self._expected(member, now)}
-        if expected - whole:
+        if expected - whole and not (self.grace_until is not None and now >= self.grace_until):
             return None
+        return self._close(whole, members)
+
+    def _enough(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> bool:
+        """Whether the quorum is there; its grace period then begins. Without a quorum, only who is expected counts."""
+        quorum = self._settings.quorum
+        if quorum is None:
+            return True
+        if len(whole) < min(quorum, _active(members)):
+            return False
+        if self.grace_until is None:
+            self.grace_until = now + self._grace_s(members, sync_s)
+        return True
+
+    def _grace_s(self, members: Mapping[str, Member], sync_s: float) -> float:
+        """Fixed, or a part of what the overlap leaves: nobody's inner steps wait (arXiv 2604.21428: slack)."""
+        settings = self._settings
+        if not settings.grace_slack:
+            return settings.grace_s
+        paces = [m.status.steps_per_s for m in members.values() if m.trains and m.status.steps_per_s > 0]
+        step_s = 1.0 / max(paces) if paces else 0.0
+        return max(0.0, settings.grace_slack * (settings.overlap * step_s - sync_s))
+
+    def _close(self, whole: set[str], members: Mapping[str, Member]) -> Close:
         self._closing = True
-        missing = (self.last_contributors | set(self._offers)) - whole
+        missing = (self.last_contributors | set(self._offers)) - whole if self._settings.quorum is None else set()
         tokens = sum(self._offers[peer].tokens for peer in whole)
-        return Close(self.fragment, self.version, tuple(sorted(whole)), tokens, tuple(sorted(missing)))
+        contributors = tuple(sorted(whole))
+        close = Close(self.fragment, self.version, contributors, tokens, tuple(sorted(missing)))
+        return close if self._settings.optimizer == "nesterov" else self._delayed(close, members)
+
+    def _delayed(self, close: Close, members: Mapping[str, Member]) -> Close:
+        if self._pushes == 0:  # N changes between two momentum steps only
+            self._delay = self._settings.delay or _active(members)
+        self._pushes += len(close.contributors)
+        flush = self._pushes >= self._delay
+        self._pushes = 0 if flush else self._pushes
+        return replace(close, delay=self._delay, flush=flush)
 
     def _expected(self, member: Member, now: float) -> bool:
         status = member.status
@@ -129,15 +216,28 @@ class Syncer:
         if member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at):
             return False
         base = status.versions[self.fragment]
+        known = member.peer in self.last_contributors
+        if base == self.version:
+            # With staggered fragments a newcomer may have come too late for this version, so it counts from its first.
+            return known or not (self._settings.staggered and self.last_contributors)
         # Right after a publication the contributors' statuses still name the version before.
-        return base == self.version or (base == self.version - 1 and member.peer in self.last_contributors)
+        return known and base == self.version - 1
 
     def advance(self, version: int) -> None:
-        """The next version is published (or was caught up with): forget its contributions, collect the one after it."""
+        """The next version is published (or was caught up with): forget what is in it, collect the one after it."""
         published = version == self.version + 1 and self._closing
-        whole = (peer for peer, offer in self._offers.items() if offer.whole)
+        whole = {peer: offer for peer, offer in self._offers.items() if offer.whole}
         self.last_contributors = frozenset(whole if published else ())
+        if published:
+            self._merged |= {peer: offer.base_version for peer, offer in whole.items()}
         self.version = version
-        self._offers = {}
-        self._unit_tokens = 0
+        # What is still on its way is no part of the version that closed, unless its first chunks were.
+        self._offers = {p: o for p, o in self._offers.items() if self.staged and not o.whole}
+        self._unit = 0.0
         self._closing = False
+        self.grace_until = None
+
+
+def _active(members: Mapping[str, Member]) -> int:
+    """Peers that train, at least 1."""
+    return max(1, sum(m.trains and m.status.state not in ("starting", "leaving", "done") for m in members.values()))

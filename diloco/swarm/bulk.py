@@ -84,8 +84,8 @@ class BulkClient:
 
     async def contribute(
         self, lease: Lease, header: Contribution, seconds: Seconds
-    ) -> tuple[Verdict, FetchedRecord | None]:
-        """Send one contribution to the syncer and wait for the record.
+    ) -> tuple[Verdict, FetchedRecord | FetchedState | None]:
+        """Send one contribution to the syncer and wait for the record, or for the state when several versions passed.
 
         The wait has no time limit of its own: the caller ends it when the syncer is lost or loses its lease.
         """
@@ -103,10 +103,14 @@ class BulkClient:
             sent_at = asyncio.get_running_loop().time()
             message = await stream.receive(None)
             record_at = asyncio.get_running_loop().time()
-            record = await self._receive_record(stream, expect(message, Record))
+            update: FetchedRecord | FetchedState
+            if isinstance(message, Record):
+                update = await self._receive_record(stream, message)
+            else:
+                update = await self._receive_state(stream, lease.fragment, expect(message, StateHeader))
             seconds.comm = sent_at - begun_at + asyncio.get_running_loop().time() - record_at
             seconds.wait = record_at - sent_at
-            return verdict, record
+            return verdict, update
         finally:
             stream.close()
 
@@ -139,12 +143,17 @@ class BulkClient:
             if isinstance(answer, Record):
                 return await self._receive_record(stream, answer)
             header = expect(answer, StateHeader)
-            if header.fragment != fragment or (header.outer and not outer):
-                raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
-            vectors = [await self._receive_vector(stream, fragment) for _ in range(3 if header.outer else 1)]
-            return FetchedState(header, vectors[0], *(vectors[1:] if header.outer else (None, None)))
+            if header.outer and not outer:
+                raise PayloadError(f"asked for the anchor of fragment {fragment}, got its outer state too")
+            return await self._receive_state(stream, fragment, header)
         finally:
             stream.close()
+
+    async def _receive_state(self, stream: Stream, fragment: int, header: StateHeader) -> FetchedState:
+        if header.fragment != fragment:
+            raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
+        vectors = [await self._receive_vector(stream, fragment) for _ in range(3 if header.outer else 1)]
+        return FetchedState(header, vectors[0], *(vectors[1:] if header.outer else (None, None)))
 
     async def _receive_vector(self, stream: Stream, fragment: int) -> Tensor:
         vector = torch.empty(self._replica.fragments[fragment].numel)

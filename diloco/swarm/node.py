@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import DilocoError, SwarmError
 from diloco.outer.replica import Replica
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.messages import Message, State
 from diloco.protocol.peer import Peer
-from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, request_manifest
+from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, Seconds, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
-from diloco.swarm.rounds import Exchanged, Rounds
+from diloco.swarm.rounds import Count, Exchanged, Rounds
 from diloco.swarm.serve import BulkServer
+from diloco.swarm.snapshot import Saved
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from diloco.swarm.transport import Reader, Transport, Writer
 
@@ -105,10 +106,11 @@ class Node:
             trains=options.trains,
             min_peers=options.min_peers,
             newcomer=bool(transport.seeds),
+            outer=self.replica.settings,
         )
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
         self._server = BulkServer(self)
-        self._rounds = Rounds(self, self._client)
+        self.rounds = Rounds(self, self._client)
         await self._learn_terms()
         await transport.handle(BULK, self._serve)
         self._mesh = ControlMesh(
@@ -134,11 +136,11 @@ class Node:
         if transport.seeds:
             self.spawn(self._get_acquainted())
 
-    async def begin(self, sync_every: int) -> int:
+    async def begin(self) -> int | None:
         """Wait until this peer agrees with the swarm, then enter `training`.
 
-        Returns the inner steps of the first round; 0 when `interrupt` came first. The local parameters are the
-        anchors' afterwards.
+        Returns where in its cycle it begins; None when `interrupt` came first. The local parameters are the anchors'
+        afterwards.
         """
 
         def refused_or_may_train() -> bool:
@@ -148,39 +150,64 @@ class Node:
         if self._refusal is not None:
             raise SwarmError(self._refusal)
         if self._interrupted:
-            return 0
-        steps = self.protocol.first_steps(sync_every)
+            return None
+        position = self.protocol.first_position()
         await self.enter("training")
-        await self._rounds.load()
-        return steps
+        await self.rounds.load()
+        return position
 
-    async def exchange(self, steps: int, tokens: int, sync_every: int) -> Exchanged | None:
-        """Contribute the inner steps since the last exchange, adopt the updates, and load them into the parameters.
+    async def send(self, counts: Mapping[int, Count]) -> None:
+        """Begin to exchange fragments, given the inner steps and tokens of each since it was sent last."""
+        await self.rounds.send(counts)
+
+    async def receive(self, fragments: Sequence[int]) -> Exchanged | None:
+        """Wait for the updates of these fragments, and load them into the parameters; `send` came before.
 
         A peer that came too late for its round first gets in step with the others again. Returns None when `interrupt`
-        ended it.
+        ended it; nothing is under way then.
         """
-        exchange = asyncio.ensure_future(self._exchange(steps, tokens, sync_every))
-        exchange.add_done_callback(lambda _: self.notify())
-        await self.until(lambda: exchange.done() or self._interrupted)
-        if not exchange.done():
-            exchange.cancel()
-            await asyncio.wait({exchange})
-        return None if exchange.cancelled() else exchange.result()
-
-    async def _exchange(self, steps: int, tokens: int, sync_every: int) -> Exchanged:
-        outcome = await self._rounds.exchange(steps, tokens)
-        if not self.protocol.in_step(self.now()):
-            self.note("out_of_step", version=outcome.version)
-            begun_at = self.now()
-            await self.enter("starting")
-            await self.until(self.protocol.may_train)
-            outcome = replace(outcome, next_steps=self.protocol.first_steps(sync_every))
-            outcome.seconds.wait += self.now() - begun_at
         begun_at = self.now()
-        await self._rounds.load()
-        outcome.seconds.outer += self.now() - begun_at
-        return outcome
+        if not self.rounds.arrived(fragments):
+            await self.enter("exchanging")
+            await self.until(lambda: self._interrupted or self.rounds.arrived(fragments))
+        waited_s = self.now() - begun_at
+        position = 0
+        if not self._interrupted and not self.protocol.in_step(self.now()):
+            self.note("out_of_step", versions=list(self.protocol.versions))
+            await self.enter("starting")
+            await self.until(lambda: self._interrupted or self.protocol.may_train())
+            position = self.protocol.first_position()
+        if self._interrupted:
+            await self.rounds.cancel()
+            return None
+        discarded, seconds = self.rounds.take(fragments)
+        begun_at, in_step_s = self.now(), self.now() - begun_at - waited_s
+        await self.rounds.load(fragments if position == 0 else None, self.replica.settings.mixing)
+        # Only what the training loop waited for counts as its time; with overlap that is less than the exchange took.
+        comm_s = min(seconds.comm, waited_s)
+        spent = Seconds(comm_s, waited_s - comm_s + in_step_s, self.now() - begun_at)
+        return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, discarded, spent, position)
+
+    async def exchange(self, steps: int, tokens: int) -> Exchanged | None:
+        """Send all fragments and receive them."""
+        fragments = range(len(self.replica.fragments))
+        await self.send(dict.fromkeys(fragments, (steps, tokens)))
+        return await self.receive(fragments)
+
+    async def show_anchors(self) -> None:
+        """The parameters become the anchors for a while, of which the protocol takes no notice."""
+        await self.rounds.show()
+
+    async def snapshot(self) -> Saved:
+        """What a checkpoint holds. At a barrier nothing moves meanwhile and the tensors are live, so write them before
+        going on; else they are copies.
+        """
+        return await self.rounds.snapshot(copies=not self.protocol.lockstep)
+
+    async def settle(self) -> int:
+        """At the very end, the local parameters become the anchors; returns their version."""
+        await self.rounds.load()
+        return min(self.rounds.loaded)
 
     def interrupt(self) -> None:
         """End the waiting of `begin` and `exchange`, now and later."""
@@ -194,12 +221,13 @@ class Node:
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""
         await self.enter("done" if finished else "leaving")
-        patience_s = LEAVE_FLOOR_S + 3 * self._rounds.longest_exchange_s
+        patience_s = LEAVE_FLOOR_S + 3 * self.rounds.longest_exchange_s
         if finished:
 
             def others_done() -> bool:
                 states = [m.status.state for m in self.protocol.members.all() if m.trains]
-                return all(state in ("leaving", "done") for state in states)
+                ended = all(state in ("leaving", "done") for state in states)
+                return ended and (self.protocol.lockstep or self.protocol.agrees_on_all())
 
             await self._until_or(others_done, patience_s, "the others to finish")
         else:
@@ -277,9 +305,11 @@ class Node:
                     self.replica.release(action.fragment)
                     self.records.pop(action.fragment, None)
                 case Merge():
-                    self.spawn(self._rounds.merge(action.close))
+                    self.spawn(self.rounds.merge(action.close))
+                case Wake():
+                    asyncio.get_running_loop().call_at(action.at, self._wake)
                 case CatchUp():
-                    self.spawn(self._rounds.catch_up(action.fragment, action.donors, action.outer))
+                    self.spawn(self.rounds.catch_up(action.fragment, action.donors, action.outer))
         self._forget_records()
         self.notify()
 
@@ -326,6 +356,10 @@ class Node:
     def notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _wake(self) -> None:
+        if not self._closed:
+            self.do(self.protocol.tick(self.now()))
 
     def _heard(self, peer: str, message: Message) -> None:
         self.do(self.protocol.heard(peer, message, self.now()))

@@ -8,10 +8,15 @@ fragment that merges takes no chunks, and a peer that exchanges trains no furthe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from diloco.errors import PayloadError
+from diloco.outer.replica import OuterStep
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Record
@@ -20,6 +25,7 @@ from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState, Seconds
 from diloco.swarm.memory import short_lived
 from diloco.swarm.serve import Host
+from diloco.swarm.snapshot import Saved
 from diloco.swarm.streams import BROKEN
 
 __all__ = ["Exchanged", "Rounds"]
@@ -29,16 +35,28 @@ RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Outcome of one exchange: where the model is now, and whether this peer's contribution is in it.
+    """Outcome of one exchange: where the model is now, and tokens of this peer that are not in it.
 
-    `next_steps` are the inner steps of the next round, when it is not an ordinary one.
+    `version` is the lowest of all fragments that the local parameters started from. `position` is where in its cycle
+    this peer goes on, after it had to get in step with the others anew.
     """
 
     version: int
     applied_tokens: int
-    discarded: bool
+    discarded_tokens: int
     seconds: Seconds
-    next_steps: int | None = None
+    position: int = 0
+
+
+class Flight(NamedTuple):
+    """An exchange of one fragment that is over."""
+
+    exchange: Exchange
+    seconds: Seconds
+
+
+Count = tuple[int, int]
+"""Inner steps and tokens."""
 
 
 class Rounds:
@@ -49,16 +67,43 @@ class Rounds:
         self._client = client
         self.protocol = host.protocol
         self.replica = host.replica
+        self._settings = host.replica.settings
         self.longest_exchange_s = 0.0
         self._moving = [asyncio.Lock() for _ in self.replica.fragments]  # who holds it reads or writes the anchor
-        self._loaded = list(self.protocol.versions)  # which anchors the local parameters started from
+        self.loaded = list(self.protocol.versions)  # which anchors the local parameters started from
+        self._flights: dict[int, asyncio.Task[Flight]] = {}
 
-    async def load(self) -> None:
-        """The local parameters become the anchors as they are now."""
+    async def load(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
+        """The local parameters of these fragments (all by default) become the anchors as they are now."""
+        for fragment in range(len(self._moving)) if fragments is None else fragments:
+            async with self._moving[fragment]:
+                await asyncio.to_thread(self.replica.load_local_, [fragment], mixing)
+                self.loaded[fragment] = self.protocol.versions[fragment]
+
+    async def show(self) -> None:
+        """The parameters become the anchors, but are not counted as loaded."""
         for fragment, moving in enumerate(self._moving):
             async with moving:
-                await asyncio.to_thread(self.replica.load_local_, [fragment])
-                self._loaded[fragment] = self.protocol.versions[fragment]
+                await asyncio.to_thread(self.replica.show_anchor_, fragment)
+
+    async def snapshot(self, copies: bool) -> Saved:
+        """Anchors, outer states and residuals with their versions, each fragment at one moment."""
+        protocol, replica = self.protocol, self.replica
+
+        def kept(tensor: Tensor) -> Tensor:
+            return tensor.clone() if copies else tensor
+
+        anchors, versions, outer = [], [], {}
+        for fragment, moving in enumerate(self._moving):
+            async with moving:
+                anchors.append(kept(replica.anchors[fragment]))
+                versions.append(protocol.versions[fragment])
+                if fragment in replica.outer:
+                    state = replica.outer[fragment]
+                    outer[fragment] = (kept(state.master), kept(state.momentum))
+        terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
+        residuals = {fragment: kept(residual) for fragment, residual in replica.residuals.items()}
+        return Saved(anchors, versions, terms, protocol.applied_tokens, outer, residuals)
 
     async def merge(self, close: Close) -> None:
         """Make the next version out of what was collected, unless the syncer caught up with a later one meanwhile."""
@@ -66,6 +111,7 @@ class Rounds:
         async with self._moving[close.fragment]:
             if self.protocol.syncers.get(close.fragment) is not syncer or syncer.version != close.base_version:
                 return
+            self._about_to_move(close.fragment)
             done = await self._merge(close, syncer)
         if not done:
             lease = self.protocol.leases.get(close.fragment)
@@ -76,12 +122,13 @@ class Rounds:
         """False when the lease was lost while the anchor was moved."""
         fragment, before = close.fragment, self.protocol.digests[close.fragment]
         update = short_lived(self.replica.update_nbytes(fragment))
+        step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
 
         def work() -> str:
             at = 0
             for chunk, (start, stop) in enumerate(self.replica.chunks[fragment]):
                 size = self.replica.down.nbytes(stop - start)
-                self.replica.merge_chunk_(fragment, chunk, update[at : at + size])
+                self.replica.merge_chunk_(fragment, chunk, step, update[at : at + size])
                 at += size
             return self.replica.digest(fragment)
 
@@ -137,6 +184,7 @@ class Rounds:
                 raise PayloadError(
                     f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
                 )
+            self._about_to_move(fragment)
             digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update)
             self._moved(fragment, header.version, digest, header.applied_tokens)
         if digest != header.digest:
@@ -158,10 +206,16 @@ class Rounds:
             self._check_free(fragment)
             if header.version < self.protocol.versions[fragment] + (fragment in self.protocol.syncers):
                 raise PayloadError(f"version {header.version} is not newer than what is here")
+            self._about_to_move(fragment)
             self.replica.anchors[fragment].copy_(state.anchor)
             if state.master is not None and state.momentum is not None:
                 self.replica.hold(fragment, state.master, state.momentum)
             self._moved(fragment, header.version, digest, header.applied_tokens, outer=state.master is not None)
+
+    def _about_to_move(self, fragment: int) -> None:
+        """Where a contribution may be late, what was learned from this anchor still counts when it has moved on."""
+        if self._settings.staleness_limit and self.protocol.trains and fragment not in self._flights:
+            self.replica.keep_base(fragment)
 
     def _check_free(self, fragment: int) -> None:
         if self.protocol.merging(fragment):
@@ -177,21 +231,54 @@ class Rounds:
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
-    async def exchange(self, steps: int, tokens: int) -> Exchanged:
+    async def send(self, counts: Mapping[int, Count]) -> None:
+        """Begin to exchange these fragments, whose inner steps and tokens since the last time are given.
+
+        When training goes on meanwhile, or the codec's loss is kept, the pseudo-gradients are captured first.
+        """
+        for fragment, (steps, tokens) in counts.items():
+            limit = self._settings.staleness_limit
+            exchange = Exchange(
+                fragment, self.loaded[fragment], steps, tokens, self.protocol.manifest_hash, staleness_limit=limit
+            )
+            if self._settings.overlap or self._settings.error_feedback:
+                async with self._moving[fragment]:
+                    await asyncio.to_thread(self.replica.capture, fragment)
+            flight = asyncio.ensure_future(self._fly(exchange))
+            flight.add_done_callback(lambda _: self._host.notify())
+            self._flights[fragment] = flight
+
+    async def _fly(self, exchange: Exchange) -> Flight:
         begun_at = self._host.now()
-        self._host.do(self.protocol.enter("exchanging", begun_at))
-        exchanges = [
-            Exchange(fragment, version, steps, tokens, self.protocol.manifest_hash)
-            for fragment, version in enumerate(self._loaded)
-        ]
-        seconds = await asyncio.gather(*(self._exchange_fragment(exchange) for exchange in exchanges))
+        seconds = await self._exchange_fragment(exchange)
+        self.replica.release_capture(exchange.fragment)
         self.longest_exchange_s = max(self.longest_exchange_s, self._host.now() - begun_at)
-        discarded = exchanges[CONTROL_FRAGMENT].discarded
-        if discarded:
-            self._host.note("discarded", tokens=tokens, base_version=exchanges[CONTROL_FRAGMENT].base_version)
-        version = self.protocol.versions[CONTROL_FRAGMENT]
-        longest = max(seconds, key=lambda s: s.comm + s.wait)  # the fragments travel side by side
-        return Exchanged(version, self.protocol.applied_tokens, discarded, longest)
+        return Flight(exchange, seconds)
+
+    def arrived(self, fragments: Sequence[int]) -> bool:
+        """Whether the exchanges of these fragments are over; raises what one of them failed with."""
+        return all(self._flights[f].done() and self._flights[f].result() is not None for f in fragments)
+
+    def take(self, fragments: Sequence[int]) -> tuple[int, Seconds]:
+        """End the exchanges of these fragments, which are over: discarded tokens, and where the time went."""
+        flights = [self._flights.pop(fragment).result() for fragment in fragments]
+        discarded = 0
+        for exchange, _ in flights:
+            if exchange.fragment == CONTROL_FRAGMENT and exchange.discarded:
+                discarded = exchange.tokens
+                self._host.note("discarded", tokens=exchange.tokens, base_version=exchange.base_version)
+        return discarded, max((f.seconds for f in flights), key=lambda s: s.comm + s.wait)  # they travel side by side
+
+    async def cancel(self) -> None:
+        """Give up what is under way."""
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        if flights:
+            await asyncio.wait(flights)
+        for fragment in self._flights:
+            self.replica.release_capture(fragment)
+        self._flights = {}
 
     async def _exchange_fragment(self, exchange: Exchange) -> Seconds:
         protocol, fragment, seconds, retry_at = self.protocol, exchange.fragment, Seconds(), 0.0
@@ -208,10 +295,10 @@ class Rounds:
                     await self._host.pause(RETRY_S)
                 case Step.CONTRIBUTE:
                     assert lease is not None
+                    retry_at = self._host.now() + RETRY_S
                     if lease.holder == protocol.me:
                         await self._contribute_own(exchange, lease, seconds)
                     else:
-                        retry_at = self._host.now() + RETRY_S
                         await self._contribute(exchange, lease, seconds)
 
     def _live_lease(self, fragment: int) -> Lease | None:
@@ -227,24 +314,59 @@ class Rounds:
             exchange.refused(verdict, lease)
             await self._host.pause(RETRY_S)
             return
-        for chunk in range(verdict.first_chunk, len(self.replica.chunks[fragment])):
+        base_version = self.protocol.versions[fragment]
+        if verdict.first_chunk == len(self._chunks(fragment)):
+            folded = True  # before something interrupted the waiting
+        elif syncer.staged:
+            async with self._moving[fragment]:
+                base_version = self.protocol.versions[fragment]
+                folded = self.fold_whole(syncer, me, [self.replica.encode(fragment, c) for c in self._chunks(fragment)])
+        else:
+            folded = await self._fold_own(syncer, verdict.first_chunk)
+        if folded:
+            self._host.do(self.protocol.arrived(me, fragment, self._host.now()))
+        elif syncer.staged:
+            return
+        waiting_since = self._host.now()
+        await self._host.until(
+            lambda: self.protocol.versions[fragment] > base_version or self.protocol.syncers.get(fragment) is not syncer
+        )
+        seconds.wait += self._host.now() - waiting_since
+        if syncer.version == base_version + 1:
+            exchange.recorded(syncer.last_contributors, me)
+
+    async def _fold_own(self, syncer: Syncer, first_chunk: int) -> bool:
+        """Own chunks, one by one; False when the version closed meanwhile."""
+        me, fragment = self.protocol.me, syncer.fragment
+        for chunk in range(first_chunk, len(self.replica.chunks[fragment])):
             if not syncer.wants(me, chunk):
-                break
+                return False
             self.replica.fold_own(fragment, chunk, syncer.weight(me))
             syncer.folded(me)
             await asyncio.sleep(0)  # lets the others' chunks in
-        else:
-            self._host.do(self.protocol.arrived(me, fragment, self._host.now()))
-        waiting_since = self._host.now()
-        await self._host.until(
-            lambda: (
-                self.protocol.versions[fragment] > exchange.base_version
-                or self.protocol.syncers.get(fragment) is not syncer
-            )
-        )
-        seconds.wait += self._host.now() - waiting_since
-        if syncer.version == exchange.base_version + 1:
-            exchange.recorded(syncer.last_contributors, me)
+        return True
+
+    def _chunks(self, fragment: int) -> range:
+        return range(len(self.replica.chunks[fragment]))
+
+    def fold_whole(self, syncer: Syncer, peer: str, payloads: Sequence[Tensor]) -> bool:
+        """A contribution that was collected first; False when the syncer does not want it any more.
+
+        Everything is checked before anything is folded: `PayloadError` changes nothing.
+        """
+        if not syncer.wants(peer, 0):
+            return False
+        scratch = torch.empty(max(stop - start for start, stop in self.replica.chunks[syncer.fragment]))
+        for (start, stop), payload in zip(self.replica.chunks[syncer.fragment], payloads, strict=True):
+            self.replica.up.decode(payload, scratch[: stop - start])
+        for chunk, payload in enumerate(payloads):
+            self.replica.fold(syncer.fragment, chunk, payload, syncer.weight(peer), syncer.discount(peer))
+            syncer.folded(peer)
+        return True
+
+    def moving(self, fragment: int) -> asyncio.Lock:
+        """Who holds it may read or write the anchor and the sum of a fragment."""
+        return self._moving[fragment]
 
     async def _contribute(self, exchange: Exchange, lease: Lease, seconds: Seconds) -> None:
         sending = asyncio.ensure_future(self._client.contribute(lease, exchange.header(lease), seconds))
@@ -260,12 +382,15 @@ class Rounds:
                 sending.cancel()
                 exchange.broke(lease)
                 return
-            verdict, record = sending.result()
+            verdict, update = sending.result()
             if not verdict.accepted:
                 exchange.refused(verdict, lease)
-            if record is not None:
-                exchange.recorded(record.header.contributors, self.protocol.me)
-                await self._adopt_record(record)
+            if isinstance(update, FetchedRecord):
+                exchange.recorded(update.header.contributors, self.protocol.me)
+                await self._adopt_record(update)
+            elif update is not None:
+                exchange.merged()
+                await self._adopt_state(update)
         except (*BROKEN, PayloadError) as error:
             self._host.note(
                 "contribution_broke",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -13,7 +13,9 @@ from diloco.protocol.messages import State
 from diloco.protocol.peer import Peer
 from diloco.swarm.daemon import Libp2p
 from diloco.swarm.memory import give_back
-from diloco.swarm.node import Exchanged, Node, NodeOptions, OnEvent
+from diloco.swarm.node import Node, NodeOptions, OnEvent
+from diloco.swarm.rounds import Count, Exchanged
+from diloco.swarm.snapshot import Saved
 from diloco.swarm.streams import Traffic
 from diloco.swarm.transport import Transport
 
@@ -70,16 +72,39 @@ class NodeRunner:
         self._thread.start()
         self.call(self.node.start())
 
-    def begin(self, sync_every: int) -> int:
+    def begin(self) -> int | None:
         """As `Node.begin`."""
-        return self.call(self.node.begin(sync_every))
+        return self.call(self.node.begin())
 
-    def exchange(self, steps: int, tokens: int, sync_every: int) -> Exchanged | None:
-        """As `Node.exchange`."""
+    def send(self, counts: Mapping[int, Count]) -> None:
+        """As `Node.send`."""
         give_back()  # where gradients were, there is room now
-        outcome = self.call(self.node.exchange(steps, tokens, sync_every))
+        self.call(self.node.send(counts))
+
+    def receive(self, fragments: Sequence[int]) -> Exchanged | None:
+        """As `Node.receive`."""
+        outcome = self.call(self.node.receive(fragments))
         give_back()
         return outcome
+
+    def exchange(self, steps: int, tokens: int) -> Exchanged | None:
+        """As `Node.exchange`."""
+        give_back()
+        outcome = self.call(self.node.exchange(steps, tokens))
+        give_back()
+        return outcome
+
+    def show_anchors(self) -> None:
+        """As `Node.show_anchors`."""
+        self.call(self.node.show_anchors())
+
+    def snapshot(self) -> Saved:
+        """As `Node.snapshot`."""
+        return self.call(self.node.snapshot())
+
+    def settle(self) -> int:
+        """As `Node.settle`."""
+        return self.call(self.node.settle())
 
     def interrupt(self) -> None:
         """As `Node.interrupt`, before and after `start` too."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.replica import Replica
@@ -21,12 +23,20 @@ from diloco.protocol.messages import (
     StateRequest,
 )
 from diloco.protocol.peer import Peer
+from diloco.protocol.syncer import Syncer
 from diloco.swarm.bulk import FetchedRecord, refuse, send_record, send_state
 from diloco.swarm.streams import BROKEN, Stream
 
 __all__ = ["BulkServer", "Host"]
 
 logger = logging.getLogger(__name__)
+
+
+class RoundsOf(Protocol):
+    """What the answering side needs of the side that moves anchors."""
+
+    def moving(self, fragment: int) -> asyncio.Lock: ...
+    def fold_whole(self, syncer: Syncer, peer: str, payloads: Sequence[Tensor]) -> bool: ...
 
 
 class Host(Protocol):
@@ -37,6 +47,8 @@ class Host(Protocol):
     records: dict[int, FetchedRecord]
     manifest_text: str
 
+    @property
+    def rounds(self) -> RoundsOf: ...
     def now(self) -> float: ...
     def note(self, kind: str, **fields: object) -> None: ...
     def do(self, actions: list[Action]) -> None: ...
@@ -92,25 +104,54 @@ class BulkServer:
             return
         await stream.send(verdict)
         syncer = host.protocol.syncers[fragment]
-        for chunk in range(verdict.first_chunk, len(host.replica.chunks[fragment])):
+        base_version = host.protocol.versions[fragment]
+        if verdict.first_chunk == len(host.replica.chunks[fragment]):
+            pass  # it is here already, from a stream that broke later
+        elif syncer.staged:
+            base_version = await self._collect(stream, syncer)
+        else:
+            await self._fold(stream, syncer, header, verdict.first_chunk)
+        host.do(host.protocol.arrived(stream.peer, fragment, host.now()))
+        await stream.send(Receipt())
+
+        def settled() -> bool:
+            published = host.protocol.versions[fragment] > base_version
+            return published or host.protocol.syncers.get(fragment) is not syncer
+
+        await host.until(settled)
+        record = host.records.get(fragment)
+        if record is not None and record.header.version == header.base_version + 1:
+            await send_record(stream, record, host.replica)
+        elif syncer.staged and host.protocol.syncers.get(fragment) is syncer:
+            await self._send_state(stream, fragment)
+        else:
+            raise PayloadError(f"fragment {fragment} has another syncer now")
+
+    async def _collect(self, stream: Stream, syncer: Syncer) -> int:
+        """Receive a contribution whole and fold it in at once; returns the version that it did not see."""
+        host, fragment = self._host, syncer.fragment
+        payloads = []
+        for chunk in range(len(host.replica.chunks[fragment])):
+            payloads.append(torch.empty(host.replica.payload_nbytes(fragment, chunk), dtype=torch.uint8))
+            await stream.receive_payload(payloads[-1])
+        async with host.rounds.moving(fragment):
+            version = host.protocol.versions[fragment]
+            if host.protocol.syncers.get(fragment) is not syncer:
+                raise PayloadError(f"fragment {fragment} has another syncer now")
+            if not host.rounds.fold_whole(syncer, stream.peer, payloads):
+                raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
+            return version
+
+    async def _fold(self, stream: Stream, syncer: Syncer, header: Contribution, first_chunk: int) -> None:
+        """Receive a contribution and fold it in chunk by chunk."""
+        host, fragment = self._host, syncer.fragment
+        for chunk in range(first_chunk, len(host.replica.chunks[fragment])):
             payload = torch.empty(host.replica.payload_nbytes(fragment, chunk), dtype=torch.uint8)
             await stream.receive_payload(payload)
             if host.protocol.syncers.get(fragment) is not syncer or not syncer.wants(stream.peer, chunk):
                 raise PayloadError(f"version {header.base_version + 1} of fragment {fragment} closed meanwhile")
             host.replica.fold(fragment, chunk, payload, syncer.weight(stream.peer))
             syncer.folded(stream.peer)
-        host.do(host.protocol.arrived(stream.peer, fragment, host.now()))
-        await stream.send(Receipt())
-
-        def settled() -> bool:
-            published = host.protocol.versions[fragment] > header.base_version
-            return published or host.protocol.syncers.get(fragment) is not syncer
-
-        await host.until(settled)
-        record = host.records.get(fragment)
-        if record is None or record.header.version != header.base_version + 1:
-            raise PayloadError(f"fragment {fragment} has another syncer now")
-        await send_record(stream, record, host.replica)
 
     async def _state(self, stream: Stream, request: StateRequest) -> None:
         host, fragment = self._host, request.fragment
@@ -123,7 +164,17 @@ class BulkServer:
         if record is not None and record.header.version == request.have_version + 1 and not request.outer:
             await send_record(stream, record, host.replica)
             return
-        outer = host.replica.outer.get(fragment) if request.outer and host.protocol.state == "leaving" else None
+        await self._send_state(stream, fragment, outer=request.outer and host.protocol.state == "leaving")
+
+    async def _send_state(self, stream: Stream, fragment: int, outer: bool = False) -> None:
+        host = self._host
+        async with host.rounds.moving(fragment):
+            header, vectors = self._copy_state(fragment, outer)
+        await send_state(stream, header, vectors, host.replica)
+
+    def _copy_state(self, fragment: int, with_outer: bool) -> tuple[StateHeader, list[Tensor]]:
+        host = self._host
+        outer = host.replica.outer.get(fragment) if with_outer else None
         vectors = [host.replica.anchors[fragment].clone()]  # a copy, for the anchor moves on while a slow peer reads
         if outer is not None:
             vectors += [outer.master.clone(), outer.momentum.clone()]
@@ -134,7 +185,7 @@ class BulkServer:
             applied_tokens=host.protocol.applied_tokens,
             outer=outer is not None,
         )
-        await send_state(stream, header, vectors, host.replica)
+        return header, vectors
 
 
 async def _quietly(work: Awaitable[None]) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,10 +29,12 @@ from diloco.config import Config, Manifest, OuterConfig, SwarmConfig, flatten
 from diloco.errors import ConfigError, PayloadError
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
+from diloco.outer.rates import dylu_steps
 from diloco.outer.replica import Replica
 from diloco.protocol.schedule import Schedule
 from diloco.swarm.node import NodeOptions
 from diloco.swarm.runner import NodeRunner
+from diloco.swarm.snapshot import Saved
 from diloco.train.island import Island
 from diloco.train.summary import Phases
 
@@ -40,16 +42,7 @@ __all__ = ["Attachment", "Saved", "Swarm"]
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Saved:
-    """What a peer needs to go on where it stopped: anchors (flat fp32) and their versions, and outer states it held."""
-
-    anchors: Sequence[Tensor]
-    versions: Sequence[int]
-    terms: Sequence[int]
-    applied_tokens: int
-    outer: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # fragment -> master, momentum
+DYLU_FLOOR = 5  # inner steps (arXiv 2401.09135, the authors' code)
 
 
 class Swarm:
@@ -237,14 +230,17 @@ class Attachment:
         self.parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
         self.version = saved.versions[0] if saved else 0
         self.applied_tokens = saved.applied_tokens if saved else 0
-        self._schedule = Schedule(swarm.outer.fragments, swarm.outer.sync_every)
+        outer = swarm.outer
+        self._schedule = Schedule(outer.fragments, outer.sync_every, outer.staggered, outer.overlap)
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = False
         self.interrupted = self._asked_to_stop = False
         self.node: NodeRunner | None = None
         self._optimizer = optimizer
-        self._round_tokens = self._counted_tokens = 0
-        self._round_began_at = 0.0
+        self._counted_tokens = 0
+        self._sent = [(0, 0)] * outer.fragments  # steps and tokens when each fragment was sent last
+        self._paced = (0, 0.0)
+        self._steps_per_s = 0.0
         self._hook: Any = None
         if island.leads:
             self.node = self._make_node(saved)
@@ -252,13 +248,14 @@ class Attachment:
     def _make_node(self, saved: Saved | None) -> NodeRunner:
         outer = self.swarm.outer
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
-        fragments = partition(numels, outer.fragments)
-        replica = Replica(self.parameters, fragments, outer.codec_up, outer.codec_down, outer.lr, outer.momentum)
+        fragments = partition(numels, outer.fragments, outer.pattern)
+        replica = Replica(self.parameters, fragments, outer)
         if saved is not None:
             for fragment, anchor in enumerate(saved.anchors):
                 replica.anchors[fragment].copy_(anchor)
             for fragment, (master, momentum) in saved.outer.items():
                 replica.hold(fragment, master, momentum)
+            replica.residuals.update(saved.residuals)
         options = self.swarm.options(self.parameters, saved)
         return NodeRunner(options, replica, self.swarm.on_event)
 
@@ -283,6 +280,10 @@ class Attachment:
         try:
             if self.node is not None and (kind is None or not issubclass(kind, KeyboardInterrupt)):
                 self.node.leave(finished=kind is None and not self.interrupted)
+                if kind is None and not self.interrupted:
+                    self.version = self.node.settle()
+            if kind is None and not self.interrupted:
+                self.island.share_(self.parameters.values())
         finally:
             self.close()
 
@@ -294,14 +295,18 @@ class Attachment:
 
     def begin(self) -> None:
         """Wait for the swarm and adopt its anchor (second half of entering)."""
-        numbers: list[float] = [0, 0, 0]
+        numbers: list[float] = [0, 0, 0, 0]
         if self.node is not None:
-            steps = self.node.begin(self.swarm.outer.sync_every)
-            numbers = [steps, self.node.protocol.versions[0], self.node.protocol.applied_tokens]
-        steps, version, applied = (int(number) for number in self.island.agree(numbers))
-        self.interrupted = steps == 0
+            position = self.node.begin()
+            if position is not None:
+                numbers = [1, position, min(self.node.protocol.versions), self.node.protocol.applied_tokens]
+        begun, position, version, applied = (int(number) for number in self.island.agree(numbers))
+        self.interrupted = not begun
         self.island.share_(self.parameters.values())
-        self._new_round(steps, version, applied)
+        self.version, self.applied_tokens = version, applied
+        self._schedule.begin(position)
+        self._sent = [(self.steps, self.tokens)] * self.swarm.outer.fragments
+        self._paced = (self.steps, time.monotonic())
 
     def close(self) -> None:
         """Drop out of the swarm without a word; for what failed."""
@@ -319,12 +324,16 @@ class Attachment:
 
     @property
     def inner_step(self) -> int:
-        """Inner steps since the last exchange."""
-        return self._schedule.inner_step
+        """Inner steps since the outer step `version`; with overlap it may be over `target_steps` for a while."""
+        overdue = (
+            self._schedule.fragments - 1 in self._schedule.flying
+            and self._schedule.inner_step <= self.swarm.outer.overlap
+        )
+        return self._schedule.inner_step + (self.target_steps if overdue else 0)
 
     @property
     def target_steps(self) -> int:
-        """Inner steps of the round under way."""
+        """Inner steps of the cycle under way."""
         return self._schedule.target_steps
 
     def count(self, tokens: int) -> None:
@@ -339,61 +348,99 @@ class Attachment:
         due = self._schedule.advance()
         self.steps += 1
         self.tokens += tokens
-        self._round_tokens += tokens
         self.exchanged = False
         if self.node is not None:
-            pace = self.inner_step / max(time.monotonic() - self._round_began_at, 1e-9)
-            self.node.progress(self.inner_step, self.target_steps, pace, self.tokens)
+            self._measure_pace()
+            self.node.progress(self._schedule.inner_step, self.target_steps, self._steps_per_s, self.tokens)
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
         (interrupted,) = self.island.agree([self._asked_to_stop])
         self.interrupted = bool(interrupted)
-        if due and not self.interrupted:
+        if (due.send or due.receive) and not self.interrupted:
+            self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
             with self.phases.during("comm"):
-                self._exchange()
+                if due.send:
+                    self._send(due.send)
+                if due.receive:
+                    self._receive(due.receive)
 
-    def _exchange(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
-        numbers: list[float] = [0, 0, 0, 0, 0]
+    def _measure_pace(self) -> None:
+        """Inner steps per second since the parameters were loaded last, without what was spent in exchanges."""
+        steps, at = self._paced
+        self._steps_per_s = (self.steps - steps) / max(time.monotonic() - at, 1e-9)
+
+    def _send(self, fragments: Sequence[int]) -> None:
+        now = (self.steps, self.tokens)
         if self.node is not None:
-            outcome = self.node.exchange(self.inner_step, self._round_tokens, self.swarm.outer.sync_every)
+            sent = {fragment: self._sent[fragment] for fragment in fragments}
+            self.node.send({f: (now[0] - steps, now[1] - tokens) for f, (steps, tokens) in sent.items()})
+        for fragment in fragments:
+            self._sent[fragment] = now
+
+    def _receive(self, fragments: Sequence[int]) -> None:
+        numbers: list[float] = [0] * 6
+        if self.node is not None:
+            outcome = self.node.receive(fragments)
             if outcome is not None:
                 self.phases.move("comm", "wait", outcome.seconds.wait)
                 self.phases.move("comm", "outer", outcome.seconds.outer)
-                numbers = [1, outcome.version, outcome.applied_tokens, outcome.discarded, outcome.next_steps or 0]
-        done, version, applied, discarded, steps = (int(number) for number in self.island.agree(numbers))
+                length = self._cycle_length()
+                numbers = [
+                    1,
+                    outcome.version,
+                    outcome.applied_tokens,
+                    outcome.discarded_tokens,
+                    outcome.position,
+                    length,
+                ]
+        done, version, applied, discarded, position, length = (int(number) for number in self.island.agree(numbers))
         if not done:
             self.interrupted = True
             return
         self.island.share_(self.parameters.values())
-        self.discarded_tokens += self._round_tokens if discarded else 0
-        self.exchanged = True
-        self._new_round(steps or None, version, applied)
+        self.discarded_tokens += discarded
+        self.exchanged = version > self.version
+        self.version, self.applied_tokens = version, applied
+        if position:
+            self._schedule.begin(position)
+        if self.swarm.outer.dylu:
+            self._schedule.next_cycle(length)
+        if not self.exchanged:
+            self.resume()
+
+    def _cycle_length(self) -> int:
+        """H, or fewer inner steps for a slow peer (DyLU)."""
+        outer = self.swarm.outer
+        if self.node is None or not outer.dylu:
+            return outer.sync_every
+        fastest = self.node.protocol.fastest_steps_per_s(self._steps_per_s)
+        return dylu_steps(self._steps_per_s, fastest, outer.sync_every, min(DYLU_FLOOR, outer.sync_every))
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """The parameters are the anchor inside; what is trained comes back afterwards. At a barrier they are equal."""
+        if self.node is None or (self.node.protocol.lockstep and not self.swarm.outer.mixing):
+            yield
+            return
+        local = {name: parameter.clone() for name, parameter in self.parameters.items()}
+        self.node.show_anchors()
+        try:
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(local[name])
 
     def resume(self) -> None:
-        """Enter the next round after whatever followed the exchange (evaluation, checkpoint)."""
+        """Go on training after whatever followed the exchange (evaluation, checkpoint)."""
         if self.node is not None:
             self.node.enter("training")
-        self._round_began_at = time.monotonic()
-
-    def _new_round(self, steps: int | None, version: int, applied_tokens: int) -> None:
-        self.version, self.applied_tokens = version, applied_tokens
-        self._schedule.begin(steps)
-        self._round_tokens = 0
-        self._round_began_at = time.monotonic()
+        self._paced = (self.steps, time.monotonic())
 
     # -- what can be saved --------------------------------------------------------------------------------------------
 
     def saved(self) -> Saved:
         """State at the last exchange, for a checkpoint; the tensors are live, so write them before going on."""
         assert self.node is not None
-        protocol, replica = self.node.protocol, self.node.replica
-        return Saved(
-            anchors=replica.anchors,
-            versions=list(protocol.versions),
-            terms=[protocol.leases.term(fragment) for fragment in range(len(protocol.versions))],
-            applied_tokens=protocol.applied_tokens,
-            outer={fragment: (outer.master, outer.momentum) for fragment, outer in replica.outer.items()},
-        )
+        return self.node.snapshot()
 
     def anchor_digest(self) -> str:
         """Digest of the whole anchor (hex); equal on all peers at equal version."""

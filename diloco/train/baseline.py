@@ -6,6 +6,8 @@ count as one outer step, so that budgets, evaluations and curves of both methods
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -61,6 +63,11 @@ class DataParallel:
     def count(self, tokens: int) -> None:
         """Tokens of the coming step, of this process."""
         self._counted_tokens += tokens
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """The parameters are what there is."""
+        yield
 
     def resume(self) -> None:
         """Nothing to announce."""

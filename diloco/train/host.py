@@ -37,8 +37,8 @@ class Host:
         outer = manifest.outer
         if outer.method != "diloco":
             raise ConfigError(f"outer.method={outer.method} has no swarm to host")
-        fragments = partition({key: p.numel() for key, p in parameters.items()}, outer.fragments)
-        replica = Replica(parameters, fragments, outer.codec_up, outer.codec_down, outer.lr, outer.momentum)
+        fragments = partition({key: p.numel() for key, p in parameters.items()}, outer.fragments, outer.pattern)
+        replica = Replica(parameters, fragments, outer)
         swarm = Swarm.of(config, manifest, identity_path(config, name), name, self._event)
         self.node = NodeRunner(swarm.options(parameters, None, trains=False), replica, self._event)
         torch.set_grad_enabled(False)

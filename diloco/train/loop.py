@@ -120,7 +120,7 @@ class Trainer:
 
     def evaluate(self) -> EvalResult:
         """Held-out loss of the anchor."""
-        with autocast(self.config, self.island.device):
+        with self.sync.anchored(), autocast(self.config, self.island.device):
             result = evaluate(self.model, self.holdout, self.config.inner.batch_size, self.island.device)
         self.eval_loss = result.loss
         if self.log is not None:

@@ -154,7 +154,7 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
     if config.run.lead:
         tell(trainer.status("evaluating"))
         # In the middle of a round the parameters are no anchor, and before the first there is nothing to show.
-        if sync.inner_step == 0 and sync.version > 0:
+        if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
             models.save(trainer.model, config.run.dir / "model", tokenizer)
     mine = _summary(trainer, config, time.monotonic() - began_at)

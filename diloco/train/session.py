@@ -1,8 +1,8 @@
 """What of a run survives the process: everything that must be restored lives in one checkpoint, and only here.
 
 Written at outer boundaries: anchors and their versions, outer states of the fragments held, inner optimizer, random
-generators, position in the data, counters. At a boundary the local parameters are the anchors, so they are not stored
-twice.
+generators, position in the data, counters. At a barrier the local parameters are the anchors, so they are not stored
+twice; where they differ (overlap, mixing, no barrier), a resumed peer goes on from the anchors.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Session:
             terms=state["terms"],
             applied_tokens=state["applied_tokens"],
             outer={fragment: (outer[f"{fragment}.master"], outer[f"{fragment}.momentum"]) for fragment in held},
+            residuals={int(name): residual for name, residual in self.checkpoint.tensors["residual"].items()},
         )
 
     def restore(self, sync: Sync, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream) -> None:
@@ -116,7 +117,7 @@ class Session:
             return
         inner, inner_json = flatten_optimizer(optimizer)
         rng, rng_json = rng_state()
-        anchors, outer, versions, terms = _swarm_tensors(sync, model)
+        anchors, outer, residuals, versions, terms = _swarm_tensors(sync, model)
         state: dict[str, Any] = {
             "manifest": self.config.manifest().to_json(),
             "versions": versions,
@@ -129,17 +130,21 @@ class Session:
             "seconds": {name: getattr(seconds, name) for name in ("compute", "wait", "comm", "outer")},
             "traffic": list(traffic),
         }
-        tensors = {"anchor": anchors, "outer": outer, "inner": inner, "rng": rng}
+        tensors = {"anchor": anchors, "outer": outer, "residual": residuals, "inner": inner, "rng": rng}
         self.store.save(sync.version, tensors, state)
         self.saved_version = sync.version
 
 
-def _swarm_tensors(sync: Sync, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int], list[int]]:
+Tensors = dict[str, Tensor]
+
+
+def _swarm_tensors(sync: Sync, model: nn.Module) -> tuple[Tensors, Tensors, Tensors, list[int], list[int]]:
     if isinstance(sync, DataParallel):
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}, {}, [sync.version], [0]
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}, {}, {}, [sync.version], [0]
     saved = sync.saved()
     anchors = {str(fragment): anchor for fragment, anchor in enumerate(saved.anchors)}
+    residuals = {str(fragment): residual for fragment, residual in saved.residuals.items()}
     outer = {}
     for fragment, (master, momentum) in saved.outer.items():
         outer[f"{fragment}.master"], outer[f"{fragment}.momentum"] = master, momentum
-    return anchors, outer, list(saved.versions), list(saved.terms)
+    return anchors, outer, residuals, list(saved.versions), list(saved.terms)

@@ -1,0 +1,145 @@
+"""What a contribution weighs, and averages that keep the length of what they average.
+
+    weight         contribution_weight() * staleness_discount()
+    plain mean     Codec.accumulate_() for each contribution, then mean_()
+    RDA            add_directions_() for each decoded contribution, then radial_directional_()
+
+Radial-directional averaging (Decoupled DiLoCo, arXiv 2604.21428): the mean direction with the mean norm,
+
+    (sum w |v| / sum w) * unit(sum w unit(v))
+
+so that the step does not shrink as 1 / sqrt(peers) when peers disagree, and the outer learning rate need not know how
+many they are. The paper takes it per tensor. We take it per *piece*, the part of a tensor that lies in one chunk: its
+norms are then known when the chunk arrives, nothing is kept beside the sum, and no norm that a peer claims has to be
+trusted. The plain mean is used for what is in no piece, as the paper does for embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError, PayloadError
+from diloco.outer.fragments import Fragment
+
+__all__ = ["add_directions_", "contribution_weight", "directional_pieces", "radial_directional_", "staleness_discount"]
+
+Piece = tuple[int, int]
+"""A half-open range of a chunk."""
+
+_SMALLEST_NORM = 2.0**-126
+"""Below it 1 / norm is not finite in fp32."""
+_CANCELLED = 2.0**-20
+"""A sum of directions shorter than this part of its weight is only what rounding left."""
+
+
+def contribution_weight(kind: str, tokens: int, steps: int) -> float:
+    """Weight of a contribution of that many tokens and inner steps, both at least 1.
+
+    "tokens": tokens. "uniform": 1. "tokens2_per_step": tokens * tokens / steps (Decoupled DiLoCo, arXiv 2604.21428):
+    of two peers with equal tokens, the one that took larger batches weighs more.
+
+    Raises PayloadError if there are no tokens or steps, and ConfigError for an unknown kind.
+    """
+    if tokens < 1 or steps < 1:
+        raise PayloadError(f"a contribution of {tokens} tokens in {steps} steps has no weight")
+    if kind == "tokens":
+        return float(tokens)
+    if kind == "uniform":
+        return 1.0
+    if kind == "tokens2_per_step":
+        return float(tokens) * tokens / steps
+    raise ConfigError(f"outer.weights: no rule {kind!r}; choose tokens, uniform, tokens2_per_step")
+
+
+def staleness_discount(staleness: int, exponent: float) -> float:
+    """Factor on the weight of a contribution that is `staleness` versions late: (1 + staleness) ** -exponent.
+
+    (Poly of Asynchronous Local-SGD, arXiv 2401.09135, with exponent 0.5.) The mean must be divided by the weights
+    without it: else it cancels where a version has one contribution, which is where it is needed.
+    """
+    assert staleness >= 0, f"staleness {staleness} is negative"
+    return float((1 + staleness) ** -exponent)
+
+
+def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]:
+    """The pieces of [start, stop) of a fragment, relative to start: one for each tensor that is no embedding."""
+    return [
+        (offset, offset + part.numel) for offset, part in fragment.locate(start, stop) if not _is_embedding(part.name)
+    ]
+
+
+@torch.no_grad()
+def add_directions_(total: Tensor, values: Tensor, pieces: Sequence[Piece], weight: float) -> list[float]:
+    """total += weight * unit(values) in every piece, and weight * values outside of them.
+
+    A norm below 2**-126 counts as zero, and the piece then adds nothing.
+
+    Args:
+        total: (n,) fp32, changed in place.
+        values: (n,) fp32, a decoded contribution, left as it is; magnitudes of at most `LIMIT`.
+        pieces: in order and disjoint.
+        weight: finite and not negative.
+
+    Returns:
+        weight * norm of each piece.
+    """
+    assert total.shape == values.shape, "total and values must have one shape"
+    norms = []
+    for start, stop in _outside(pieces, total.numel()):
+        total[start:stop].add_(values[start:stop], alpha=weight)
+    for start, stop in pieces:
+        norm = _norm(values[start:stop])
+        if norm < _SMALLEST_NORM:
+            norm = 0.0
+        else:  # weight / norm may exceed fp32, unit vectors do not
+            total[start:stop].add_(values[start:stop] / norm, alpha=weight)
+        norms.append(weight * norm)
+    return norms
+
+
+@torch.no_grad()
+def radial_directional_(total: Tensor, pieces: Sequence[Piece], weight_sum: float, norm_sums: Sequence[float]) -> None:
+    """Turns what `add_directions_` summed into the average, in place; (n,) fp32.
+
+    Directions that cancel each other give zeros: their unit vector would be rounding errors at full length.
+
+    Args:
+        total: (n,) fp32, changed in place.
+        pieces: those of `add_directions_`.
+        weight_sum: sum of the weights, finite and positive.
+        norm_sums: for each piece, the sum of what `add_directions_` returned.
+    """
+    assert 0 < weight_sum < float("inf"), f"total weight {weight_sum} is not positive"
+    for start, stop in _outside(pieces, total.numel()):
+        total[start:stop].div_(weight_sum)
+    for (start, stop), norm_sum in zip(pieces, norm_sums, strict=True):
+        norm = _norm(total[start:stop])
+        if norm < _CANCELLED * weight_sum:
+            total[start:stop].zero_()
+        else:
+            total[start:stop].mul_(norm_sum / weight_sum / norm)
+
+
+def _norm(x: Tensor) -> float:
+    """L2 norm in float64: squares of magnitudes up to LIMIT exceed fp32."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
+def _outside(pieces: Sequence[Piece], numel: int) -> Iterator[Piece]:
+    """The ranges of [0, numel) between the pieces."""
+    end = 0
+    for start, stop in pieces:
+        assert end <= start < stop <= numel, f"piece [{start}, {stop}) is empty, out of order or out of the chunk"
+        if end < start:
+            yield end, start
+        end = stop
+    if end < numel:
+        yield end, numel
+
+
+def _is_embedding(name: str) -> bool:
+    """By the names of Hugging Face models: embed_tokens, embeddings, wte, wpe."""
+    return any("embed" in component or component in ("wte", "wpe") for component in name.split("."))

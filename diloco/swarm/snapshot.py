@@ -1,0 +1,25 @@
+"""What of a node survives its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+__all__ = ["Saved"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a peer needs to go on where it stopped: anchors (flat fp32) and their versions, and outer states it held.
+
+    `residuals` are what error feedback still has to send, by fragment.
+    """
+
+    anchors: Sequence[Tensor]
+    versions: Sequence[int]
+    terms: Sequence[int]
+    applied_tokens: int
+    outer: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # fragment -> master, momentum
+    residuals: Mapping[int, Tensor] = field(default_factory=dict)

@@ -1,0 +1,84 @@
+"""Rates by version, by peers and by speed: their ends, their middles, and the figures of the papers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.outer.optimizer import nesterov_
+from diloco.outer.rates import dylu_steps, gain, lr_at, momentum_at
+
+PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_gain_is_what_nesterov_does_with_a_constant_delta(momentum: float) -> None:
+    master, velocity = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for rounds in range(1, 40):
+        before = float(master)
+        nesterov_(master, velocity, torch.ones(1, dtype=torch.float64), 0.7, momentum)
+        assert (before - float(master)) / 0.7 == pytest.approx(gain(momentum, rounds), rel=1e-12)
+
+
+def test_gain_has_the_figures_of_the_papers() -> None:
+    assert gain(0.9, 1) == pytest.approx(1.9)
+    assert gain(0.9, 10) == pytest.approx(6.86, abs=5e-3)
+    assert gain(0.9, 20) < 9.0 <= gain(0.9, 21)
+
+
+def test_the_momentum_warms_up_with_an_effective_rate_that_rises_linearly() -> None:
+    # 1 / (1 - 0.9) = 10, so 1, 3.25, 5.5, 7.75, 10 in four versions; 1 - 1/3.25 = 9/13, 1 - 1/5.5 = 9/11.
+    values = [momentum_at(version, 0.9, 4) for version in range(6)]
+    assert values == pytest.approx([0.0, 9 / 13, 9 / 11, 1 - 1 / 7.75, 0.9, 0.9])
+
+
+@given(st.integers(0, 200), st.floats(0, 0.999), st.integers(0, 100))
+def test_the_momentum_never_falls_and_ends_at_its_setting(version: int, momentum: float, warmup: int) -> None:
+    now, later = momentum_at(version, momentum, warmup), momentum_at(version + 1, momentum, warmup)
+    assert 0 <= now <= later + 1e-12 and later <= momentum + 1e-12
+    assert momentum_at(warmup, momentum, warmup) == momentum
+
+
+def test_without_warmup_the_momentum_is_its_setting_from_the_first_step() -> None:
+    assert momentum_at(0, 0.9, 0) == 0.9
+
+
+def test_the_learning_rate_by_peers_is_the_papers_and_linear_in_the_logarithm_between() -> None:
+    assert [lr_at(5, peers, 0.7, PAPER) for peers in (1, 2, 4, 8)] == pytest.approx([0.4, 0.6, 0.6, 0.8])
+    assert lr_at(0, 3, 0.7, PAPER) == pytest.approx(0.6)
+    assert lr_at(0, 4, 0.7, {2: 0.5, 8: 0.9}) == pytest.approx(0.7)  # 4 is half-way from 2 to 8 in doublings
+
+
+def test_the_learning_rate_is_constant_beyond_the_ends_and_without_a_table() -> None:
+    assert lr_at(0, 1, 0.7, {2: 0.5, 8: 0.9}) == 0.5
+    assert lr_at(0, 1000, 0.7, {8: 0.9, 2: 0.5}) == 0.9
+    assert lr_at(0, 7, 0.7, {4: 0.5}) == 0.5
+    assert lr_at(0, 7, 0.7, {}) == 0.7
+
+
+@given(st.dictionaries(st.integers(1, 100), st.floats(0.01, 2.0), min_size=1, max_size=5), st.integers(1, 200))
+def test_the_learning_rate_stays_within_the_table(table: dict[int, float], peers: int) -> None:
+    rate = lr_at(0, peers, 0.7, table)
+    assert min(table.values()) - 1e-9 <= rate <= max(table.values()) + 1e-9
+    assert peers not in table or rate == pytest.approx(table[peers])
+
+
+def test_steps_by_speed_are_those_of_the_papers_toy_experiment() -> None:
+    # PAPERS.md section 8: seconds per step .58, .75, 1.51, 3.33 and H=20 give 20, 15, 7 and 3, which the floor lifts.
+    speeds = [1 / seconds for seconds in (0.58, 0.75, 1.51, 3.33)]
+    assert [dylu_steps(speed, max(speeds), 20) for speed in speeds] == [20, 15, 7, 5]
+    assert dylu_steps(speeds[3], speeds[0], 20, floor=1) == 3
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(1, 1000), st.integers(1, 50))
+def test_steps_by_speed_are_between_the_floor_and_the_interval(
+    mine: float, fastest: float, sync_every: int, floor: int
+) -> None:
+    assert min(floor, sync_every) <= dylu_steps(mine, fastest, sync_every, floor) <= sync_every
+
+
+def test_a_peer_without_a_measurement_and_the_fastest_take_the_whole_interval() -> None:
+    assert dylu_steps(0.0, 3.0, 50) == dylu_steps(3.0, 0.0, 50) == dylu_steps(3.0, 3.0, 50) == 50
+    assert dylu_steps(4.0, 3.0, 50) == 50

@@ -321,8 +321,8 @@ def test_every_setting_is_owned_by_the_run_or_by_the_peer_by_type() -> None:
         ("modle=tiny", "modle is not a setting; did you mean model?"),
         ("model.confg.x=1", "model.confg.x is not a setting; did you mean model.config.x?"),
         ("qqq.zzz=1", "qqq.zzz is not a setting; --cfg help lists them all"),
-        ("outer=foo", "outer=foo is not a choice; expected one of data_parallel, diloco"),
-        ("outer=dilco", "outer=dilco is not a choice (did you mean diloco?); expected one of data_parallel, diloco"),
+        ("outer=foo", "outer=foo is not a choice; expected one of async, async_nesterov, data_parallel, decoupled, diloco, fedbuff, sparse, streaming, two_bit"),
+        ("outer=dilco", "outer=dilco is not a choice (did you mean diloco?); expected one of async, async_nesterov, data_parallel, decoupled, diloco, fedbuff, sparse, streaming, two_bit"),
         ("outer.lr=-1", "outer.lr=-1 is out of range; expected a number > 0 and <= 10"),
         ("outer.momentum=1.0", "outer.momentum=1.0 is out of range; expected a number >= 0 and < 1"),
         ("outer.lr=abc", "outer.lr=abc is not valid; expected a number > 0 and <= 10"),
@@ -336,8 +336,8 @@ def test_every_setting_is_owned_by_the_run_or_by_the_peer_by_type() -> None:
         ),
         (
             "outer.overlap=100",
-            "outer.overlap=100 is not smaller than the 100 inner steps from one exchange to the next "
-            "(outer.sync_every, over outer.fragments when outer.staggered); lower it",
+            "outer.overlap=100 is not smaller than the 100 inner steps from one exchange of a fragment to its next "
+            "(outer.sync_every); lower it",
         ),
         ("outer.grace_s=1", "outer.grace_s=1.0 needs a quorum after which it begins; set outer.quorum"),
         ("outer.grace_slack=0.5", "outer.grace_slack=0.5 needs a quorum after which it begins; set outer.quorum"),

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -46,17 +46,23 @@ def models(draw: st.DrawFn) -> dict[str, Tensor]:
     for i in range(count):
         shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
         dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
-        parameters[f"p{i}"] = make_parameter(shape, draw(st.sampled_from(LAYOUTS)), dtype)
+        prefix = draw(st.sampled_from(["", "model.layers.0.", "model.layers.1.", "encoder.h.10.", "1."]))
+        parameters[f"{prefix}p{i}"] = make_parameter(shape, draw(st.sampled_from(LAYOUTS)), dtype)
     return parameters
 
 
 @settings(deadline=None, max_examples=80)
-@given(models(), st.data())
+@given(models(), st.sampled_from(["contiguous", "strided"]), st.data())
 def test_every_element_is_in_one_fragment_and_is_gathered_and_scattered_exactly_once(
-    parameters: dict[str, Tensor], data: st.DataObject
+    parameters: dict[str, Tensor], pattern: str, data: st.DataObject
 ) -> None:
     total = number_elements_(parameters)
-    parts = partition({name: p.numel() for name, p in parameters.items()}, data.draw(st.integers(1, total)))
+    most = total
+    if pattern == "strided":
+        most = len({name.rpartition(".")[0] for name in parameters if "." in name})
+        assume(most > 0)
+    parts = partition({name: p.numel() for name, p in parameters.items()}, data.draw(st.integers(1, most)), pattern)
+    assert all(part.numel > 0 for part in parts)
     visits = {name: torch.zeros(p.numel(), dtype=torch.int) for name, p in parameters.items()}
     gathered = []
     for fragment in parts:
@@ -70,7 +76,11 @@ def test_every_element_is_in_one_fragment_and_is_gathered_and_scattered_exactly_
             scatter_(parameters, fragment, start, stop, out + 1)
     assert all((count == 1).all() for count in visits.values())
     # A second gathering or scattering of an element would have seen or made a value that is one higher.
-    assert torch.equal(torch.cat(gathered), (torch.arange(total) % 251).float())
+    together = torch.cat(gathered)
+    if pattern == "strided":
+        assert torch.equal(together.sort().values, (torch.arange(total) % 251).float().sort().values)
+    else:
+        assert torch.equal(together, (torch.arange(total) % 251).float())
     after = torch.cat([p.reshape(-1).float() for p in parameters.values()])
     assert torch.equal(after, (torch.arange(total) % 251).float() + 1)
 
@@ -105,6 +115,57 @@ def test_partition_follows_the_given_order_of_parameters() -> None:
         Fragment(0, (Slice("b", 0, 3), Slice("a", 0, 1)), 4),
         Fragment(1, (Slice("a", 1, 5),), 4),
     )
+
+
+def names_of(parts: tuple[Fragment, ...]) -> list[list[str]]:
+    return [[piece.name for piece in part.slices] for part in parts]
+
+
+def test_strided_layers_are_dealt_in_turn_and_the_rest_goes_to_the_lightest() -> None:
+    numels = {
+        "model.embed.weight": 50,
+        **{f"model.layers.{i}.{name}": 10 for i in range(11) for name in ("a.weight", "b.weight")},
+        "model.norm.weight": 3,
+        "model.empty": 0,
+        "head.weight": 50,
+    }
+    parts = partition(numels, 3, "strided")
+    for index, names in enumerate(names_of(parts)):
+        layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+        assert layers == sorted(2 * list(range(index, 11, 3)))
+    # Layers weigh 80, 80 and 60: the embedding goes to fragment 2 (110), the norm to 0 (83), the head to 1 (130).
+    assert [part.numel for part in parts] == [83, 130, 110]
+    assert names_of(parts)[2][0] == "model.embed.weight"
+    assert names_of(parts)[0][-1] == "model.norm.weight"
+    assert names_of(parts)[1][-1] == "head.weight"
+    assert all(piece.start == 0 and piece.stop == numels[piece.name] for part in parts for piece in part.slices)
+
+
+def test_strided_goes_by_the_number_of_a_layer_and_not_by_the_order_of_names() -> None:
+    numels = {"h.10.w": 1, "h.9.w": 1, "h.8.w": 1, "h.8.3.w": 1}
+    assert names_of(partition(numels, 3, "strided")) == [["h.8.w", "h.8.3.w"], ["h.9.w"], ["h.10.w"]]
+
+
+def test_strided_counts_the_layers_of_one_stack_after_another() -> None:
+    numels = {f"{stack}.layers.{i}.w": 1 for stack in ("encoder", "decoder") for i in range(3)}
+    assert names_of(partition(numels, 2, "strided")) == [
+        ["encoder.layers.0.w", "encoder.layers.2.w", "decoder.layers.1.w"],
+        ["encoder.layers.1.w", "decoder.layers.0.w", "decoder.layers.2.w"],
+    ]
+
+
+def test_fewer_layers_than_fragments_are_refused_with_the_remedy() -> None:
+    numels = {"embed": 100, "layers.0.w": 10, "layers.1.w": 10, "layers.2.w": 0}
+    problem = r"outer\.fragments={} is not possible with outer\.pattern=strided, as the model has {} layers; choose {}$"
+    with pytest.raises(ConfigError, match=problem.format(3, 2, r"at most 2 fragments, or outer\.pattern=contiguous")):
+        partition(numels, 3, "strided")
+    with pytest.raises(ConfigError, match=problem.format(1, 0, r"outer\.pattern=contiguous")):
+        partition({"embed": 100}, 1, "strided")
+
+
+def test_an_unknown_pattern_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"outer\.pattern=random is not known; choose contiguous or strided"):
+        partition({"a": 3}, 1, "random")
 
 
 @pytest.mark.parametrize("fragments", [0, 9])

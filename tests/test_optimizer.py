@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK, chunks, gather_, partition, scatter_
-from diloco.outer.optimizer import mean_, nesterov_, pseudo_gradient_
+from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_, pseudo_gradient_
 
 
 def gaussian(numel: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -95,6 +95,104 @@ def test_a_mean_over_no_weight_is_our_bug(total: float) -> None:
     with pytest.raises(AssertionError, match="total weight"):
         mean_(torch.ones(3), total)
 
+
+# -- Delayed Nesterov -------------------------------------------------------------------------------------------------
+
+
+class PaperDelayedNesterov:
+    """Algorithm 3 of Asynchronous Local-SGD (arXiv 2401.09135) as it stands there, in float64."""
+
+    def __init__(self, theta: Tensor, lr: float, beta: float, delay: int, c: float) -> None:
+        self.theta, self.m, self.buffer, self.t = theta.double(), torch.zeros(()), torch.zeros(()), 0
+        self.lr, self.beta, self.delay, self.c = lr, beta, delay, c
+
+    def push(self, g: Tensor) -> None:
+        n, c, beta = self.delay, self.c, self.beta
+        self.buffer = self.buffer + g.double()
+        if (self.t + 1) % n == 0:
+            self.m = beta * self.m + self.buffer / n
+            self.theta = self.theta - self.lr * ((1 - c * n + c) * beta * self.m + g.double() / n)
+            self.buffer = torch.zeros(())
+        else:
+            self.theta = self.theta - self.lr * (c * beta * self.m + g.double() / n)
+        self.t += 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    delay=st.integers(1, 9),
+    part=st.sampled_from([0.0, 0.3, 1.0]),
+    lr=st.floats(0.01, 1.0),
+    beta=st.floats(0.0, 0.95),
+    seed=st.integers(0, 1000),
+)
+def test_one_push_at_a_time_is_the_algorithm_of_the_paper(
+    delay: int, part: float, lr: float, beta: float, seed: int
+) -> None:
+    master, momentum, buffer = gaussian(50, seed), torch.zeros(50), torch.zeros(50)
+    c = part / delay
+    paper = PaperDelayedNesterov(master, lr, beta, delay, c)
+    for push in range(3 * delay + 1):
+        g = gaussian(50, seed + push + 1, 0.1)
+        flush = (push + 1) % delay == 0
+        delayed_nesterov_(master, momentum, buffer, g, lr=lr, beta=beta, pushes=1, delay=delay, flush=flush, c=c)
+        paper.push(g)
+    torch.testing.assert_close(master.double(), paper.theta, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("delay", [1, 4, 8, 16])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_a_window_of_independent_pushes_is_nesterov_on_their_mean(
+    delay: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """PAPERS.md section 8, claim 1; with c=0."""
+    master = gaussian(CHUNK + 7, 0).to(dtype)
+    momentum, buffer = torch.zeros_like(master), torch.zeros_like(master)
+    reference, velocity = master.clone(), momentum.clone()
+    for window in range(6):
+        pushes = [gaussian(CHUNK + 7, 100 * window + push, 0.01).to(dtype) for push in range(delay)]
+        for index, g in enumerate(pushes):
+            flush = index == delay - 1
+            delayed_nesterov_(master, momentum, buffer, g, lr=0.7, beta=0.9, pushes=1, delay=delay, flush=flush)
+        nesterov_(reference, velocity, torch.stack(pushes).mean(0), 0.7, 0.9)
+        assert float((master - reference).norm() / reference.norm()) < tolerance
+        assert float((momentum - velocity).norm() / velocity.norm()) < tolerance
+        assert not buffer.any()
+
+
+@pytest.mark.parametrize("c", [0.0, 0.05, 1 / 6])
+def test_a_window_that_arrives_together_is_nesterov_on_its_mean_whatever_c_is(c: float) -> None:
+    master, momentum, buffer = gaussian(500, 0), gaussian(500, 1), torch.zeros(500)
+    reference, velocity = master.clone(), momentum.clone()
+    for seed in range(2, 8):
+        mean = gaussian(500, seed)
+        copy = mean.clone()
+        delayed_nesterov_(master, momentum, buffer, mean, lr=0.7, beta=0.9, pushes=6, delay=6, flush=True, c=c)
+        nesterov_(reference, velocity, mean, 0.7, 0.9)
+        assert torch.equal(mean, copy)
+    torch.testing.assert_close(master, reference, rtol=1e-6, atol=1e-5)
+
+
+def test_groups_of_a_window_move_the_master_as_far_as_their_members_one_by_one() -> None:
+    together, apart = ([gaussian(64, 0), gaussian(64, 1), torch.zeros(64)] for _ in range(2))
+    for seed, (pushes, flush) in enumerate([(3, False), (1, False), (4, True), (2, False), (6, True)]):
+        g = gaussian(64, 10 + seed)
+        delayed_nesterov_(*together, g, lr=0.5, beta=0.8, pushes=pushes, delay=8, flush=flush)
+        for push in range(pushes):
+            last = flush and push == pushes - 1
+            delayed_nesterov_(*apart, g, lr=0.5, beta=0.8, pushes=1, delay=8, flush=last)
+    for one, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"delay": 0}, {"c": 0.3}, {"c": -0.1}, {"pushes": -1}])
+def test_an_impossible_window_is_our_bug(wrong: dict[str, float]) -> None:
+    arguments = {"lr": 1.0, "beta": 0.9, "pushes": 1, "delay": 4, "flush": False, **wrong}
+    with pytest.raises(AssertionError, match="impossible"):
+        delayed_nesterov_(*(torch.zeros(3) for _ in range(4)), **arguments)
+
+
+# -- trajectories -----------------------------------------------------------------------------------------------------
 
 # Four workers with constant gradients 1, 2, 3 and 6 take two inner SGD steps of lr 0.1 a round, so that their
 # pseudo-gradients are always 0.2, 0.4, 0.6 and 1.2. Outer lr 0.5, momentum 0.5, start at 10.

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from protocol_harness import CHUNKS, MANIFEST
 
+from diloco.config import OuterConfig
 from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
 from diloco.protocol.messages import Contribution, State, Status
 from diloco.protocol.syncer import Close, Syncer
@@ -266,3 +267,129 @@ def test_however_streams_break_each_chunk_of_each_contributor_counts_once(seed: 
         assert close.contributors == tuple(peers) and close.base_version == version
         assert folded == Counter({(peer, chunk): 1 for peer in peers for chunk in range(CHUNKS)})
         syncer.advance(version + 1)
+
+
+# -- with a quorum ----------------------------------------------------------------------------------------------------
+
+
+def quick(**settings: object) -> Syncer:
+    return Syncer(0, TERM, VERSION, OuterConfig.parse({"method": "diloco", "sync_every": 1, "quorum": 1, **settings}))
+
+
+def contribute(syncer: Syncer, peer: str, base_version: int, tokens: int = 100) -> None:
+    """A payload that was collected first, folded in at once."""
+    assert syncer.offer(peer, contribution(base_version, tokens=tokens)).accepted
+    for chunk in range(CHUNKS):
+        assert syncer.wants(peer, chunk)
+        syncer.folded(peer)
+    syncer.arrived(peer)
+
+
+def closed(syncer: Syncer, now: float = 0.0) -> Close:
+    close = syncer.poll(ALL, now)
+    assert close is not None
+    syncer.advance(close.base_version + 1)
+    return close
+
+
+def test_a_quorum_of_one_closes_at_once_and_takes_whoever_is_late_within_the_limit() -> None:
+    syncer = quick(staleness_limit=2)
+    for version, peer in enumerate("abc", VERSION):
+        contribute(syncer, peer, VERSION)
+        close = closed(syncer)
+        assert (close.contributors, close.base_version, close.missing) == ((peer,), version, ())
+    verdict = syncer.offer("d", contribution(VERSION))
+    assert not verdict.accepted and "past base version" in verdict.reason and verdict.version == VERSION + 3
+    assert not syncer.offer("d", contribution(VERSION + 4)).accepted, "the future"
+
+
+def test_a_contribution_that_is_in_the_model_is_not_taken_again() -> None:
+    syncer = quick(staleness_limit=5)
+    contribute(syncer, "a", VERSION)
+    closed(syncer)
+    verdict = syncer.offer("a", contribution(VERSION))
+    assert not verdict.accepted and verdict.merged
+    assert syncer.offer("a", contribution(VERSION + 1)).accepted
+
+
+def test_grace_begins_with_the_quorum_and_ends_when_all_are_here() -> None:
+    syncer = quick(quorum=2, grace_s=5.0)
+    contribute(syncer, "a", VERSION)
+    assert syncer.poll(ALL, 1.0) is None and syncer.grace_until is None
+    contribute(syncer, "b", VERSION)
+    assert syncer.poll(ALL, 2.0) is None and syncer.grace_until == 7.0
+    assert syncer.poll(ALL, 6.9) is None and syncer.grace_until == 7.0
+    assert closed(syncer, 7.0).contributors == ("a", "b")
+    syncer = quick(quorum=1, grace_s=5.0)
+    for peer in "abc":
+        contribute(syncer, peer, VERSION)
+    assert closed(syncer, 0.0).contributors == ("a", "b", "c"), "nobody is left to wait for"
+
+
+def test_adaptive_grace_is_a_part_of_what_the_overlap_leaves() -> None:
+    syncer = quick(grace_slack=0.5, overlap=4, sync_every=10)
+    contribute(syncer, "a", VERSION)
+    paced = members(*(member(peer, steps_per_s=2.0) for peer in "abc"))
+    assert syncer.poll(paced, 10.0, sync_s=1.0) is None
+    assert syncer.grace_until == 10.0 + 0.5 * (4 / 2.0 - 1.0)
+
+
+def test_a_quorum_is_never_more_than_the_peers_that_train() -> None:
+    syncer = quick(quorum=8)
+    for peer in "abc":
+        assert syncer.poll(ALL, 0.0) is None
+        contribute(syncer, peer, VERSION)
+    assert closed(syncer).contributors == ("a", "b", "c")
+
+
+def test_a_payload_on_its_way_survives_the_close_that_it_missed() -> None:
+    syncer = quick(staleness_limit=1)
+    assert syncer.offer("b", contribution(VERSION)).accepted
+    contribute(syncer, "a", VERSION)
+    closed(syncer)
+    assert syncer.wants("b", 0)
+    contribute(syncer, "a", VERSION + 1)
+    closed(syncer)
+    assert not syncer.wants("b", 0), "too late now"
+
+
+def test_late_contributions_count_less() -> None:
+    syncer = quick(staleness_limit=9, staleness_exponent=0.5)
+    for peer in "abc":
+        contribute(syncer, peer, VERSION + "abc".index(peer))
+        closed(syncer)
+    assert syncer.offer("d", contribution(VERSION)).accepted
+    assert syncer.discount("d") == (1 + 3) ** -0.5
+
+
+def test_momentum_is_due_after_as_many_contributions_as_there_were_active_peers() -> None:
+    syncer = quick(staleness_limit=9, optimizer="delayed_nesterov")
+    flushes = []
+    for version, peer in enumerate("abcab", VERSION):
+        contribute(syncer, peer, version)
+        close = syncer.poll(ALL if version < VERSION + 4 else members(member("a"), member("b")), 0.0)
+        assert close is not None
+        flushes.append((close.delay, close.flush))
+        syncer.advance(version + 1)
+    assert flushes == [(3, False), (3, False), (3, True), (3, False), (3, False)], "N changes at its boundary only"
+    contribute(syncer, "a", VERSION + 5)
+    two = members(member("a"), member("b"))
+    assert syncer.poll(two, 0.0) == Close(0, VERSION + 5, ("a",), 100, (), 3, True)
+    syncer.advance(VERSION + 6)
+    contribute(syncer, "a", VERSION + 6)
+    close = syncer.poll(two, 0.0)
+    assert close is not None and (close.delay, close.flush) == (2, False)
+
+
+def test_staggered_newcomers_are_waited_for_from_their_first_contribution_on() -> None:
+    syncer = Syncer(0, TERM, VERSION, OuterConfig.parse({"method": "diloco", "sync_every": 4, "staggered": True}))
+    two = members(member("a"), member("b"))
+    for peer in two:
+        send(syncer, peer)
+    assert syncer.poll(two, 0.0) is not None
+    syncer.advance(VERSION + 1)
+    three = members(*(member(peer, version=VERSION + 1) for peer in "abc"))
+    for peer in two:
+        send(syncer, peer)
+    close = syncer.poll(three, 0.0)
+    assert close is not None and close.contributors == ("a", "b")

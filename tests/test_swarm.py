@@ -204,6 +204,88 @@ def test_a_peer_without_accelerator_holds_the_fragments_and_follows(crowds: Any)
     assert (follower.version, follower.node.protocol.applied_tokens) == (ROUNDS, ROUNDS * 200)
 
 
+# -- without a barrier ------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_an_update_is_on_its_way(crowds: Any) -> None:
+    crowd = crowds(fragments=2, overlap=3, mixing=0.5, staggered=True)
+    peers = crowd.start(2)
+    start = {name: value.clone() for name, value in peers[0].parameters.items()}
+    for peer, size in zip(peers, (0.1, 0.3), strict=True):
+        for parameter in peer.parameters.values():
+            parameter.sub_(size)
+        peer.node.send({0: (1, 100), 1: (1, 100)})
+        for parameter in peer.parameters.values():
+            parameter.sub_(1.0)  # inner steps that the contribution does not see
+    outcomes = together(*(lambda peer=peer: peer.node.receive([0, 1]) for peer in peers))
+    assert [(outcome.version, outcome.discarded_tokens) for outcome in outcomes] == [(1, 0)] * 2
+    step = 0.7 * 1.9 * 0.2  # Nesterov from rest on the mean of both
+    for peer, size in zip(peers, (0.1, 0.3), strict=True):
+        for name, parameter in peer.parameters.items():
+            expected = 0.5 * (start[name] - step) + 0.5 * (start[name] - size - 1.0)
+            torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-6)
+    assert peers[0].digest == peers[1].digest
+    crowd.finish(*peers)
+
+
+def test_who_comes_later_is_merged_later_and_with_delayed_nesterov_nothing_is_lost(crowds: Any) -> None:
+    settings = {"quorum": 1, "staleness_limit": 4, "optimizer": "delayed_nesterov", "delay": 3, "weights": "uniform"}
+    crowd = crowds(fragments=2, **settings)
+    peers = crowd.start(3)
+    start = {name: value.clone() for name, value in peers[0].parameters.items()}
+    sizes = [0.1, 0.3, 0.5]
+    outcomes = [peer.round(size) for peer, size in zip(peers, sizes, strict=True)]  # one after another, from one base
+    assert [outcome.version for outcome in outcomes] == [1, 2, 3] and not any(o.discarded_tokens for o in outcomes)
+    step = 0.7 * 1.9 * sum(sizes) / 3  # that of Nesterov on the mean
+    for name, parameter in peers[2].parameters.items():
+        torch.testing.assert_close(parameter, start[name] - step, rtol=0, atol=1e-6)
+    crowd.finish(*peers)
+    assert len({peer.digest for peer in peers}) == 1, "whoever is done follows the others"
+    assert {peer.node.protocol.applied_tokens for peer in peers} == {300}
+
+
+def test_what_is_too_stale_is_discarded_and_counted(crowds: Any) -> None:
+    crowd = crowds(fragments=1, quorum=1, staleness_limit=1)
+    late, *others = crowd.start(3)
+    for _ in range(2):
+        for peer in others:
+            peer.round(0.1)
+    outcome = late.round(0.1, tokens=77)
+    assert outcome.discarded_tokens == 77 and outcome.version == 4
+    outcome = late.round(0.1, tokens=77)
+    assert not outcome.discarded_tokens
+    crowd.finish(late, *others)
+    assert {peer.node.protocol.applied_tokens for peer in (late, *others)} == {477}
+
+
+def test_a_grace_period_lets_the_others_into_the_same_version(crowds: Any) -> None:
+    crowd = crowds(fragments=1, quorum=2, grace_s=60.0, staleness_limit=1)
+    peers = crowd.start(3)
+    outcomes = together(*(lambda peer=peer: peer.round(0.1) for peer in peers))
+    assert [outcome.version for outcome in outcomes] == [1, 1, 1], "nobody waits when everybody is here"
+    crowd.finish(*peers)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"merge": "rda", "weights": "tokens2_per_step"},
+        {"codec_up": "topk", "codec_down": "int8", "error_feedback": 0.95, "lr": 1.0, "momentum": 0.0},
+        {"codec_up": "stat2", "codec_down": "e3m0", "error_feedback": 0.9},
+        {"optimizer": "fedbuff", "quorum": 1, "staleness_limit": 9, "delay": 2},
+        {"pattern": "strided", "fragments": 1, "momentum_warmup": 5, "lr_by_peers": {1: 0.4, 8: 0.8}},
+    ],
+    ids=["rda", "topk", "stat2", "fedbuff", "rates"],
+)
+def test_all_settings_end_with_one_anchor_on_all_peers(crowds: Any, settings: dict[str, Any]) -> None:
+    crowd = crowds(**settings)
+    peers = crowd.start(3)
+    train(crowd, peers, range(ROUNDS))
+    crowd.finish(*peers)
+    assert len({peer.digest for peer in peers}) == 1
+    assert {peer.node.protocol.applied_tokens for peer in peers} == {3 * ROUNDS * 100}
+
+
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 

@@ -289,11 +289,10 @@ class OuterConfig(RunOwned):
 
 def _contradictions(outer: OuterConfig) -> Iterator[str]:
     """What cannot be meant, one line each."""
-    interval = outer.sync_every // outer.fragments if outer.staggered else outer.sync_every
-    if outer.overlap and outer.overlap >= interval:
+    if outer.overlap and outer.overlap >= outer.sync_every:
         yield (
-            f"outer.overlap={outer.overlap} is not smaller than the {interval} inner steps from one exchange to "
-            "the next (outer.sync_every, over outer.fragments when outer.staggered); lower it"
+            f"outer.overlap={outer.overlap} is not smaller than the {outer.sync_every} inner steps from one exchange "
+            "of a fragment to its next (outer.sync_every); lower it"
         )
     if outer.staggered and outer.fragments > outer.sync_every:
         yield (

@@ -21,90 +21,43 @@ Extremes: every codec refuses NaN, infinity and magnitudes that only a diverged 
 half can hold): with DivergedError when encoding, and with PayloadError when decoding, before anything is changed. A
 block of zeros is exact. The block codecs round magnitudes below about 1e-38 to zero.
 
+Two more codecs, for contributions only, are in `lossy.py`.
+
 All functions take contiguous 1-D tensors of at most CHUNK elements and may be used from several threads at once: the
 working buffers, at most 3 MiB, belong to the thread.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from diloco.errors import ConfigError, DivergedError, PayloadError
-from diloco.outer.fragments import BLOCK, CHUNK
+from diloco.errors import ConfigError, PayloadError
+from diloco.outer.fragments import BLOCK
+from diloco.outer.lossy import LOSSY
+from diloco.outer.payloads import (
+    LIMIT,
+    Codec,
+    Integers,
+    assert_chunk,
+    buffer,
+    column,
+    exponents_of,
+    is_aligned,
+    magnitude_of,
+    power_of_two,
+    refuse_diverged,
+)
 
 __all__ = ["CODECS", "LIMIT", "Codec", "codec"]
 
-assert sys.byteorder == "little", "payloads are views of tensors, so the machine must be little-endian"
-
-LIMIT = 2.0**64
-"""The largest magnitude that is sent or accepted; sums weighted with up to 2**50 tokens are finite."""
-
-Integers = NDArray[np.signedinteger]
 _MIN_EXPONENT = -126  # of the smallest normal fp32
 _HALF_SIGN_AND_LEVEL = 0b1_00111_0000000000 - 0x10000  # as int16
-
-
-class Codec(ABC):
-    """One encoding of chunks. Stateless; `codec(name)` gives the instance.
-
-    Shapes: `x`, `out` of decode, `acc`, `master` and `anchor` are (n,) fp32; payloads are (nbytes(n),) uint8.
-    """
-
-    name: ClassVar[str]
-    carries_values: ClassVar[bool]
-    """An update holds new values, which need no earlier anchor, rather than a displacement."""
-
-    @abstractmethod
-    def nbytes(self, numel: int) -> int:
-        """Bytes of the payload of `numel` elements."""
-
-    @abstractmethod
-    def encode(self, x: Tensor, out: Tensor) -> None:
-        """Writes the payload of `x` to `out`. Raises DivergedError if a value is not finite or too large."""
-
-    @abstractmethod
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Writes the decoded values to `out`.
-
-        Raises PayloadError if the payload is invalid; `out` is then unchanged.
-        """
-
-    @abstractmethod
-    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        """acc += weight * decoded, the weight being finite and not negative.
-
-        Raises PayloadError if the payload is invalid; `acc` is then unchanged.
-        """
-
-    @abstractmethod
-    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        """Writes to `out` what brings `anchor` to `master`, as far as the codec can express it.
-
-        Raises DivergedError if a value to be sent is not finite or too large.
-        """
-
-    @abstractmethod
-    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
-        """Adopts an update, with a bit-identical result on all peers.
-
-        Raises PayloadError if the payload is invalid; `anchor` is then unchanged.
-        """
-
-    def _check_length(self, payload: Tensor, numel: int) -> None:
-        if payload.numel() != self.nbytes(numel):
-            raise PayloadError(
-                f"{self.name} payload of {numel} elements has {payload.numel()} bytes, not {self.nbytes(numel)}"
-            )
 
 
 class _FloatCodec(Codec):
@@ -113,18 +66,18 @@ class _FloatCodec(Codec):
     carries_values = True
     dtype: ClassVar[torch.dtype]
     largest: ClassVar[float]
-    buffer: ClassVar[str]
+    memory: ClassVar[str]
 
     def nbytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 
     def encode(self, x: Tensor, out: Tensor) -> None:
-        _assert_chunk(x, out, self.nbytes(x.numel()))
-        _refuse_diverged(_magnitude(x), self.name, self.largest)
-        if _is_aligned(out, self.dtype):
+        assert_chunk(x, out, self.nbytes(x.numel()))
+        refuse_diverged(magnitude_of(x), self.name, self.largest)
+        if is_aligned(out, self.dtype):
             out.view(self.dtype).copy_(x)
         else:
-            out.copy_(_buffer(self.buffer, self.dtype, x.numel()).copy_(x).view(torch.uint8))
+            out.copy_(buffer(self.memory, self.dtype, x.numel()).copy_(x).view(torch.uint8))
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         out.copy_(self._values(payload, out.numel()))
@@ -141,14 +94,14 @@ class _FloatCodec(Codec):
     def _values(self, payload: Tensor, numel: int) -> Tensor:
         """The validated values as fp32: a view of the payload if that is possible, else in the thread's buffer."""
         self._check_length(payload, numel)
-        if _is_aligned(payload, self.dtype):
+        if is_aligned(payload, self.dtype):
             values = payload.view(self.dtype)
         else:
-            values = _buffer(self.buffer, self.dtype, numel)
+            values = buffer(self.memory, self.dtype, numel)
             values.view(torch.uint8).copy_(payload)
         if self.dtype != torch.float32:
-            values = _buffer("values", torch.float32, numel).copy_(values)
-        magnitude = _magnitude(values)
+            values = buffer("values", torch.float32, numel).copy_(values)
+        magnitude = magnitude_of(values)
         if not magnitude <= self.largest:
             raise PayloadError(f"{self.name} payload holds {magnitude:g}; values must be at most {self.largest:g}")
         return values
@@ -158,14 +111,14 @@ class _Fp32(_FloatCodec):
     name = "fp32"
     dtype = torch.float32
     largest = LIMIT
-    buffer = "values"
+    memory = "values"
 
 
 class _Fp16(_FloatCodec):
     name = "fp16"
     dtype = torch.float16
     largest = torch.finfo(torch.float16).max
-    buffer = "half"
+    memory = "half"
 
 
 class _BlockCodec(Codec):
@@ -190,24 +143,24 @@ class _BlockCodec(Codec):
         return -(-numel // BLOCK) + -(-numel // self.codes_per_byte)
 
     def encode(self, x: Tensor, out: Tensor) -> None:
-        _assert_chunk(x, out, self.nbytes(x.numel()))
+        assert_chunk(x, out, self.nbytes(x.numel()))
         for rows, exponents, codes in self._blocks(x, out):
             exponents[:] = self._quantise(rows, codes)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         self._check(payload, out.numel())
         for rows, exponents, codes in self._blocks(out, payload):
-            scales = _column(_power_of_two(exponents, self.unit_exponent))
+            scales = column(power_of_two(exponents, self.unit_exponent))
             torch.mul(self._dequantise(codes, rows.shape[1]), scales, out=rows)
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         self._check(payload, acc.numel())
         for rows, exponents, codes in self._blocks(acc, payload):
-            scales = _column(_power_of_two(exponents, self.unit_exponent) * np.float32(weight))
+            scales = column(power_of_two(exponents, self.unit_exponent) * np.float32(weight))
             rows.addcmul_(self._dequantise(codes, rows.shape[1]), scales)
 
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        self.encode(torch.sub(master, anchor, out=_buffer("displacement", torch.float32, master.numel())), out)
+        self.encode(torch.sub(master, anchor, out=buffer("displacement", torch.float32, master.numel())), out)
 
     def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
         # The products are exact, so the sum is the only rounding, whether or not the hardware fuses the two.
@@ -244,16 +197,16 @@ class _Int8(_BlockCodec):
 
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
         # 127.5 would round to 128: mantissas from 127.5/64 on take the next exponent.
-        exponents = np.maximum(_exponents(rows, self.name, round_up_from=127.5 / 64) - 6, self.min_exponent)
+        exponents = np.maximum(exponents_of(rows, self.name, round_up_from=127.5 / 64) - 6, self.min_exponent)
         # fp32 numbers at 1.5 * 2**(23 + e) are 2**e apart, so one addition scales, rounds (to even) and leaves the
         # code in the low byte: three operations in one pass.
-        magic = _column(_power_of_two(exponents, 0) * np.float32(1.5 * 2**23))
-        shifted = torch.add(rows, magic, out=_buffer("values", torch.float32, *rows.shape))
+        magic = column(power_of_two(exponents, 0) * np.float32(1.5 * 2**23))
+        shifted = torch.add(rows, magic, out=buffer("values", torch.float32, *rows.shape))
         codes.copy_(shifted.view(torch.int32))
         return exponents
 
     def _dequantise(self, codes: Tensor, numel: int) -> Tensor:
-        return _buffer("values", torch.float32, *codes.shape).copy_(codes)
+        return buffer("values", torch.float32, *codes.shape).copy_(codes)
 
 
 class _E3m0(_BlockCodec):
@@ -272,15 +225,15 @@ class _E3m0(_BlockCodec):
 
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
         # 1.5 is the middle of two levels. Half rounds magnitudes within 2**-11 of it up to 1.5, and so must the scale.
-        exponents = np.maximum(_exponents(rows, self.name, round_up_from=1.5 - 2**-11), self.min_exponent)
-        scales = _column(_power_of_two(-exponents, -self.unit_exponent))
-        scaled = torch.mul(rows, scales, out=_buffer("values", torch.float32, *rows.shape))
-        half = _buffer("half", torch.float16, *rows.shape).copy_(scaled)
+        exponents = np.maximum(exponents_of(rows, self.name, round_up_from=1.5 - 2**-11), self.min_exponent)
+        scales = column(power_of_two(-exponents, -self.unit_exponent))
+        scaled = torch.mul(rows, scales, out=buffer("values", torch.float32, *rows.shape))
+        half = buffer("half", torch.float16, *rows.shape).copy_(scaled)
         bits = half.view(torch.int16).add_(0x200)  # s eeeee mmmmmmmmmm
         # The shifts to the right are numpy's, in half the time of torch's.
         np.right_shift(bits.numpy(), 10, out=bits.numpy())
-        code = _buffer("code", torch.int8, *rows.shape).copy_(bits)  # s s s 0 0 k k k
-        sign = _buffer("sign", torch.int8, *rows.shape)
+        code = buffer("code", torch.int8, *rows.shape).copy_(bits)  # s s s 0 0 k k k
+        sign = buffer("sign", torch.int8, *rows.shape)
         np.right_shift(code.numpy(), 2, out=sign.numpy())
         code.bitwise_and_(7).bitwise_or_(sign.bitwise_and_(8))
         split = codes.shape[1]
@@ -290,95 +243,25 @@ class _E3m0(_BlockCodec):
 
     def _dequantise(self, codes: Tensor, numel: int) -> Tensor:
         blocks, split = codes.shape
-        half = _buffer("half", torch.float16, blocks, numel)
+        half = buffer("half", torch.float16, blocks, numel)
         bits = half.view(torch.int16)
-        bits[:, :split].copy_(torch.mul(codes, 16, out=_buffer("code", torch.int8, blocks, split)))
+        bits[:, :split].copy_(torch.mul(codes, 16, out=buffer("code", torch.int8, blocks, split)))
         bits[:, split:].copy_(codes[:, : numel - split])
         # Widening copied the sign (bit 7) to bits 8 to 15; a shift by 6 brings it to bit 15 and k to bits 10 to 12.
         bits.mul_(1 << 6).bitwise_and_(_HALF_SIGN_AND_LEVEL)
-        return _buffer("values", torch.float32, blocks, numel).copy_(half)
+        return buffer("values", torch.float32, blocks, numel).copy_(half)
 
 
 CODECS: dict[str, Codec] = {one.name: one for one in (_Fp32(), _Fp16(), _Int8(), _E3m0())}
-"""All codecs by name, from most to fewest bytes."""
+"""The codecs that serve both ways by name, from most to fewest bytes."""
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name. Raises ConfigError for an unknown one."""
-    try:
-        return CODECS[name]
-    except KeyError:
-        raise ConfigError(f"outer.codec_up, outer.codec_down: no codec {name!r}; choose {', '.join(CODECS)}") from None
-
-
-def _magnitude(x: Tensor) -> float:
-    """The largest magnitude; NaN if there is one."""
-    low, high = torch.aminmax(x)
-    return float(torch.maximum(high, -low))
-
-
-def _refuse_diverged(magnitude: float, name: str, largest: float) -> None:
-    if not magnitude <= largest:  # also true for NaN
-        raise DivergedError(
-            f"training diverged: a value of {magnitude:g} cannot be sent ({name} carries at most {largest:g}); "
-            "resume from an earlier checkpoint with a lower inner.lr or outer.lr"
+    """The codec of that name, one of `CODECS` or `LOSSY`. Raises ConfigError for an unknown one."""
+    found = CODECS.get(name) or LOSSY.get(name)
+    if found is None:
+        raise ConfigError(
+            f"outer.codec_up, outer.codec_down: no codec {name!r}; choose {', '.join(CODECS)}, or for codec_up "
+            f"{', '.join(LOSSY)}"
         )
-
-
-def _exponents(rows: Tensor, name: str, round_up_from: float) -> Integers:
-    """Exponents (r,) with 2**exponent <= largest magnitude of the row (r, n), one more from `round_up_from` on.
-
-    `round_up_from` is a multiple of 2**-23 in (1, 2). A row of zeros or subnormals gives -127. Raises DivergedError.
-    """
-    magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())  # quicker than a pass for abs
-    _refuse_diverged(float(magnitudes.max()), name, LIMIT)
-    bits: Integers = magnitudes.view(np.int32) + int((2 - round_up_from) * 2**23)
-    return (bits >> 23) - 127
-
-
-def _power_of_two(exponents: Integers, shift: int) -> NDArray[np.float32]:
-    """2**(exponent + shift), exactly, for sums in -126..127: (r,) -> (r,)."""
-    return ((exponents.astype(np.int32) + (127 + shift)) << 23).view(np.float32)
-
-
-def _column(scales: NDArray[np.float32]) -> Tensor:
-    """(r,) -> (r, 1), to multiply rows with."""
-    return torch.from_numpy(scales).unsqueeze(1)
-
-
-def _is_aligned(payload: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch can view the bytes as `dtype`; a slice of a larger message may lie at any offset."""
-    return payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
-
-
-def _assert_chunk(x: Tensor, out: Tensor, nbytes: int) -> None:
-    assert x.dtype == torch.float32 and x.dim() == 1 and 0 < x.numel() <= CHUNK, "values must be one fp32 chunk"
-    assert out.dtype == torch.uint8 and out.numel() == nbytes, f"out must be {nbytes} bytes"
-
-
-class _Buffers(threading.local):
-    """Working memory of one thread: allocated when first used, then kept, with the views made so far.
-
-    Making a view takes as long as an operation on 10,000 elements, hence the second table.
-    """
-
-    def __init__(self) -> None:
-        self.memory: dict[str, Tensor] = {}
-        self.views: dict[tuple[object, ...], Tensor] = {}
-
-
-_buffers = _Buffers()
-
-
-def _buffer(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-    """This thread's buffer `name` in that shape, with whatever was last written there; at most CHUNK elements."""
-    view = _buffers.views.get((name, dtype, shape))
-    if view is None:
-        with torch.inference_mode(False):  # memory born in inference mode could never be written outside of it
-            if name not in _buffers.memory:
-                _buffers.memory[name] = torch.empty(CHUNK, dtype=dtype, device="cpu")
-            view = _buffers.memory[name][: math.prod(shape)].view(shape)
-        if len(_buffers.views) > 100:  # each fragment may end in a chunk of another length
-            _buffers.views.clear()
-        _buffers.views[name, dtype, shape] = view
-    return view
+    return found

@@ -1,6 +1,5 @@
-"""What a contribution weighs, and averages that keep the length of what they average.
+"""Averages that keep the length of what they average.
 
-    weight         contribution_weight() * staleness_discount()
     plain mean     Codec.accumulate_() for each contribution, then mean_()
     RDA            add_directions_() for each decoded contribution, then radial_directional_()
 
@@ -21,47 +20,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from diloco.errors import ConfigError, PayloadError
 from diloco.outer.fragments import Fragment
 
-__all__ = ["add_directions_", "contribution_weight", "directional_pieces", "radial_directional_", "staleness_discount"]
+__all__ = ["add_directions_", "directional_pieces", "radial_directional_"]
 
 Piece = tuple[int, int]
 """A half-open range of a chunk."""
 
 _SMALLEST_NORM = 2.0**-126
-"""Below it 1 / norm is not finite in fp32."""
+"""Smaller ones are subnormal in fp32, and hardware that takes them for zero would divide by it."""
 _CANCELLED = 2.0**-20
 """A sum of directions shorter than this part of its weight is only what rounding left."""
-
-
-def contribution_weight(kind: str, tokens: int, steps: int) -> float:
-    """Weight of a contribution of that many tokens and inner steps, both at least 1.
-
-    "tokens": tokens. "uniform": 1. "tokens2_per_step": tokens * tokens / steps (Decoupled DiLoCo, arXiv 2604.21428):
-    of two peers with equal tokens, the one that took larger batches weighs more.
-
-    Raises PayloadError if there are no tokens or steps, and ConfigError for an unknown kind.
-    """
-    if tokens < 1 or steps < 1:
-        raise PayloadError(f"a contribution of {tokens} tokens in {steps} steps has no weight")
-    if kind == "tokens":
-        return float(tokens)
-    if kind == "uniform":
-        return 1.0
-    if kind == "tokens2_per_step":
-        return float(tokens) * tokens / steps
-    raise ConfigError(f"outer.weights: no rule {kind!r}; choose tokens, uniform, tokens2_per_step")
-
-
-def staleness_discount(staleness: int, exponent: float) -> float:
-    """Factor on the weight of a contribution that is `staleness` versions late: (1 + staleness) ** -exponent.
-
-    (Poly of Asynchronous Local-SGD, arXiv 2401.09135, with exponent 0.5.) The mean must be divided by the weights
-    without it: else it cancels where a version has one contribution, which is where it is needed.
-    """
-    assert staleness >= 0, f"staleness {staleness} is negative"
-    return float((1 + staleness) ** -exponent)
 
 
 def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]:

@@ -236,6 +236,7 @@ class Attachment:
         self.exchanged = False
         self.interrupted = self._asked_to_stop = False
         self.node: NodeRunner | None = None
+        self._settled = False  # the parameters are the last anchor, for good
         self._optimizer = optimizer
         self._counted_tokens = 0
         self._sent = [(0, 0)] * outer.fragments  # steps and tokens when each fragment was sent last
@@ -281,7 +282,7 @@ class Attachment:
             if self.node is not None and (kind is None or not issubclass(kind, KeyboardInterrupt)):
                 self.node.leave(finished=kind is None and not self.interrupted)
                 if kind is None and not self.interrupted:
-                    self.version = self.node.settle()
+                    self.version, self._settled = self.node.settle(), True
             if kind is None and not self.interrupted:
                 self.island.share_(self.parameters.values())
         finally:
@@ -418,7 +419,7 @@ class Attachment:
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """The parameters are the anchor inside; what is trained comes back afterwards. At a barrier they are equal."""
-        if self.node is None or (self.node.protocol.lockstep and not self.swarm.outer.mixing):
+        if self.node is None or self._settled or (self.node.protocol.lockstep and not self.swarm.outer.mixing):
             yield
             return
         local = {name: parameter.clone() for name, parameter in self.parameters.items()}

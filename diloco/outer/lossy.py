@@ -1,0 +1,291 @@
+"""Codecs for contributions that lose so much that the peer must keep what they lost, and the keeping of it.
+
+    name    bytes of a full block of 4096    layout of a payload (little-endian), each part for all blocks in order
+    stat2   8 + 1024                         four bfloat16 levels, then a 2-bit code per element
+    topk    4 + 96 + 16                      two bfloat16 levels, then k 12-bit indices, then k 2-bit codes
+
+stat2 (MuLoCo, arXiv 2505.23725): the elements of a block fall into four bins of 1.5 sigma around the mean, the outer
+two open; a level is the mean of its bin. topk (SparseLoCo, arXiv 2508.15706): the k = ceil(n / 64) largest magnitudes
+of a block of n elements, 1.56 %, by ascending index; bit 0 of a code chooses the level, which is the mean of the
+magnitudes above or below their mean, and bit 1 is the sign. Levels are bfloat16 where the papers have half: as many
+bytes, and no pseudo-gradient is too small for it. Of 2-bit codes, a byte holds one from each quarter of the block;
+two 12-bit indices take three bytes.
+
+    residual = beta residual + delta            error_feedback_()
+    payload  = encode(residual)
+    residual = residual - decode(payload)       keep_unsent_()
+
+A payload that is invalid (length, levels, order of indices) raises PayloadError before anything is changed. Updates
+cannot be published so: what they lose would be missing in the anchors until later rounds. All else is as in
+`codecs.py`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError, PayloadError
+from diloco.outer.fragments import BLOCK
+from diloco.outer.payloads import (
+    LIMIT,
+    Codec,
+    assert_chunk,
+    buffer,
+    column,
+    exponents_of,
+    magnitude_of,
+    power_of_two,
+    refuse_diverged,
+)
+
+__all__ = ["LOSSY", "error_feedback_", "keep_unsent_"]
+
+_ELEMENTS_PER_KEPT = 64
+
+
+@torch.no_grad()
+def error_feedback_(residual: Tensor, delta: Tensor, beta: float) -> None:
+    """residual = beta residual + delta, both (n,) fp32; then encode the residual and call `keep_unsent_`.
+
+    (SparseLoCo, arXiv 2508.15706, beta .95; MuLoCo .9.) The residual starts at zeros. With beta=1 nothing is ever
+    lost, only late; below 1 what stays unsent fades, which forgets directions that have gone stale. The learning rate
+    is not in here: the authors' code of MuLoCo applies it a second time in the outer step.
+    """
+    residual.mul_(beta).add_(delta)
+
+
+@torch.no_grad()
+def keep_unsent_(residual: Tensor, payload: Tensor, codec: Codec) -> None:
+    """residual -= what `payload`, its own encoding by any codec, will decode to: (n,) fp32, at most a chunk."""
+    codec.accumulate_(residual, payload, -1.0)
+
+
+class _LossyCodec(Codec):
+    """For contributions only: to publish an update with it raises ConfigError."""
+
+    carries_values = False
+    can_publish = False
+
+    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
+        raise self._refusal()
+
+    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
+        raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(
+            f"outer.codec_down={self.name} cannot carry updates, it is for outer.codec_up only; choose int8"
+        )
+
+    @abstractmethod
+    def _head_nbytes(self, blocks: int) -> int:
+        """Bytes of the levels of that many blocks."""
+
+    def _levels(self, payload: Tensor, blocks: int, lowest: float) -> Tensor:
+        """The levels of all blocks, (blocks, -1) fp32, if they are in `lowest`..LIMIT; else raises PayloadError."""
+        head = payload[: self._head_nbytes(blocks)].clone()  # bfloat16 needs an even address
+        levels = head.view(torch.bfloat16).float()
+        low, high = torch.aminmax(levels)
+        if not (low >= lowest and high <= LIMIT):  # NaN fails both
+            raise PayloadError(f"{self.name} payload holds a level outside {lowest:g}..{LIMIT:g}")
+        return levels.view(blocks, -1)
+
+
+class _Stat2(_LossyCodec):
+    name = "stat2"
+
+    def nbytes(self, numel: int) -> int:
+        return self._head_nbytes(-(-numel // BLOCK)) + -(-numel // 4)
+
+    def _head_nbytes(self, blocks: int) -> int:
+        return 8 * blocks
+
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        assert_chunk(x, out, self.nbytes(x.numel()))
+        head = self._head_nbytes(-(-x.numel() // BLOCK))
+        levels = []
+        for rows, packed in _quarters(x, out[head:]):
+            # Scaled by a power of two, squares neither overflow nor vanish, and nothing is rounded.
+            exponents = np.maximum(exponents_of(rows, self.name, round_up_from=2.0), -126)
+            scaled = torch.mul(
+                rows, column(power_of_two(-exponents, 0)), out=buffer("values", torch.float32, *rows.shape)
+            )
+            means, codes = _statistical(scaled)
+            levels.append(means * column(power_of_two(exponents, 0)))
+            _pack(codes, packed)
+        out[:head].copy_(torch.cat(levels).bfloat16().view(torch.uint8).view(-1))
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self._check_length(payload, out.numel())
+        blocks = -(-out.numel() // BLOCK)
+        levels = self._levels(payload, blocks, -LIMIT)
+        at = 0
+        for rows, packed in _quarters(out, payload[self._head_nbytes(blocks) :]):
+            codes = _unpack(packed, rows.shape[1])
+            torch.gather(levels[at : at + len(rows)], 1, codes.long(), out=rows)
+            at += len(rows)
+
+    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
+        values = buffer("values", torch.float32, acc.numel())
+        self.decode(payload, values)
+        acc.add_(values, alpha=weight)
+
+
+class _TopK(_LossyCodec):
+    name = "topk"
+
+    def nbytes(self, numel: int) -> int:
+        full, rest = divmod(numel, BLOCK)
+        counts = [_kept(BLOCK)] * full + [_kept(rest)] * (rest > 0)
+        return self._head_nbytes(len(counts)) + sum(_packed(12, kept) + _packed(2, kept) for kept in counts)
+
+    def _head_nbytes(self, blocks: int) -> int:
+        return 4 * blocks
+
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        assert_chunk(x, out, self.nbytes(x.numel()))
+        refuse_diverged(magnitude_of(x), self.name, LIMIT)
+        head = self._head_nbytes(-(-x.numel() // BLOCK))
+        levels = []
+        for rows, packed_indices, packed_codes in _sparse_rows(x, out[head:]):
+            magnitudes = torch.abs(rows, out=buffer("values", torch.float32, *rows.shape))
+            indices = magnitudes.topk(_kept(rows.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
+            kept = rows.gather(1, indices)
+            pair, codes = _two_levels(kept)
+            levels.append(pair)
+            _pack_indices(indices, packed_indices)
+            _pack(codes, packed_codes)
+        out[:head].copy_(torch.cat(levels).bfloat16().view(torch.uint8).view(-1))
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        parts = self._parts(payload, out)
+        out.zero_()
+        for rows, indices, values in parts:
+            rows.scatter_(1, indices, values)
+
+    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
+        for rows, indices, values in self._parts(payload, acc):
+            rows.scatter_add_(1, indices, values * weight)
+
+    def _parts(self, payload: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Validated (rows (r, n), indices (r, k) int64, values (r, k) fp32) of the full blocks and of the rest."""
+        self._check_length(payload, x.numel())
+        blocks = -(-x.numel() // BLOCK)
+        levels = self._levels(payload, blocks, 0.0)
+        parts, at = [], 0
+        for rows, packed_indices, packed_codes in _sparse_rows(x, payload[self._head_nbytes(blocks) :]):
+            kept = _kept(rows.shape[1])
+            indices = _unpack_indices(packed_indices, kept)
+            if bool((indices[:, -1] >= rows.shape[1]).any()) or bool((indices.diff(dim=1) <= 0).any()):
+                raise PayloadError(f"topk payload holds indices that do not ascend from 0 to {rows.shape[1] - 1}")
+            codes = _unpack(packed_codes, kept)
+            values = levels[at : at + len(rows)].gather(1, (codes & 1).long())
+            parts.append((rows, indices, torch.where(codes >= 2, -values, values)))
+            at += len(rows)
+        return parts
+
+
+LOSSY: dict[str, Codec] = {one.name: one for one in (_Stat2(), _TopK())}
+"""The codecs that serve for contributions only by name."""
+
+
+def _statistical(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels (r, 4) fp32 and codes (r, n) uint8 of rows (r, n) fp32 with magnitudes below 2.
+
+    A code is the number of the bounds mean - 1.5 sigma, mean, mean + 1.5 sigma that the element reaches. The level of
+    an empty bin is 0.
+    """
+    count, total = scaled.shape[1], scaled.sum(1)
+    mean = total / count
+    sigma = (torch.linalg.vector_norm(scaled, dim=1).square_() / count - mean.square()).clamp_(min=0).sqrt_()
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8)
+    sums, counts = [total], [torch.full_like(total, count)]
+    for bound in (mean - 1.5 * sigma, mean, mean + 1.5 * sigma):
+        reached = scaled >= bound.unsqueeze(1)
+        codes += reached
+        members = reached.float()  # products and sums of floats take a fifth of the time of those of booleans
+        sums.append(torch.linalg.vecdot(scaled, members))
+        counts.append(members.sum(1))
+    nothing = torch.zeros(len(scaled), 1)
+    in_bin = -torch.stack(counts, dim=1).diff(dim=1, append=nothing)
+    means = -torch.stack(sums, dim=1).diff(dim=1, append=nothing) / in_bin.clamp(min=1)
+    return means.where(in_bin > 0, 0.0), codes
+
+
+def _two_levels(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels (r, 2) fp32, lower first, and codes (r, k) uint8 of the kept values (r, k) fp32."""
+    magnitudes = kept.abs()
+    upper = magnitudes > magnitudes.mean(1, keepdim=True)
+    means = [(magnitudes * members).sum(1) / members.sum(1).clamp(min=1) for members in (~upper, upper)]
+    codes = upper.to(torch.uint8) + 2 * (kept < 0).to(torch.uint8)
+    return torch.stack(means, dim=1), codes
+
+
+def _kept(numel: int) -> int:
+    """How many elements of a block topk sends."""
+    return -(-numel // _ELEMENTS_PER_KEPT)
+
+
+def _packed(bits: int, count: int) -> int:
+    """Bytes of that many codes of so many bits."""
+    return -(-bits * count // 8)
+
+
+def _quarters(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (elements (r, n), their packed codes (r, ceil(n/4))): the full blocks, then the rest."""
+    full, rest = divmod(x.numel(), BLOCK)
+    end, code_end = full * BLOCK, full * BLOCK // 4
+    if full:
+        yield x[:end].view(full, BLOCK), packed[:code_end].view(full, -1)
+    if rest:
+        yield x[end:].view(1, rest), packed[code_end:].view(1, -1)
+
+
+def _sparse_rows(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields (elements (r, n), packed indices (r, .), packed codes (r, .)): the full blocks, then the rest."""
+    full, rest = divmod(x.numel(), BLOCK)
+    end = full * BLOCK
+    kept, last = _kept(BLOCK), _kept(rest)
+    ends = list(accumulate((full * _packed(12, kept), _packed(12, last), full * _packed(2, kept), _packed(2, last))))
+    indices, last_indices = packed[: ends[0]], packed[ends[0] : ends[1]]
+    codes, last_codes = packed[ends[1] : ends[2]], packed[ends[2] : ends[3]]
+    if full:
+        yield x[:end].view(full, BLOCK), indices.view(full, -1), codes.view(full, -1)
+    if rest:
+        yield x[end:].view(1, rest), last_indices.view(1, -1), last_codes.view(1, -1)
+
+
+def _pack(codes: Tensor, packed: Tensor) -> None:
+    """2-bit codes (r, n) uint8, in quarters of ceil(n/4), to (r, ceil(n/4)) uint8."""
+    width = packed.shape[1]
+    packed.zero_()
+    for quarter in range(4):
+        part = codes[:, quarter * width : (quarter + 1) * width]
+        packed[:, : part.shape[1]].bitwise_or_(part.bitwise_left_shift(2 * quarter))
+
+
+def _unpack(packed: Tensor, numel: int) -> Tensor:
+    """The inverse of `_pack`: (r, numel) uint8."""
+    shifted = [packed.bitwise_right_shift(2 * quarter) for quarter in range(4)]
+    return torch.cat(shifted, dim=1)[:, :numel].bitwise_and_(3)
+
+
+def _pack_indices(indices: Tensor, packed: Tensor) -> None:
+    """12-bit indices (r, k) to (r, ceil(3k/2)) uint8: low byte, four bits of each, high byte."""
+    pairs = torch.nn.functional.pad(indices, (0, indices.shape[1] % 2)).view(len(indices), -1, 2)
+    first, second = pairs.unbind(2)
+    triples = torch.stack([first & 255, (first >> 8) | ((second & 15) << 4), second >> 4], dim=2)
+    packed.copy_(triples.view(len(indices), -1)[:, : packed.shape[1]])
+
+
+def _unpack_indices(packed: Tensor, kept: int) -> Tensor:
+    """The inverse of `_pack_indices`: (r, kept) int64."""
+    padded = torch.nn.functional.pad(packed.long(), (0, -packed.shape[1] % 3)).view(len(packed), -1, 3)
+    low, middle, high = padded.unbind(2)
+    return torch.stack([low | ((middle & 15) << 8), (middle >> 4) | (high << 4)], dim=2).view(len(packed), -1)[:, :kept]

@@ -1,0 +1,169 @@
+"""What all codecs share: their interface, their refusals, and the working memory of a thread."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diloco.errors import DivergedError, PayloadError
+from diloco.outer.fragments import CHUNK
+
+__all__ = [
+    "LIMIT",
+    "Codec",
+    "Integers",
+    "assert_chunk",
+    "buffer",
+    "column",
+    "exponents_of",
+    "is_aligned",
+    "magnitude_of",
+    "power_of_two",
+    "refuse_diverged",
+]
+
+assert sys.byteorder == "little", "payloads are views of tensors, so the machine must be little-endian"
+
+LIMIT = 2.0**64
+"""The largest magnitude that is sent or accepted; sums weighted with up to 2**50 tokens are finite."""
+
+Integers = NDArray[np.signedinteger]
+
+
+class Codec(ABC):
+    """One encoding of chunks. Stateless; `codec(name)` gives the instance.
+
+    Shapes: `x`, `out` of decode, `acc`, `master` and `anchor` are (n,) fp32; payloads are (nbytes(n),) uint8.
+    """
+
+    name: ClassVar[str]
+    carries_values: ClassVar[bool]
+    """An update holds new values, which need no earlier anchor, rather than a displacement."""
+    can_publish: ClassVar[bool] = True
+    """Serves for update records too, not for contributions only."""
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the payload of `numel` elements."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        """Writes the payload of `x` to `out`. Raises DivergedError if a value is not finite or too large."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Writes the decoded values to `out`.
+
+        Raises PayloadError if the payload is invalid; `out` is then unchanged.
+        """
+
+    @abstractmethod
+    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
+        """acc += weight * decoded, the weight being finite.
+
+        Raises PayloadError if the payload is invalid; `acc` is then unchanged.
+        """
+
+    @abstractmethod
+    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
+        """Writes to `out` what brings `anchor` to `master`, as far as the codec can express it.
+
+        Raises DivergedError if a value to be sent is not finite or too large.
+        """
+
+    @abstractmethod
+    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
+        """Adopts an update, with a bit-identical result on all peers.
+
+        Raises PayloadError if the payload is invalid; `anchor` is then unchanged.
+        """
+
+    def _check_length(self, payload: Tensor, numel: int) -> None:
+        if payload.numel() != self.nbytes(numel):
+            raise PayloadError(
+                f"{self.name} payload of {numel} elements has {payload.numel()} bytes, not {self.nbytes(numel)}"
+            )
+
+
+def magnitude_of(x: Tensor) -> float:
+    """The largest magnitude; NaN if there is one."""
+    low, high = torch.aminmax(x)
+    return float(torch.maximum(high, -low))
+
+
+def refuse_diverged(magnitude: float, name: str, largest: float) -> None:
+    """Raises DivergedError if the magnitude is above `largest` or NaN."""
+    if not magnitude <= largest:  # also true for NaN
+        raise DivergedError(
+            f"training diverged: a value of {magnitude:g} cannot be sent ({name} carries at most {largest:g}); "
+            "resume from an earlier checkpoint with a lower inner.lr or outer.lr"
+        )
+
+
+def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
+    """Exponents (r,) with 2**exponent <= largest magnitude of the row (r, n), one more from `round_up_from` on.
+
+    `round_up_from` is a multiple of 2**-23 in (1, 2]; 2 is never reached. A row of zeros or subnormals gives -127.
+    Raises DivergedError.
+    """
+    magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())  # quicker than a pass for abs
+    refuse_diverged(float(magnitudes.max()), name, LIMIT)
+    bits: Integers = magnitudes.view(np.int32) + int((2 - round_up_from) * 2**23)
+    return (bits >> 23) - 127
+
+
+def power_of_two(exponents: Integers, shift: int) -> NDArray[np.float32]:
+    """2**(exponent + shift), exactly, for sums in -126..127: (r,) -> (r,)."""
+    return ((exponents.astype(np.int32) + (127 + shift)) << 23).view(np.float32)
+
+
+def column(scales: NDArray[np.float32]) -> Tensor:
+    """(r,) -> (r, 1), to multiply rows with."""
+    return torch.from_numpy(scales).unsqueeze(1)
+
+
+def is_aligned(payload: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch can view the bytes as `dtype`; a slice of a larger message may lie at any offset."""
+    return payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
+
+
+def assert_chunk(x: Tensor, out: Tensor, nbytes: int) -> None:
+    """Asserts that `x` is one chunk and `out` holds its payload."""
+    assert x.dtype == torch.float32 and x.dim() == 1 and 0 < x.numel() <= CHUNK, "values must be one fp32 chunk"
+    assert out.dtype == torch.uint8 and out.numel() == nbytes, f"out must be {nbytes} bytes"
+
+
+class _Buffers(threading.local):
+    """Working memory of one thread: allocated when first used, then kept, with the views made so far.
+
+    Making a view takes as long as an operation on 10,000 elements, hence the second table.
+    """
+
+    def __init__(self) -> None:
+        self.memory: dict[str, Tensor] = {}
+        self.views: dict[tuple[object, ...], Tensor] = {}
+
+
+_buffers = _Buffers()
+
+
+def buffer(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    """This thread's buffer `name` in that shape, with whatever was last written there; at most CHUNK elements."""
+    view = _buffers.views.get((name, dtype, shape))
+    if view is None:
+        with torch.inference_mode(False):  # memory born in inference mode could never be written outside of it
+            if name not in _buffers.memory:
+                _buffers.memory[name] = torch.empty(CHUNK, dtype=dtype, device="cpu")
+            view = _buffers.memory[name][: math.prod(shape)].view(shape)
+        if len(_buffers.views) > 100:  # each fragment may end in a chunk of another length
+            _buffers.views.clear()
+        _buffers.views[name, dtype, shape] = view
+    return view

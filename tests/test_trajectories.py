@@ -1,0 +1,243 @@
+"""Golden trajectories: every merge rule and outer optimizer with constant gradients, worked out by hand.
+
+Unless it says otherwise, pseudo-gradients are 0.2, 0.4, 0.6 and 1.2 in every round, the outer learning rate and the
+momentum are 0.5, and all parameters start at 10. The mean is then 0.6. (Nesterov on that mean through codecs, fragments
+and real parameters is in test_optimizer.py: 9.55, 9.025, 8.4625, 7.88125.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.config import OuterConfig
+from diloco.outer.codecs import codec
+from diloco.outer.local import eager_, gossip_
+from diloco.outer.lossy import error_feedback_, keep_unsent_
+from diloco.outer.merge import add_directions_, radial_directional_
+from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_
+from diloco.outer.rates import lr_at, momentum_at
+from diloco.protocol.messages import Contribution
+from diloco.protocol.syncer import Syncer
+
+DELTAS = [0.2, 0.4, 0.6, 1.2]
+NUMEL = 5
+
+
+def full(value: float) -> Tensor:
+    return torch.full((NUMEL,), value)
+
+
+def assert_all(vector: Tensor, value: float) -> None:
+    torch.testing.assert_close(vector, torch.full_like(vector, value), rtol=1e-6, atol=0)
+
+
+def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:
+    total = full(0.0)
+    for delta, weight in zip(deltas, weights, strict=True):
+        codec("fp32").accumulate_(total, full(delta).view(torch.uint8), weight)
+    mean_(total, sum(weights))
+    return total
+
+
+# -- synchronous ------------------------------------------------------------------------------------------------------
+
+
+# FedAvg, lr 1:     10 - 0.6 = 9.4;  8.8;  8.2
+# SGD, lr 0.5:      10 - 0.3 = 9.7;  9.4;  9.1
+@pytest.mark.parametrize(("lr", "golden"), [(1.0, [9.4, 8.8, 8.2]), (0.5, [9.7, 9.4, 9.1])], ids=["fedavg", "sgd"])
+def test_without_momentum(lr: float, golden: list[float]) -> None:
+    master, momentum = full(10.0), full(0.0)
+    for expected in golden:
+        nesterov_(master, momentum, merged(DELTAS, [1.0] * 4), lr, 0.0)
+        assert_all(master, expected)
+
+
+# Equal tokens of 1000, in 2, 2, 1 and 1 steps. tokens, uniform: the mean is 0.6.
+#   m 0.6, 0.9, 1.05           steps 0.5 * (0.6 + m / 2) = 0.45, 0.525, 0.5625    9.55, 9.025, 8.4625
+# tokens2_per_step: weights 500000, 500000, 1000000, 1000000; mean (0.1 + 0.2 + 0.6 + 1.2) / 3 = 0.7.
+#   m 0.7, 1.05, 1.225         steps 0.5 * (0.7 + m / 2) = 0.525, 0.6125, 0.65625    9.475, 8.8625, 8.20625
+@pytest.mark.parametrize(
+    ("kind", "golden"),
+    [
+        ("tokens", [9.55, 9.025, 8.4625]),
+        ("uniform", [9.55, 9.025, 8.4625]),
+        ("tokens2_per_step", [9.475, 8.8625, 8.20625]),
+    ],
+)
+def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
+    syncer = Syncer(0, 1, 0, OuterConfig.parse({"method": "diloco", "sync_every": 1, "weights": kind}))
+    for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True):
+        header = Contribution(manifest_hash="0" * 64, fragment=0, term=1, base_version=0, steps=steps, tokens=1000)
+        assert syncer.offer(peer, header).accepted
+    weights = [syncer.weight(peer) for peer in "abcd"]
+    master, momentum = full(10.0), full(0.0)
+    for expected in golden:
+        nesterov_(master, momentum, merged(DELTAS, weights), 0.5, 0.5)
+        assert_all(master, expected)
+
+
+# Warm-up of 2 versions: 1 / (1 - mu) is 1, 1.5, 2, 2, so mu is 0, 1/3, 1/2, 1/2.
+#   m = 0.6                    step 0.5 * (0.6 + 0)         = 0.3           9.7
+#   m = 0.6 / 3 + 0.6 = 0.8    step 0.5 * (0.6 + 0.8 / 3)   = 0.43333333    9.26666667
+#   m = 0.8 / 2 + 0.6 = 1.0    step 0.5 * (0.6 + 0.5)       = 0.55          8.71666667
+#   m = 1.0 / 2 + 0.6 = 1.1    step 0.5 * (0.6 + 0.55)      = 0.575         8.14166667
+def test_nesterov_with_momentum_warmup() -> None:
+    master, momentum = full(10.0), full(0.0)
+    for version, expected in enumerate([9.7, 9.26666667, 8.71666667, 8.14166667]):
+        nesterov_(master, momentum, full(0.6), 0.5, momentum_at(version, 0.5, 2))
+        assert_all(master, expected)
+
+
+# 1, 2 and 4 peers with {1: 0.4, 4: 0.8}: lr 0.4, 0.6 (half-way in doublings), 0.8; steps 0.24, 0.36, 0.48.
+def test_sgd_with_a_learning_rate_by_peers() -> None:
+    master, momentum = full(10.0), full(0.0)
+    for version, (peers, expected) in enumerate([(1, 9.76), (2, 9.4), (4, 8.92)]):
+        nesterov_(master, momentum, full(0.6), lr_at(version, peers, 0.5, {1: 0.4, 4: 0.8}), 0.0)
+        assert_all(master, expected)
+
+
+# Two peers of equal weight. First piece: (2, 0) of norm 2 and (1.12, 3.84) of norm 4. The unit vectors (1, 0) and
+# (0.28, 0.96) add up to (1.28, 0.96) of norm 1.6, so the direction is (0.8, 0.6); the mean norm is 3; the average
+# (2.4, 1.8). Second piece: (1) and (-3) have opposite directions: 0. Outside of pieces: 1 and 3, the mean is 2.
+#   momentum 1, 1.5 times that: steps 0.5 * (1 + 0.5), 0.5 * (1 + 0.75) = 0.75, 0.875 times that
+#   10 - 0.75 * (2.4, 1.8, 0, 2)  = (8.2, 8.65, 10, 8.5)
+#      - 0.875 * (2.4, 1.8, 0, 2) = (6.1, 7.075, 10, 6.75)
+def test_nesterov_on_the_radial_directional_average() -> None:
+    contributions = [torch.tensor([2.0, 0.0, 1.0, 1.0]), torch.tensor([1.12, 3.84, -3.0, 3.0])]
+    pieces = [(0, 2), (2, 3)]
+    master, momentum = torch.full((4,), 10.0), torch.zeros(4)
+    for expected in ([8.2, 8.65, 10.0, 8.5], [6.1, 7.075, 10.0, 6.75]):
+        total, sums = torch.zeros(4), [0.0, 0.0]
+        for values in contributions:
+            norms = add_directions_(total, values, pieces, 4096.0)
+            sums = [one + other for one, other in zip(sums, norms, strict=True)]
+        radial_directional_(total, pieces, 8192.0, sums)
+        nesterov_(master, momentum, total, 0.5, 0.5)
+        torch.testing.assert_close(master, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+# SparseLoCo: one of three elements a round (ceil(3 / 64)), residual times 0.5, SGD with lr 1, delta (4, 3, -3.5).
+#   e = (4, 3, -3.5)                                sends   4     at 0    ( 6, 10,    10)
+#   e = (0, 1.5, -1.75)  + delta = (4, 4.5, -5.25)  sends  -5.25  at 2    ( 6, 10,    15.25)
+#   e = (2, 2.25, 0)     + delta = (6, 5.25, -3.5)  sends   6     at 0    ( 0, 10,    15.25)
+#   e = (0, 2.625, -1.75)+ delta = (4, 5.625,-5.25) sends   5.625 at 1    ( 0, 4.375, 15.25)
+def test_sparse_with_error_feedback() -> None:
+    wire, delta = codec("topk"), torch.tensor([4.0, 3.0, -3.5])
+    payload = torch.empty(wire.nbytes(3), dtype=torch.uint8)
+    master, momentum, residual = torch.full((3,), 10.0), torch.zeros(3), torch.zeros(3)
+    for expected in ([6.0, 10.0, 10.0], [6.0, 10.0, 15.25], [0.0, 10.0, 15.25], [0.0, 4.375, 15.25]):
+        error_feedback_(residual, delta, 0.5)
+        wire.encode(residual, payload)
+        keep_unsent_(residual, payload, wire)
+        total = torch.zeros(3)
+        wire.accumulate_(total, payload, 1.0)
+        nesterov_(master, momentum, total, 1.0, 0.0)
+        assert master.tolist() == expected
+
+
+# -- without a barrier ------------------------------------------------------------------------------------------------
+
+
+# Naive async: a whole Nesterov step with each contribution.
+#   m = 0.2                    step 0.5 * (0.2 + 0.1)    = 0.15       9.85
+#   m = 0.1   + 0.4 = 0.5      step 0.5 * (0.4 + 0.25)   = 0.325      9.525
+#   m = 0.25  + 0.6 = 0.85     step 0.5 * (0.6 + 0.425)  = 0.5125     9.0125
+#   m = 0.425 + 1.2 = 1.625    step 0.5 * (1.2 + 0.8125) = 1.00625    8.00625, where synchronous Nesterov is at 9.55
+def test_naive_async_nesterov() -> None:
+    master, momentum = full(10.0), full(0.0)
+    for delta, expected in zip(DELTAS, [9.85, 9.525, 9.0125, 8.00625], strict=True):
+        nesterov_(master, momentum, full(delta), 0.5, 0.5)
+        assert_all(master, expected)
+
+
+# FedBuff, buffers of two: means 0.3, 0.9, 0.3, 0.9.
+#   m = 0.3                    step 0.5 * (0.3 + 0.15)    = 0.225      9.775
+#   m = 0.15 + 0.9 = 1.05      step 0.5 * (0.9 + 0.525)   = 0.7125     9.0625
+#   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
+#   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
+def test_fedbuff() -> None:
+    master, momentum = full(10.0), full(0.0)
+    pairs = [DELTAS[:2], DELTAS[2:]] * 2
+    for pair, expected in zip(pairs, [9.775, 9.0625, 8.70625, 7.928125], strict=True):
+        nesterov_(master, momentum, merged(pair, [1.0, 1.0]), 0.5, 0.5)
+        assert_all(master, expected)
+
+
+# Delayed Nesterov, windows of four; three contributions of 0.2, 0.4 and 0.6 move the master by 0.025, 0.05 and 0.075.
+#   c = 0     fourth: m = 2.4 / 4 = 0.6          step 0.5 * (0.3  + 0.3)       = 0.3       9.55
+#             fourth: m = 0.3 + 0.6 = 0.9        step 0.5 * (0.45 + 0.3)       = 0.375     9.025, as synchronous
+#   c = 0.1   fourth: share 1 - 0.4 + 0.1 = 0.7  step 0.5 * (0.7 * 0.3 + 0.3)  = 0.255     9.595
+#             each of the next three adds 0.5 * 0.1 * 0.5 * 0.6 = 0.015: 0.04, 0.065, 0.09
+#             fourth: m = 0.9                    step 0.5 * (0.7 * 0.45 + 0.3) = 0.3075    9.0925
+@pytest.mark.parametrize(
+    ("c", "golden"),
+    [
+        (0.0, [9.975, 9.925, 9.85, 9.55, 9.525, 9.475, 9.4, 9.025]),
+        (0.1, [9.975, 9.925, 9.85, 9.595, 9.555, 9.49, 9.4, 9.0925]),
+    ],
+)
+def test_delayed_nesterov(c: float, golden: list[float]) -> None:
+    master, momentum, buffer = full(10.0), full(0.0), full(0.0)
+    for push, expected in enumerate(golden):
+        delta, flush = full(DELTAS[push % 4]), push % 4 == 3
+        delayed_nesterov_(master, momentum, buffer, delta, lr=0.5, beta=0.5, pushes=1, delay=4, flush=flush, c=c)
+        assert_all(master, expected)
+
+
+# The same window in two groups that came together, means 0.3 and 0.9:
+#   step 0.5 * 2/4 * 0.3 = 0.075                  9.925        then from 9.55: 0.075                  9.475
+#   m = (0.6 + 1.8) / 4 = 0.6
+#   step 0.5 * (0.5 * 0.6 + 2/4 * 0.9) = 0.375    9.55         m = 0.9: 0.5 * (0.45 + 0.45) = 0.45    9.025
+def test_delayed_nesterov_in_groups() -> None:
+    master, momentum, buffer = full(10.0), full(0.0), full(0.0)
+    for group, expected in enumerate([9.925, 9.55, 9.475, 9.025]):
+        delta, flush = full(0.9 if group % 2 else 0.3), group % 2 == 1
+        delayed_nesterov_(master, momentum, buffer, delta, lr=0.5, beta=0.5, pushes=2, delay=4, flush=flush)
+        assert_all(master, expected)
+
+
+# Windows of two, c = 0. The first contribution, 0.8, is 3 versions late and counts (1 + 3) ** -0.5 = 0.5.
+#   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
+#   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
+def test_delayed_nesterov_with_a_late_contribution() -> None:
+    master, momentum, buffer = full(10.0), full(0.0), full(0.0)
+    for delta, staleness, flush, expected in ((0.8, 3, False, 9.9), (0.6, 0, True, 9.625)):
+        pushes = (1 + staleness) ** -0.5
+        delayed_nesterov_(master, momentum, buffer, full(delta), lr=0.5, beta=0.5, pushes=pushes, delay=2, flush=flush)
+        assert_all(master, expected)
+
+
+# -- peers that differ by design --------------------------------------------------------------------------------------
+
+
+# Eager, two peers with 0.2 and 0.6, mean 0.4, which the anchor gets a round late.
+#   anchor     10;  m 0.4: 0.5 * (0.4 + 0.2) = 0.3, 9.7;  m 0.6: 0.5 * (0.4 + 0.3) = 0.35, 9.35
+#   shadow 1   d = 0.1, 0, 0: n 0.1, 0.05, 0.025; steps 0.5 * (0.1 + 0.05) = 0.075, 0.0125, 0.00625
+#   shadow 2   three times that
+#   peer 1     10 - 0.075, 9.7 - 0.0875, 9.35 - 0.09375;  peer 2: 10 - 0.225, 9.7 - 0.2625, 9.35 - 0.28125
+def test_eager_updates() -> None:
+    anchor, momentum, mean = full(10.0), full(0.0), full(0.0)
+    peers = [(delta, full(0.0), full(0.0), full(0.0)) for delta in (0.2, 0.6)]
+    for expected in ([9.925, 9.775], [9.6125, 9.4375], [9.25625, 9.06875]):
+        nesterov_(anchor, momentum, mean, 0.5, 0.5)
+        for (delta, shadow, velocity, previous), place in zip(peers, expected, strict=True):
+            eager_(shadow, velocity, previous, full(delta), peers=2, lr=0.5, beta=0.5)
+            assert_all(anchor + shadow, place)
+        mean = full(0.4)
+
+
+# Gossip, a pair at 10 and 6 with pseudo-gradients 0.2 and 0.6; alpha, beta and gamma 0.5, so that beta * mean = 0.2.
+#   mean 8       m1 =        - 0.2 + 0.5 * -2 = -1.2   8.8        m2 =        - 0.2 + 0.5 * 2 = 0.8    6.8
+#   mean 7.8     m1 = -0.6   - 0.2 + 0.5 * -1 = -1.3   7.5        m2 =  0.4   - 0.2 + 0.5 * 1 = 0.7    7.5
+#   mean 7.5     m1 = -0.65  - 0.2            = -0.85  6.65       m2 =  0.35  - 0.2           = 0.15   7.65
+def test_gossip() -> None:
+    pair = [(full(10.0), full(0.0)), (full(6.0), full(0.0))]
+    for expected in ([8.8, 6.8], [7.5, 7.5], [6.65, 7.65]):
+        mean = (pair[0][0] + pair[1][0]) / 2
+        for (parameters, momentum), place in zip(pair, expected, strict=True):
+            gossip_(parameters, momentum, full(0.4), mean, alpha=0.5, beta=0.5, gamma=0.5)
+            assert_all(parameters, place)

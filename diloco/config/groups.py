@@ -334,6 +334,12 @@ class SimConfig(PeerLocal):
     step_s: Annotated[tuple[Seconds, ...], Tuple, NotEmpty] = Field(
         (1.0,), description="Virtual seconds of an inner step, one for all peers or one per peer."
     )
+    jitter: float = Field(
+        0.0,
+        ge=0,
+        le=2,
+        description="Random spread of each inner step's seconds: they are multiplied by exp(N(0, jitter)).",
+    )
     bandwidth: float | None = Field(
         None, gt=0, le=1e15, description="Bytes per second of each peer's link, each way; null is no limit."
     )
@@ -361,6 +367,9 @@ class SwarmConfig(PeerLocal):
     )
     min_peers: int = Field(
         1, ge=1, le=100_000, description="Peers, this one included, that must be there before inner step 1."
+    )
+    upload_limit: float | None = Field(
+        None, gt=0, le=1e12, description="Bytes per second that this peer sends of payload; null is no limit."
     )
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
 

@@ -74,6 +74,7 @@ class Peer:
         self.digests = list(digests)
         self.versions = list(versions or [0] * len(digests))
         self.applied_tokens = applied_tokens
+        self.swarm_tokens = applied_tokens  # swarm clock at the newest version that was heard of
         self.trains = trains
         self.holds = holds
         self.min_peers = min_peers
@@ -217,7 +218,9 @@ class Peer:
         lease = self.leases.get(message.fragment)
         if lease is None or lease.holder != peer:
             return []
-        self.leases.published(message.fragment, message.term, message.version, message.digest)
+        if self.leases.published(message.fragment, message.term, message.version, message.digest):
+            if message.fragment == CONTROL_FRAGMENT:
+                self.swarm_tokens = max(self.swarm_tokens, message.applied_tokens)
         return []
 
     # -- events from the training loop --------------------------------------------------------------------------------
@@ -305,9 +308,25 @@ class Peer:
         """No donor answered; the next tick asks again."""
         self._catching_up.discard(fragment)
 
-    def agrees_on_all(self) -> bool:
-        """Whether every anchor is the one that its syncer published last."""
-        return all(map(self.agrees, range(len(self.versions))))
+    def swarm_clock(self) -> tuple[int, int]:
+        """Lowest version of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
+        leases = map(self.leases.get, range(len(self.versions)))
+        newest = (
+            mine if lease is None else max(mine, lease.version)
+            for lease, mine in zip(leases, self.versions, strict=True)
+        )
+        return min(newest), max(self.applied_tokens, self.swarm_tokens)
+
+    def ended_as_one(self) -> bool:
+        """Whether all peers that train are done, and (where they do not end in lockstep) all have the same anchors."""
+        trainers = [m for m in self.members.all() if m.trains and m.status.state != "leaving"]
+        if any(m.status.state != "done" for m in trainers):
+            return False
+        if self.lockstep:
+            return True
+        return all(map(self.agrees, range(len(self.versions)))) and all(
+            m.status.versions == self.versions for m in trainers
+        )
 
     @property
     def lockstep(self) -> bool:
@@ -452,8 +471,8 @@ class Peer:
         return [*actions, Hold(fragment, term), Broadcast(claim)]
 
     def _ended(self) -> bool:
-        """Done, and at a barrier everybody is done with the same version; else the others' last ones are followed."""
-        return self.state == "done" and self.outer.quorum is None
+        """Done, and in lockstep everybody is done with the same version; else the others' last ones are followed."""
+        return self.state == "done" and self.lockstep
 
     def _catch_up(self) -> list[Action]:
         """What differs from the syncers is fetched, unless the training loop is at work: it notices at its exchange."""

@@ -167,9 +167,9 @@ class Syncer:
         whole = {peer for peer, offer in self._offers.items() if offer.whole}
         if not whole or not self._enough(whole, members, now, sync_s):
             return None
-        expected = {peer for peer, member in members.items() if self._expected(member, now)}
-        if expected - whole and not (self.grace_until is not None and now >= self.grace_until):
-            return None
+        if self.grace_until is None or now < self.grace_until:
+            if any(peer not in whole and self._expected(member, now) for peer, member in members.items()):
+                return None
         return self._close(whole, members)
 
     def _enough(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> bool:
@@ -177,7 +177,7 @@ class Syncer:
         quorum = self._settings.quorum
         if quorum is None:
             return True
-        if len(whole) < min(quorum, _active(members)):
+        if len(whole) < quorum and len(whole) < _active(members):
             return False
         if self.grace_until is None:
             self.grace_until = now + self._grace_s(members, sync_s)

@@ -49,6 +49,7 @@ class NodeOptions:
     identity_path: Path
     min_peers: int = 1
     heartbeat_s: float = 1.0
+    upload_limit: float | None = None
     trains: bool = True
     versions: Sequence[int] | None = None
     terms: Sequence[int] | None = None
@@ -75,7 +76,7 @@ class Node:
         self.replica = replica
         self.manifest_text = options.manifest_text
         self.records: dict[int, FetchedRecord] = {}
-        self.traffic = Traffic()
+        self.traffic = Traffic(upload_limit=options.upload_limit)
         self.addresses: list[str] = []
         self._options = options
         self._on_event = on_event
@@ -158,6 +159,8 @@ class Node:
 
     async def send(self, counts: Mapping[int, Count]) -> None:
         """Begin to exchange fragments, given the inner steps and tokens of each since it was sent last."""
+        if self.protocol.lockstep:
+            await self.enter("exchanging")
         await self.rounds.send(counts)
 
     async def receive(self, fragments: Sequence[int]) -> Exchanged | None:
@@ -172,7 +175,7 @@ class Node:
             await self.until(lambda: self._interrupted or self.rounds.arrived(fragments))
         waited_s = self.now() - begun_at
         position = 0
-        if not self._interrupted and not self.protocol.in_step(self.now()):
+        if not self._interrupted and self.protocol.lockstep and not self.protocol.in_step(self.now()):
             self.note("out_of_step", versions=list(self.protocol.versions))
             await self.enter("starting")
             await self.until(lambda: self._interrupted or self.protocol.may_train())
@@ -220,16 +223,11 @@ class Node:
 
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""
+        await self.rounds.cancel()
         await self.enter("done" if finished else "leaving")
         patience_s = LEAVE_FLOOR_S + 3 * self.rounds.longest_exchange_s
         if finished:
-
-            def others_done() -> bool:
-                states = [m.status.state for m in self.protocol.members.all() if m.trains]
-                ended = all(state in ("leaving", "done") for state in states)
-                return ended and (self.protocol.lockstep or self.protocol.agrees_on_all())
-
-            await self._until_or(others_done, patience_s, "the others to finish")
+            await self._until_or(self.protocol.ended_as_one, patience_s, "the others to finish")
         else:
 
             def handed_over() -> bool:

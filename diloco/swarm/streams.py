@@ -32,10 +32,20 @@ STALL_FACTOR = 20.0
 
 @dataclass
 class Traffic:
-    """Bytes of all streams of a node, as this side wrote and read them."""
+    """Bytes of all streams of a node, as this side wrote and read them, and how fast it may write payload."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
+    upload_limit: float | None = None  # bytes per second
+    _free_at: float = 0.0
+
+    async def turn(self, nbytes: int) -> None:
+        """Wait until these bytes may follow what all streams have sent so far."""
+        if self.upload_limit is None:
+            return
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(now, self._free_at) + nbytes / self.upload_limit
+        await asyncio.sleep(self._free_at - now)
 
 
 class Stream:
@@ -74,6 +84,7 @@ class Stream:
 
     async def send_payload(self, payload: Tensor) -> None:
         """Write a uint8 tensor; it must not be changed afterwards (the transport may still be reading it)."""
+        await self._traffic.turn(payload.numel())
         self._writer.write(payload.numpy().data)
         self._traffic.bytes_sent += payload.numel()
         await asyncio.wait_for(self._writer.drain(), self._patience_s())

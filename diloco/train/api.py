@@ -56,6 +56,7 @@ class Swarm:
         listen: multiaddrs to listen on; the default is this machine only.
         announce: multiaddrs to tell others, where they differ from `listen`.
         min_peers: peers, this one included, that must be there before the first inner step.
+        upload_limit: bytes per second of payload that this peer sends at most.
         manifest: the run-owned settings; peers with another manifest are refused. The default is made of `run_id`, the
             outer settings and the shapes of the parameters.
         on_event: called with kind and fields of everything that happens in the swarm (default: the log).
@@ -79,6 +80,7 @@ class Swarm:
         announce: Sequence[str] = (),
         min_peers: int = 1,
         heartbeat_s: float = 1.0,
+        upload_limit: float | None = None,
         manifest: Manifest | None = None,
         on_event: Callable[[str, dict[str, object]], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
@@ -93,6 +95,7 @@ class Swarm:
             "announce": list(announce),
             "min_peers": min_peers,
             "heartbeat_s": heartbeat_s,
+            "upload_limit": upload_limit,
         }
         self.network = SwarmConfig.parse(network)
         self.manifest = manifest
@@ -122,6 +125,7 @@ class Swarm:
             announce=config.swarm.announce,
             min_peers=config.swarm.min_peers,
             heartbeat_s=config.swarm.heartbeat_s,
+            upload_limit=config.swarm.upload_limit,
             manifest=manifest,
             on_event=on_event,
             on_ready=on_ready,
@@ -179,6 +183,7 @@ class Swarm:
             identity_path=self._identity_path(),
             min_peers=self.network.min_peers,
             heartbeat_s=self.network.heartbeat_s,
+            upload_limit=self.network.upload_limit,
             trains=trains,
             versions=saved.versions if saved else None,
             terms=saved.terms if saved else None,
@@ -280,6 +285,8 @@ class Attachment:
         self._hook.remove()
         try:
             if self.node is not None and (kind is None or not issubclass(kind, KeyboardInterrupt)):
+                if kind is None and not self.interrupted and self._schedule.flying:
+                    self.node.receive(self._schedule.flying)  # the others have sent these, too
                 self.node.leave(finished=kind is None and not self.interrupted)
                 if kind is None and not self.interrupted:
                     self.version, self._settled = self.node.settle(), True
@@ -353,6 +360,7 @@ class Attachment:
         if self.node is not None:
             self._measure_pace()
             self.node.progress(self._schedule.inner_step, self.target_steps, self._steps_per_s, self.tokens)
+        self._follow_clock()
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
         (interrupted,) = self.island.agree([self._asked_to_stop])
         self.interrupted = bool(interrupted)
@@ -363,6 +371,13 @@ class Attachment:
                     self._send(due.send)
                 if due.receive:
                     self._receive(due.receive)
+
+    def _follow_clock(self) -> None:
+        """Without a barrier the run goes on, and ends, while this peer trains."""
+        if self.swarm.outer.quorum is not None:
+            clock = self.node.protocol.swarm_clock() if self.node is not None else (0, 0)
+            version, applied_tokens = self.island.agree(clock)
+            self.version, self.applied_tokens = int(version), int(applied_tokens)
 
     def _measure_pace(self) -> None:
         """Inner steps per second since the parameters were loaded last, without what was spent in exchanges."""
@@ -399,8 +414,8 @@ class Attachment:
             return
         self.island.share_(self.parameters.values())
         self.discarded_tokens += discarded
-        self.exchanged = version > self.version
-        self.version, self.applied_tokens = version, applied
+        self.exchanged = version > self.version or self.swarm.outer.quorum is not None
+        self.version, self.applied_tokens = max(version, self.version), max(applied, self.applied_tokens)
         if position:
             self._schedule.begin(position)
         if self.swarm.outer.dylu:

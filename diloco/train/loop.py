@@ -61,6 +61,7 @@ class Trainer:
     _losses: list[Tensor] = field(default_factory=list)
     _loss: float | None = None
     _told_at: float = 0.0
+    _boundary_version: int = 0
     _logged: tuple[int, float] = (0, 0.0)
 
     def train(self) -> None:
@@ -69,6 +70,7 @@ class Trainer:
         if config.run.lead and config.eval.every and sync.version == 0 and self.island.leads:
             self.evaluate()  # where the curve begins
         self._logged = (sync.tokens, time.monotonic())
+        self._boundary_version = sync.version
         while not finished(sync, config.budget) and not sync.interrupted:
             lr = learning_rate(sync, config.inner, config.budget, config.outer.sync_every)
             for group in self.optimizer.param_groups:
@@ -111,12 +113,32 @@ class Trainer:
         config, sync = self.config, self.sync
         if not self.island.leads:
             return
+        self._account()
         over = finished(sync, config.budget)
-        if config.run.lead and config.eval.every and sync.version % config.eval.every == 0 and not over:
+        if config.run.lead and not over and self._passed(config.eval.every):
             self.tell(self.status("evaluating"))
             self.evaluate()
-        if config.checkpoint.every and (over or sync.version % config.checkpoint.every == 0):
+        if config.checkpoint.every and (over or self._passed(config.checkpoint.every)):
             self.save()
+        self._boundary_version = sync.version
+
+    def _passed(self, every: int) -> bool:
+        """Whether a multiple of that many outer steps was reached since the last boundary; without a barrier it may be
+        passed over.
+        """
+        return every > 0 and self.sync.version // every > self._boundary_version // every
+
+    def _account(self) -> None:
+        """One line per outer step: where the time and the bytes have gone so far."""
+        if self.log is not None:
+            sync, seconds = self.sync, self.phases.seconds()
+            self.log.metric(
+                version=sync.version,
+                inner_step=sync.steps,
+                tokens=sync.applied_tokens,
+                bytes_sent=self.traffic()[0],
+                **{f"{phase}_s": round(getattr(seconds, phase), 3) for phase in ("compute", "wait", "comm", "outer")},
+            )
 
     def evaluate(self) -> EvalResult:
         """Held-out loss of the anchor."""

@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 class RunLog:
     """`metrics.jsonl` and `events.jsonl` of one peer; each line carries `time` (unix seconds) and `peer`.
 
-    `metrics.jsonl`: version, inner_step (this peer's global count), tokens (swarm clock), and what was measured then.
+    `metrics.jsonl`: version, inner_step (this peer's global count), tokens (swarm clock), and what was measured then;
+    one line per outer step has bytes_sent and the seconds of each phase so far.
     `events.jsonl`: `kind` and the fields of that kind.
     """
 

@@ -1,0 +1,52 @@
+"""`diloco simulate`: a whole run in one process and in virtual time, watched."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from diloco.cli.table import LiveView
+from diloco.config import Config
+from diloco.sim.outcome import Simulated
+from diloco.sim.run import simulate
+
+__all__ = ["run"]
+
+
+def run(config: Config) -> int:
+    """Simulate `local.peers` peers; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    console = Console()
+    peers = config.local.peers
+    title = f"{config.run.id}: {peers} simulated peers, {config.outer.method}"
+    names = [f"p{index}" for index in range(peers)] if config.sim.mode == "train" else ["swarm"]
+    at_s = 0.0
+
+    def listen(message: Mapping[str, Any]) -> None:
+        nonlocal at_s
+        at_s = message["time"]
+        view.update(message)
+
+    # Lines are a record of the run and carry its time; who looks at a bar wants to know when it is over.
+    clock = time.monotonic if console.is_terminal else lambda: at_s
+    with LiveView(console, names, config.budget.outer_steps, title, clock) as view:
+        outcome = simulate(config, listen)
+    _tell_result(config, outcome, console)
+    return outcome.summary.exit
+
+
+def _tell_result(config: Config, outcome: Simulated, console: Console) -> None:
+    summary = outcome.summary
+    limit = f" of {config.budget.outer_steps}" if config.budget.outer_steps else ""
+    loss = "" if summary.eval.loss is None else f"held-out loss {summary.eval.loss:.3f} nats per token, "
+    busy = sum(peer.utilization for peer in summary.peers) / max(1, len(summary.peers))
+    console.print(
+        f"outer step {summary.outer_steps}{limit}: {loss}{outcome.virtual_s:.0f} virtual seconds at {busy:.0%} "
+        f"utilization, {summary.wall_s:.0f} s",
+        highlight=False,
+    )
+    console.print(f"{config.run.dir}: summary.json, metrics.jsonl, events.jsonl, loss.png", highlight=False)

@@ -1,0 +1,53 @@
+"""What happens to which peer when: `crash:3@120`, `leave:1@90`, `join:4@60`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+
+__all__ = ["Event", "parse", "starters"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A peer (by number, from 0) crashes, leaves or joins at a virtual second."""
+
+    kind: str
+    peer: int
+    at_s: float
+
+
+def parse(texts: Sequence[str], peers: int) -> list[Event]:
+    """Events in the order of their times; those of equal time as they were given.
+
+    Args:
+        texts: as in `sim.events`, whose pattern they fit.
+        peers: how many there are at second 0; a peer that joins before anything else happens to it is not.
+
+    Raises:
+        ConfigError: a peer that is not there leaves or crashes, or one that is there joins.
+    """
+    events = []
+    for text in texts:
+        kind, _, rest = text.partition(":")
+        peer, _, at_s = rest.partition("@")
+        events.append(Event(kind, int(peer), float(at_s)))
+    events.sort(key=lambda event: event.at_s)
+    present = set(starters(events, peers))
+    for event in events:
+        if (event.kind == "join") == (event.peer in present):
+            state = "is there already" if event.kind == "join" else "is not there"
+            raise ConfigError(
+                f"sim.events: {event.kind}:{event.peer}@{event.at_s:g}, but peer {event.peer} {state}; with "
+                f"local.peers={peers}, peers 0 to {peers - 1} are there from the start, unless they join first"
+            )
+        present ^= {event.peer}
+    return events
+
+
+def starters(events: Sequence[Event], peers: int) -> list[int]:
+    """Peers that are there at second 0."""
+    first = {event.peer: event.kind for event in reversed(events)}
+    return [peer for peer in range(peers) if first.get(peer) != "join"]

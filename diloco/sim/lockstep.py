@@ -1,0 +1,90 @@
+"""A training loop that knows nothing of event loops, driven by one in virtual time.
+
+1. The loop of a peer runs in a thread of its own. Until it asks for something, everything else stands still, so it
+   computes in no virtual time, and only one thread ever runs.
+2. It asks by `Lockstep.call`, with a coroutine: a sleep, an exchange. The thread stops, virtual time goes on.
+3. The coroutine ends; the thread has its result, and step 1 begins anew.
+
+So the trainer of `diloco train` is the trainer of the simulator, and the order of everything is that of the loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Killed", "Lockstep"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Killed(BaseException):
+    """Unwinds the thread of a peer that crashed; nothing may catch it, as nothing catches SIGKILL."""
+
+
+class Lockstep(Generic[R]):
+    """One function in a thread, and its turns with the event loop.
+
+    `run` returns what the function returns, and raises what it raises. When `run` is cancelled, `Killed` is raised in
+    the function where it waits, and again from whatever it still asks for.
+    """
+
+    def __init__(self, work: Callable[[], R], name: str) -> None:
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._asked, self._answered = threading.Semaphore(0), threading.Semaphore(0)
+        self._request: Coroutine[Any, Any, Any] | None = None
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self._killed = False
+        self._result: list[R] = []
+
+    def call(self, request: Coroutine[Any, Any, T]) -> T:
+        """In the thread: the result of a coroutine of the event loop."""
+        if self._killed:
+            request.close()
+            raise Killed
+        self._request = request
+        self._asked.release()
+        self._answered.acquire()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        answer: T = self._answer
+        return answer
+
+    async def run(self) -> R:
+        """In the event loop: the whole function."""
+        self._thread.start()
+        while True:
+            self._asked.acquire()  # blocks the loop: the function computes now
+            request, self._request = self._request, None
+            if request is None:
+                break
+            try:
+                self._answer = await request
+            except Exception as error:
+                self._error = error
+            except BaseException:
+                self._kill()
+                raise
+            self._answered.release()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def _kill(self) -> None:
+        self._killed, self._error = True, Killed()
+        self._answered.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._result.append(self._work())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._asked.release()

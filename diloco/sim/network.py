@@ -1,0 +1,338 @@
+"""A network in memory and in virtual time: links with bandwidth and latency, streams that share them, and failures.
+
+    write -> uplink (pieces, round-robin over the streams) -> latency -> downlink (the same) -> reader
+
+A piece may enter the downlink while its end still leaves the uplink, so n bytes alone on a link take
+n / min(up, down) + latency seconds, and equal streams get equal parts of a link. Opening a stream takes a round trip.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from diloco.errors import SwarmError
+from diloco.sim.loop import VirtualLoop
+from diloco.swarm.transport import Handler
+
+__all__ = ["Link", "Network", "SimTransport"]
+
+PIECE_BYTES = 64 * 1024
+BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
+UNANSWERED_S = 30.0  # how long a call across a cut lasts
+DOOMED_WRITES = (3, 6)  # which write of both sides breaks a doomed stream; the third begins the payload
+
+
+@dataclass(frozen=True)
+class Link:
+    """One peer's access: bytes per second (None is without limit), and its half of what a byte takes there and back.
+
+    A byte takes the mean of the two ends' `latency_s` from one to the other.
+    """
+
+    up: float | None = None
+    down: float | None = None
+    latency_s: float = 0.0
+
+
+@dataclass
+class _Piece:
+    data: memoryview | None  # None: the stream ends here
+    whole_at: float = 0.0  # when its last byte reaches the downlink
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.data is None else len(self.data)
+
+
+@dataclass
+class _Fate:
+    """Of both directions of a stream that is going to break: with which message or chunk."""
+
+    writes_left: int
+
+
+class _Pipe:
+    """One direction of a stream."""
+
+    def __init__(self, network: Network, source: str, target: str, fate: _Fate | None) -> None:
+        self.source, self.target = source, target
+        self.reader = asyncio.StreamReader(loop=network.loop)
+        self.waiting: deque[_Piece] = deque()  # for the uplink, then on the way, then for the downlink, then on it
+        self.flying: deque[_Piece] = deque()
+        self.arrived: deque[_Piece] = deque()
+        self.landing: deque[_Piece] = deque()
+        self.backlog = 0
+        self.ended = self.broken = False
+        self.reverse: _Pipe = self
+        self._network = network
+        self._fate = fate
+        self._drained = asyncio.Event()
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self.ended or self.broken:
+            return
+        if self._fate is not None:
+            self._fate.writes_left -= 1
+            if self._fate.writes_left == 0:
+                self._network.break_stream(self)
+                return
+        network, view = self._network, memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE_BYTES):
+            self.waiting.append(_Piece(view[start : start + PIECE_BYTES]))
+        self.backlog += len(view)
+        network.uplinks[self.source].serve(self)
+
+    async def drain(self) -> None:
+        while self.backlog > BACKLOG_BYTES and not self.broken:
+            self._drained.clear()
+            await self._drained.wait()
+        if self.broken:
+            raise ConnectionResetError(f"{self.target} has ended the stream")
+
+    def close(self) -> None:
+        """End the stream in both directions: what was written still arrives, what comes back is dropped."""
+        if not self.ended and not self.broken:
+            self.ended = True
+            self.waiting.append(_Piece(None))
+            self._network.uplinks[self.source].serve(self)
+        self.reverse.end_reader()
+
+    def take(self) -> _Piece:
+        piece = self.waiting.popleft()
+        self.backlog -= piece.nbytes
+        if self.backlog <= BACKLOG_BYTES:
+            self._drained.set()
+        return piece
+
+    def land(self) -> None:
+        """The first piece on the downlink has reached the reader. (Of timers with equal times any may be first.)"""
+        piece = self.landing.popleft()
+        if piece.data is None:
+            self.end_reader()
+            self.reverse.reset()
+        elif not self.reader_ended:
+            self.reader.feed_data(piece.data)
+
+    reader_ended = False
+
+    def end_reader(self) -> None:
+        if not self.reader_ended:
+            self.reader_ended = True
+            self.reader.feed_eof()
+
+    def reset(self) -> None:
+        """Nobody reads any more: forget what was to be sent, and let the writer know."""
+        self.broken = True
+        self.waiting.clear()
+        self.backlog = 0
+        self._drained.set()
+        self._network.forget(self)
+
+
+class _Direction:
+    """An uplink or a downlink: serves one piece at a time, of each stream in turn."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        bytes_per_s: float | None,
+        queue: Callable[[_Pipe], deque[_Piece]],
+        take: Callable[[_Pipe], _Piece],
+        served: Callable[[_Pipe, _Piece, float], None],
+    ) -> None:
+        self._loop, self._bytes_per_s = loop, bytes_per_s
+        self._queue, self._take, self._served = queue, take, served
+        self._turns: dict[_Pipe, None] = {}
+        self._busy = False
+        self.held: Callable[[_Pipe], bool] = lambda pipe: False
+
+    def serve(self, pipe: _Pipe) -> None:
+        """The stream has something to send; it takes its turn."""
+        self._turns.setdefault(pipe)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._turns and not self._busy:
+            pipe = next(iter(self._turns))
+            del self._turns[pipe]
+            if not self._queue(pipe) or self.held(pipe):
+                continue
+            piece = self._take(pipe)
+            seconds = 0.0 if self._bytes_per_s is None else piece.nbytes / self._bytes_per_s
+            if self._queue(pipe):
+                self._turns[pipe] = None
+            if seconds > 0.0:
+                self._busy = True
+                self._loop.call_later(seconds, self._free)
+            self._served(pipe, piece, seconds)
+
+    def _free(self) -> None:
+        self._busy = False
+        self._go_on()
+
+
+class Network:
+    """Peers, their links, the streams between them, and the records of the DHT.
+
+    Args:
+        loop: where virtual time passes.
+        seed: of the losses; everything else has no randomness.
+        loss: probability that a stream is doomed: one of its messages or chunks, instead of arriving, breaks it.
+        lossy: protocols whose streams that happens to.
+
+    `crash` ends a peer and all its streams at once; `cut` is silence between two peers until `mend`. A handler that
+    fails is a bug: the transport of its peer fails with it.
+    """
+
+    def __init__(
+        self, loop: VirtualLoop, seed: int = 0, loss: float = 0.0, lossy: Collection[str] = frozenset()
+    ) -> None:
+        self.loop = loop
+        self.uplinks: dict[str, _Direction] = {}
+        self.records: dict[str, dict[str, tuple[object, float]]] = {}
+        self._random = random.Random(seed)
+        self._loss, self._lossy = loss, lossy
+        self._downlinks: dict[str, _Direction] = {}
+        self._links: dict[str, Link] = {}
+        self._transports: dict[str, SimTransport] = {}
+        self._pipes: dict[_Pipe, None] = {}
+        self._cuts: set[frozenset[str]] = set()
+
+    def join(self, peer: str, seeds: list[str], link: Link | None = None) -> SimTransport:
+        """A peer's access to the network; a peer that crashed can join again."""
+        self._links[peer] = link = link or Link()
+        self.uplinks[peer] = _Direction(self.loop, link.up, lambda p: p.waiting, _Pipe.take, self._fly)
+        self.uplinks[peer].held = lambda pipe: self._is_cut(pipe.source, pipe.target)
+        self._downlinks[peer] = _Direction(
+            self.loop, link.down, lambda p: p.arrived, lambda p: p.arrived.popleft(), self._land
+        )
+        self._transports[peer] = transport = SimTransport(self, peer, seeds)
+        return transport
+
+    def crash(self, peer: str) -> None:
+        """The peer is gone: what it was sending is lost, and the others read the end of its streams."""
+        self._transports.pop(peer, None)
+        for pipe in [pipe for pipe in self._pipes if pipe.source == peer]:
+            self.break_stream(pipe)
+
+    def cut(self, one: str, other: str) -> None:
+        """From now on nothing passes between two peers, and neither is told."""
+        self._cuts.add(frozenset((one, other)))
+
+    def mend(self, one: str, other: str) -> None:
+        """What waited on both sides of a cut goes on."""
+        self._cuts.discard(frozenset((one, other)))
+        for pipe in list(self._pipes):
+            if {pipe.source, pipe.target} == {one, other}:
+                self.uplinks[pipe.source].serve(pipe)
+
+    def latency_s(self, one: str, other: str) -> float:
+        """Seconds that a byte is on the way from one peer to another."""
+        return (self._links[one].latency_s + self._links[other].latency_s) / 2
+
+    async def open(self, source: str, target: str, protocol: str) -> tuple[asyncio.StreamReader, _Pipe]:
+        """Open a stream; its writer is the outgoing pipe."""
+        if self._is_cut(source, target):
+            await asyncio.sleep(UNANSWERED_S)
+            raise TimeoutError(f"{target} does not answer")
+        trip_s = self.latency_s(source, target) if target in self._links else 0.0
+        await asyncio.sleep(trip_s)
+        transport = self._transports.get(target)
+        handler = None if transport is None else transport.handlers.get(protocol)
+        if source not in self._transports or transport is None or handler is None:
+            await asyncio.sleep(trip_s)
+            raise ConnectionRefusedError(f"{target} cannot be reached")
+        fate = self._fate(protocol)
+        there, back = _Pipe(self, source, target, fate), _Pipe(self, target, source, fate)
+        there.reverse, back.reverse = back, there
+        self._pipes |= {there: None, back: None}
+        with self.loop.owned_by(target):
+            serving = asyncio.ensure_future(handler(source, there.reader, back))
+        serving.add_done_callback(transport.served)
+        try:
+            await asyncio.sleep(trip_s)
+        except asyncio.CancelledError:
+            there.close()
+            raise
+        return back.reader, there
+
+    def break_stream(self, pipe: _Pipe) -> None:
+        """Both directions end: here now, at the other end when the news arrives."""
+        pipe.reset()
+        pipe.reverse.end_reader()
+
+        def hear() -> None:
+            pipe.end_reader()
+            pipe.reverse.reset()
+
+        self.loop.call_later(self.latency_s(pipe.source, pipe.target), hear)
+
+    def forget(self, pipe: _Pipe) -> None:
+        """The pipe carries nothing any more."""
+        self._pipes.pop(pipe, None)
+
+    def _fate(self, protocol: str) -> _Fate | None:
+        if not self._loss or protocol not in self._lossy or self._random.random() >= self._loss:
+            return None
+        return _Fate(self._random.randint(*DOOMED_WRITES))
+
+    def _is_cut(self, one: str, other: str) -> bool:
+        return bool(self._cuts) and frozenset((one, other)) in self._cuts
+
+    def _fly(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
+        now, trip_s = self.loop.time(), self.latency_s(pipe.source, pipe.target)
+        piece.whole_at = now + seconds + trip_s
+        pipe.flying.append(piece)
+        self.loop.call_at(now + trip_s, self._arrive, pipe)
+
+    def _arrive(self, pipe: _Pipe) -> None:
+        pipe.arrived.append(pipe.flying.popleft())
+        self._downlinks[pipe.target].serve(pipe)
+
+    def _land(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
+        pipe.landing.append(piece)
+        self.loop.call_at(max(self.loop.time() + seconds, piece.whole_at), pipe.land)
+
+
+class SimTransport:
+    """One peer's access to a `Network`; as `diloco.swarm.transport.Transport`."""
+
+    def __init__(self, network: Network, me: str, seeds: list[str]) -> None:
+        self.me = me
+        self.seeds = seeds
+        self.addresses = [f"/sim/{me}"]
+        self.handlers: dict[str, Handler] = {}
+        self._network = network
+        self._failure: asyncio.Future[None] = network.loop.create_future()
+
+    async def handle(self, protocol: str, handler: Handler) -> None:
+        self.handlers[protocol] = handler
+
+    async def open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, _Pipe]:
+        return await self._network.open(self.me, peer, protocol)
+
+    async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
+        """Everybody finds it after a round trip of this peer's own latency."""
+        await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
+        self._network.records.setdefault(key, {})[subkey] = (value, self._network.loop.time() + life_s)
+
+    async def get(self, key: str) -> dict[str, object]:
+        await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
+        found, now = self._network.records.get(key, {}), self._network.loop.time()
+        return {subkey: value for subkey, (value, expires_at) in found.items() if expires_at > now}
+
+    async def failed(self) -> None:
+        await asyncio.shield(self._failure)
+
+    async def close(self) -> None:
+        self._network.crash(self.me)
+
+    def served(self, task: asyncio.Future[None]) -> None:
+        """A handler has returned; one that raises is a bug, and must not pass for a peer that vanished."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
+            self._failure.set_exception(SwarmError(f"a handler of {self.me} failed: {error!r}"))
+            self._failure.exception()  # seen, should nobody wait for it

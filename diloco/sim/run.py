@@ -1,0 +1,274 @@
+"""`diloco simulate`: a whole run in virtual time, from configuration to summary.
+
+1. The peers of `local.peers` start, the first one before the others, as with `diloco local`.
+2. Each trains in a thread in lockstep with the virtual clock; `sim.events` happen when it is their time.
+3. It ends when nobody trains any more. The run directory is that of a real run, with virtual seconds in its logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco import data
+from diloco import model as models
+from diloco.config import Config
+from diloco.errors import ConfigError, SwarmError
+from diloco.sim import events
+from diloco.sim.events import Event
+from diloco.sim.lockstep import Lockstep
+from diloco.sim.loop import VirtualLoop, virtual_time
+from diloco.sim.network import Link, Network
+from diloco.sim.outcome import Simulated
+from diloco.sim.peers import PacedStream, SimSwarm, SimTrainer
+from diloco.sim.toy_run import simulate_toy
+from diloco.swarm.bulk import BULK
+from diloco.swarm.node import NodeOptions
+from diloco.swarm.transport import Transport
+from diloco.train.api import Attachment
+from diloco.train.evaluate import EvalResult
+from diloco.train.files import exclusive, prepare_run_directory, write_atomic
+from diloco.train.island import Island
+from diloco.train.metrics import RunLog
+from diloco.train.plot import plot_losses
+from diloco.train.reporting import Listener
+from diloco.train.run import _inner_optimizer, _renamed, _summary
+from diloco.train.session import Session
+from diloco.train.summary import Phases, Summary, merge_peer_summaries, peer_message
+
+__all__ = ["simulate", "simulate_in"]
+
+LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "loss.png")
+PATIENCE_S = 3600.0  # virtual; with nothing learnt for that long (and some steps and transfers), it hangs
+
+
+@dataclass
+class _Peer:
+    """One life of a peer: a peer that crashed and joins again has another."""
+
+    index: int
+    name: str
+    seeds: list[str]
+    lockstep: Lockstep[Mapping[str, Any]]
+    task: asyncio.Task[Mapping[str, Any]]
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    sync: Attachment | None = None
+    crashed: bool = False
+
+
+def simulate(config: Config, listen: Listener) -> Simulated:
+    """Run the simulation in `run.dir`, whose earlier simulation is replaced.
+
+    Raises:
+        ConfigError: settings that cannot be simulated, or a run directory that holds a real run.
+        DilocoError: whatever would stop the run.
+    """
+    _check(config)
+    prepare_run_directory(config.run.dir)
+    with exclusive(config.run.dir):
+        for name in LOGS:
+            (config.run.dir / name).unlink(missing_ok=True)
+        write_atomic(config.run.dir / "config.yaml", config.to_yaml())
+        write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
+        if config.sim.mode == "toy":
+            outcome = simulate_toy(config, listen)
+        else:
+            with virtual_time() as loop:
+                outcome = simulate_in(loop, config, listen)
+        content = outcome.summary.to_json()
+        text = json.dumps({**content, "virtual_s": outcome.virtual_s}, indent=2, allow_nan=False)
+        write_atomic(config.run.dir / "summary.json", text + "\n")
+        title = f"{config.run.id}: {config.model.name}, simulated"
+        plot_losses(config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", title)
+    return outcome
+
+
+def simulate_in(loop: VirtualLoop, config: Config, listen: Listener) -> Simulated:
+    """The simulation itself, in a loop that is given; leaves only the logs."""
+    return loop.run_until_complete(_Simulation(loop, config, listen).run())  # type: ignore[no-any-return]
+
+
+def _check(config: Config) -> None:
+    if config.outer.method == "data_parallel":
+        raise ConfigError("outer.method=data_parallel has no swarm to simulate; use diloco local, or another outer")
+    if any((config.run.dir / "checkpoints").glob("*/step-*")):
+        raise ConfigError(f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir")
+
+
+class _Simulation:
+    """The peers of one run, and what they share because it is equal for all."""
+
+    def __init__(self, loop: VirtualLoop, config: Config, listen: Listener) -> None:
+        sim, peers = config.sim, config.local.peers
+        self.events = events.parse(sim.events, peers)
+        self.num_shards = max([peers, *(event.peer + 1 for event in self.events)])
+        if len(sim.step_s) not in (1, self.num_shards):
+            raise ConfigError(
+                f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per peer, or one"
+            )
+        self.began_at = time.monotonic()
+        self.loop, self.config, self.listen = loop, config, listen
+        self.network = Network(loop, config.run.seed, sim.loss, {BULK})
+        self.link = Link(sim.bandwidth, sim.bandwidth, sim.latency_s)
+        self.island = Island.from_environment(config.train.device)
+        self.dataset = data.load(config.data, config.run.seed)
+        self.holdout = self.dataset.holdout(config.eval.sequences)
+        self.model = models.build(
+            config.model,
+            config.run.seed,
+            vocab_size=self.dataset.tokenizer.vocab_size,
+            sequence_length=config.data.sequence_length,
+        ).to(self.island.device)
+        self.evaluated: dict[str | None, EvalResult] = {}
+        self.peers: dict[int, _Peer] = {}
+        self.summaries: list[Mapping[str, Any]] = []
+
+    async def run(self) -> Simulated:
+        try:
+            await self._run()
+        finally:
+            for peer in self.peers.values():  # several may have failed alike; one of them says so
+                if peer.task.done() and not peer.task.cancelled():
+                    peer.task.exception()
+        if not self.summaries:
+            raise SwarmError("sim.events: every peer crashed or left; let one of them stay")
+        return Simulated(self._merged(time.monotonic() - self.began_at), self.loop.time())
+
+    async def _run(self) -> None:
+        timeline = self.loop.create_task(self._timeline())
+        watch = self.loop.create_task(self._watch())
+        while self.peers or not (timeline.done() or self.summaries):  # with the last peer the run is over
+            running = {peer.task for peer in self.peers.values()}
+            pending: set[asyncio.Task[Any]] = {*running, watch, *([] if timeline.done() else [timeline])}
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for peer in [peer for peer in self.peers.values() if peer.task in done]:
+                self._ended(peer)
+            for task in done - running:
+                task.result()
+
+    def _ended(self, peer: _Peer) -> None:
+        if not peer.crashed:
+            self.summaries.append(peer.task.result())
+        if self.peers.get(peer.index) is peer:
+            del self.peers[peer.index]
+
+    def _merged(self, wall_s: float) -> Summary:
+        config, order = self.config, sorted(self.summaries, key=lambda message: str(message["name"]))
+        return merge_peer_summaries(
+            order,
+            run_id=config.run.id,
+            manifest_hash=config.manifest().hash(),
+            mode=config.outer.method,
+            wall_s=wall_s,
+            exit=0,
+        )
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    async def _timeline(self) -> None:
+        """The start, then the events of the configuration, each at its time."""
+        starters = events.starters(self.events, self.config.local.peers)
+        for number, index in enumerate(starters):
+            self._join(index, len(starters))
+            if number == 0:
+                await self.peers[index].ready.wait()  # whom the others join
+        for event in self.events:
+            await asyncio.sleep(max(0.0, event.at_s - self.loop.time()))
+            self._happen(event)
+
+    def _happen(self, event: Event) -> None:
+        peer = self.peers.get(event.peer)
+        if event.kind == "join":
+            self._join(event.peer, 1)
+        elif peer is None:
+            return  # it has finished already
+        elif event.kind == "leave" and peer.sync is not None:
+            peer.sync.interrupt()
+        else:
+            peer.crashed = True
+            self.network.crash(peer.name)
+            self.loop.kill(peer.name)
+            self.listen(self._message(peer, {"t": "status", "state": "killed"}))
+
+    def _join(self, index: int, min_peers: int) -> None:
+        seeds = [peer.name for peer in self.peers.values() if peer.ready.is_set() and not peer.crashed]
+        name = f"p{index}"
+        lockstep: Lockstep[Mapping[str, Any]] = Lockstep(lambda: self._live(peer, min_peers), name)
+        with self.loop.owned_by(name):
+            task = self.loop.create_task(lockstep.run(), name=name)
+        peer = self.peers[index] = _Peer(index, name, seeds, lockstep, task)
+
+    async def _watch(self) -> None:
+        """A swarm that hangs would beat its hearts for ever."""
+        sim = self.config.sim
+        nbytes = 4 * models.num_parameters(self.model)
+        transfer_s = 0.0 if sim.bandwidth is None else nbytes / sim.bandwidth
+        patience_s = PATIENCE_S + 1000 * max(sim.step_s) + 100 * transfer_s
+        before: object = None
+        while True:
+            now = [(p.index, p.sync.steps, p.sync.version) for p in self.peers.values() if p.sync is not None]
+            if now == before:
+                raise SwarmError(f"nothing has moved for {patience_s:.0f} virtual seconds: {now} (peer, step, version)")
+            before = now
+            await asyncio.sleep(patience_s)
+
+    # -- one peer, in its thread --------------------------------------------------------------------------------------
+
+    def _live(self, peer: _Peer, min_peers: int) -> Mapping[str, Any]:
+        """As `diloco train`, without checkpoints."""
+        config = _config_of(self.config, peer.name, min_peers)
+        with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
+            phases = Phases(clock=self.loop.time)
+            model = copy.deepcopy(self.model)
+            optimizer = _inner_optimizer(model, config)
+            step_s = config.sim.step_s[peer.index % len(config.sim.step_s)]
+            batches = self.dataset.batches(config.inner.batch_size, shard=peer.index, shards=self.num_shards)
+            seed = f"{config.run.seed}/{peer.name}"
+            paced = PacedStream(batches, step_s, config.sim.jitter, seed, peer.lockstep)
+            swarm = self._swarm(peer, config, log)
+            peer.sync = sync = swarm.attach(model, optimizer, island=self.island, phases=phases)
+            trainer = SimTrainer(
+                config, self.island, model, model, optimizer, paced, self.holdout,
+                sync, Session(config), phases, log, lambda message: self.listen(self._message(peer, message)),
+                evaluated=self.evaluated,
+            )  # fmt: skip
+            with sync:
+                trainer.train()
+            if sync.inner_step == 0 and sync.version > 0 and not sync.interrupted:
+                trainer.evaluate()
+            trainer.tell(trainer.status("left" if sync.interrupted else "done"))
+            return {"peer": peer.name, **peer_message(_summary(trainer, config, self.loop.time()))}
+
+    def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> SimSwarm:
+        def on_event(kind: str, fields: dict[str, object]) -> None:
+            if not peer.crashed:
+                log.event(kind, **_renamed(fields))
+
+        async def connect(options: NodeOptions) -> Transport:
+            return self.network.join(peer.name, peer.seeds, self.link)
+
+        identity: Path = config.run.dir / "identities" / peer.name  # named, never made
+        swarm = SimSwarm.of(config, config.manifest(), identity, peer.name, on_event, lambda address: peer.ready.set())
+        assert isinstance(swarm, SimSwarm)
+        swarm.connect, swarm.loop, swarm.thread = connect, self.loop, peer.lockstep
+        return swarm
+
+    def _message(self, peer: _Peer, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {"peer": peer.name, "time": self.loop.time(), **message}
+
+
+def _config_of(config: Config, name: str, min_peers: int) -> Config:
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"name": name, "lead": True}),
+            "swarm": config.swarm.model_copy(update={"initial_peers": (), "min_peers": min_peers}),
+            "checkpoint": config.checkpoint.model_copy(update={"every": 0}),
+            "train": config.train.model_copy(update={"step_delay_s": 0.0}),
+        }
+    )

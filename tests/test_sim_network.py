@@ -1,0 +1,279 @@
+"""Links by hand: bandwidth, latency, fair shares; and every way in which a stream ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.errors import SwarmError
+from diloco.sim.loop import VirtualLoop, virtual_time
+from diloco.sim.network import BACKLOG_BYTES, PIECE_BYTES, Link, Network, SimTransport
+from diloco.swarm.transport import Reader, Transport, Writer
+
+MB = 1_000_000
+
+
+class Town:
+    """A loop, a network, and peers that note when everything of a stream has arrived."""
+
+    def __init__(self, loop: VirtualLoop, network: Network) -> None:
+        self.loop, self.network = loop, network
+        self.heard: dict[str, list[tuple[bytes, float]]] = {}
+        self.last_byte_at: dict[str, float] = {}
+
+    def peer(self, name: str, **link: Any) -> SimTransport:
+        transport = self.network.join(name, [], Link(**link))
+
+        async def listen(peer: str, reader: Reader, writer: Writer) -> None:
+            told = b""
+            while piece := await reader.read(1 << 20):
+                told += piece
+                self.last_byte_at[name] = self.loop.time()
+            self.heard.setdefault(name, []).append((told, self.loop.time()))
+            writer.close()
+
+        self.run(transport.handle("talk", listen))
+        return transport
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(work)
+
+    async def tell(self, source: Transport, target: str, data: bytes) -> float:
+        """Open a stream, write, close; returns when the stream was open."""
+        _, writer = await source.open(target, "talk")
+        opened_at = self.loop.time()
+        writer.write(data)
+        await writer.drain()
+        writer.close()
+        return opened_at
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    with virtual_time() as loop:
+        yield Town(loop, Network(loop))
+
+
+async def later(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "seconds"),
+    [(None, None, 0.0), (1 * MB, None, 3.0), (None, 1 * MB, 3.0), (1 * MB, 1 * MB, 3.0), (2 * MB, 0.5 * MB, 6.0)],
+)
+def test_bytes_take_their_number_over_the_bandwidth_and_the_latency(
+    town: Town, up: float | None, down: float | None, seconds: float
+) -> None:
+    one = town.peer("one", up=up, latency_s=0.2)
+    town.peer("two", down=down, latency_s=0.4)
+    data = bytes(range(256)) * (3 * MB // 256 + 1)
+    opened_at = town.run(town.tell(one, "two", data[: 3 * MB]))
+    assert opened_at == pytest.approx(2 * 0.3)  # a round trip
+    town.run(later(100))
+    [(told, at)] = town.heard["two"]
+    assert told == data[: 3 * MB]
+    assert at - opened_at == pytest.approx(seconds + 0.3)
+    assert town.last_byte_at["two"] == pytest.approx(at)
+
+
+def test_streams_share_an_uplink_fairly_and_a_short_one_is_soon_through(town: Town) -> None:
+    one = town.peer("one", up=1 * MB)
+    for name in ("two", "three", "four"):
+        town.peer(name)
+
+    async def story() -> None:
+        big, other, small = (
+            town.tell(one, name, bytes(size)) for name, size in (("two", 4 * MB), ("three", 2 * MB), ("four", 1000))
+        )
+        await asyncio.gather(big, other, small)
+        await later(100)
+
+    town.run(story())
+    arrival = {name: heard[0][1] for name, heard in town.heard.items()}
+    assert arrival["four"] < 0.4  # its byte and its end each wait for 64 KiB of the others, not for their megabytes
+    turns_s = 3 * PIECE_BYTES / MB
+    assert arrival["three"] == pytest.approx(4.0, abs=turns_s)  # half of the link, until it is done
+    assert arrival["two"] == pytest.approx(6.0, abs=turns_s)
+
+
+def test_two_senders_share_a_downlink_fairly(town: Town) -> None:
+    sizes = [(town.peer("one"), 1), (town.peer("two"), 3)]
+    town.peer("three", down=1 * MB)
+
+    async def story() -> None:
+        await asyncio.gather(*(town.tell(sender, "three", bytes(size * MB)) for sender, size in sizes))
+        await later(100)
+
+    town.run(story())
+    assert [at for _, at in town.heard["three"]] == pytest.approx([2.0, 4.0], abs=0.1)
+
+
+def test_a_writer_waits_while_its_backlog_is_large(town: Town) -> None:
+    one = town.peer("one", up=1 * MB)
+    town.peer("two")
+
+    async def story() -> float:
+        _, writer = await one.open("two", "talk")
+        writer.write(bytes(2 * MB))
+        await writer.drain()
+        return town.loop.time()
+
+    assert town.run(story()) == pytest.approx((2 * MB - BACKLOG_BYTES) / MB, abs=0.07)
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=6), st.integers(1, 10), st.integers(1, 10))
+def test_every_byte_arrives_once_and_in_order(sizes: list[int], up: int, down: int) -> None:
+    data = [bytes([index + 1]) * size for index, size in enumerate(sizes)]
+    with virtual_time() as loop:
+        town = Town(loop, Network(loop))
+        one = town.peer("one", up=up * 1e5, latency_s=0.01)
+        town.peer("two", down=down * 1e5)
+
+        async def story() -> None:
+            _, writer = await one.open("two", "talk")
+            for piece in data:
+                writer.write(piece)
+                await writer.drain()
+            writer.close()
+            await later(1e4)
+
+        town.run(story())
+        assert [told for told, _ in town.heard["two"]] == [b"".join(data)]
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_there_is_a_connection_error_after_a_round_trip(town: Town) -> None:
+    one = town.peer("one", latency_s=0.1)
+    town.peer("two", latency_s=0.1)
+    town.network.crash("two")
+    with pytest.raises(ConnectionError, match="two cannot be reached"):
+        town.run(one.open("two", "talk"))
+    assert town.loop.time() == pytest.approx(0.2)
+    with pytest.raises(ConnectionError, match="nobody cannot be reached"):
+        town.run(one.open("nobody", "talk"))
+
+
+def test_a_crash_ends_streams_after_the_latency_and_what_was_queued_is_lost(town: Town) -> None:
+    one = town.peer("one", up=1 * MB, latency_s=0.5)
+    town.peer("two", latency_s=0.5)
+
+    async def story() -> None:
+        talk = asyncio.ensure_future(town.tell(one, "two", bytes(5 * MB)))
+        await later(2.0)  # the stream is open since second 1
+        town.network.crash("one")
+        await later(100)
+        with pytest.raises(ConnectionResetError):
+            await talk
+
+    town.run(story())
+    [(told, at)] = town.heard["two"]
+    assert at == pytest.approx(2.5)
+    assert len(told) == pytest.approx(1 * MB, abs=70_000)
+
+
+def test_a_writer_hears_that_the_other_side_has_ended_the_stream(town: Town) -> None:
+    one = town.peer("one", latency_s=0.5)
+    two = town.network.join("two", [], Link(latency_s=0.5))
+
+    async def hangs_up(peer: str, reader: Reader, writer: Writer) -> None:
+        writer.write(b"no")
+        writer.close()
+
+    async def story() -> None:
+        await two.handle("talk", hangs_up)
+        reader, writer = await one.open("two", "talk")
+        assert await reader.read(10) == b"no"
+        assert await reader.read(10) == b""
+        writer.write(b"but")
+        with pytest.raises(ConnectionResetError):
+            await writer.drain()
+
+    town.run(story())
+
+
+def test_a_cut_is_silence_and_what_waited_goes_on_when_it_is_mended(town: Town) -> None:
+    one = town.peer("one")
+    town.peer("two")
+
+    async def story() -> None:
+        _, writer = await one.open("two", "talk")
+        town.network.cut("one", "two")
+        writer.write(b"hello")
+        writer.close()
+        await later(10)
+        assert "two" not in town.heard
+        with pytest.raises(TimeoutError):
+            await one.open("two", "talk")
+        await later(5)
+        town.network.mend("one", "two")
+        await later(1)
+
+    town.run(story())
+    [(told, at)] = town.heard["two"]
+    assert told == b"hello"
+    assert at == pytest.approx(10 + 30 + 5)
+
+
+def test_a_doomed_stream_breaks_on_both_sides_and_seeds_decide_which() -> None:
+    def fates(seed: int) -> list[bool]:
+        with virtual_time() as loop:
+            town = Town(loop, Network(loop, seed, loss=0.5, lossy={"talk"}))
+            one = town.peer("one")
+            town.peer("two")
+            broken = []
+
+            async def story() -> None:
+                for _ in range(20):
+                    _, writer = await one.open("two", "talk")
+                    try:
+                        for _ in range(10):
+                            writer.write(b"x")
+                            await writer.drain()
+                        broken.append(False)
+                    except ConnectionResetError:
+                        broken.append(True)
+                    writer.close()
+                    await later(1)
+
+            town.run(story())
+            assert [len(told) < 10 for told, _ in town.heard["two"]] == broken
+            return broken
+
+    assert fates(1) == fates(1) != fates(2)
+    assert 4 <= sum(fates(1)) <= 16
+
+
+def test_records_live_as_long_as_they_were_stored_for(town: Town) -> None:
+    one, two = town.peer("one", latency_s=0.1), town.peer("two")
+
+    async def story() -> None:
+        await one.store("run/peers", "one", ["x", 1], 10)
+        assert await two.get("run/peers") == {"one": ["x", 1]}
+        await later(10)
+        assert await two.get("run/peers") == {}
+        assert await two.get("run/other") == {}
+
+    town.run(story())
+
+
+def test_a_handler_that_fails_is_a_bug_that_its_peer_hears_of(town: Town) -> None:
+    one, two = town.peer("one"), town.network.join("two", [])
+
+    async def buggy(peer: str, reader: Reader, writer: Writer) -> None:
+        raise ZeroDivisionError("oops")
+
+    async def story() -> None:
+        await two.handle("talk", buggy)
+        await one.open("two", "talk")
+        with pytest.raises(SwarmError, match="a handler of two failed: ZeroDivisionError"):
+            await two.failed()
+
+    town.run(story())

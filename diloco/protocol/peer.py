@@ -91,6 +91,7 @@ class Peer:
         self._catching_up: set[int] = set()
         self._merging: set[int] = set()
         self._closed_at: dict[int, float] = {}
+        self._contributors: dict[int, tuple[str, ...]] = {}  # of each fragment's newest version
         self._wakes_at = 0.0
         self._vacant_since: dict[int, float] = {}
         self._myself: Member | None = None
@@ -219,6 +220,7 @@ class Peer:
         if lease is None or lease.holder != peer:
             return []
         if self.leases.published(message.fragment, message.term, message.version, message.digest):
+            self._contributors[message.fragment] = tuple(message.contributors)
             if message.fragment == CONTROL_FRAGMENT:
                 self.swarm_tokens = max(self.swarm_tokens, message.applied_tokens)
         return []
@@ -384,6 +386,7 @@ class Peer:
         if fragment == CONTROL_FRAGMENT:
             self.applied_tokens += tokens
         self.leases.published(fragment, syncer.term, syncer.version, digest)
+        self._contributors[fragment] = tuple(sorted(contributors))
         message = Published(
             fragment=fragment,
             term=syncer.term,
@@ -467,7 +470,9 @@ class Peer:
             self.takeovers += 1
         claim = Claim(fragment=fragment, term=term, version=self.versions[fragment], digest=self.digests[fragment])
         actions = self._heard_claim(self.me, claim)
-        self.syncers[fragment] = Syncer(fragment, term, self.versions[fragment], self.outer)
+        self.syncers[fragment] = Syncer(
+            fragment, term, self.versions[fragment], self.outer, self._contributors.get(fragment, ())
+        )
         return [*actions, Hold(fragment, term), Broadcast(claim)]
 
     def _ended(self) -> bool:

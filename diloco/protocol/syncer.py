@@ -14,7 +14,7 @@ in depends on when a version closes:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from diloco.config import OuterConfig
@@ -61,14 +61,23 @@ class Syncer:
     At a barrier a peer is expected while it is alive and gets on: its inner steps or its chunks do (see
     `Member.stalled`). So nobody waits for the dead, nor for one that stopped, and there is no fixed round time-out to
     tune. With a quorum, nobody is waited for longer than the grace period.
+
+    `contributors` are those of `version`, as a successor has heard them from the syncer before it.
     """
 
-    def __init__(self, fragment: int, term: int, version: int, settings: OuterConfig = SYNC) -> None:
+    def __init__(
+        self,
+        fragment: int,
+        term: int,
+        version: int,
+        settings: OuterConfig = SYNC,
+        contributors: Collection[str] = (),
+    ) -> None:
         self.fragment = fragment
         self.term = term
         self.version = version
         self.staged = settings.quorum is not None
-        self.last_contributors: frozenset[str] = frozenset()
+        self.last_contributors = frozenset(contributors)
         self.grace_until: float | None = None
         self._settings = settings
         self._offers: dict[str, _Offer] = {}
@@ -227,8 +236,8 @@ class Syncer:
         """The next version is published (or was caught up with): forget what is in it, collect the one after it."""
         published = version == self.version + 1 and self._closing
         whole = {peer: offer for peer, offer in self._offers.items() if offer.whole}
-        self.last_contributors = frozenset(whole if published else ())
         if published:
+            self.last_contributors = frozenset(whole)
             self._merged |= {peer: offer.base_version for peer, offer in whole.items()}
         self.version = version
         # What is still on its way is no part of the version that closed, unless its first chunks were.

@@ -236,7 +236,8 @@ class Toy:
         for fragment, holder in assign(fragments, load, load).items():
             lease = self.leases[fragment]
             self.leases[fragment] = Lease(fragment, holder, lease.term + 1, lease.version, lease.digest)
-            self.syncers[fragment] = Syncer(fragment, lease.term + 1, lease.version, self.outer)
+            contributors = self.syncers[fragment].last_contributors
+            self.syncers[fragment] = Syncer(fragment, lease.term + 1, lease.version, self.outer, contributors)
             for name in self._deltas[fragment]:
                 if name in self.live and fragment in self.live[name].flights:
                     self._retry(self.live[name], fragment, lease)
@@ -352,7 +353,8 @@ class Toy:
     def _poll(self, fragment: int, certain: bool = False) -> None:
         """Ask the syncer whether to close, unless it cannot: a poll looks at every member."""
         syncer, here = self.syncers[fragment], len(self._deltas[fragment])
-        if not certain and here < min(self.outer.quorum or len(self.live), len(self.live)):
+        known = len(syncer.last_contributors & self.live.keys()) if self.outer.staggered else 0
+        if not certain and here < min(self.outer.quorum or known or len(self.live), len(self.live)):
             return
         close = syncer.poll(self.members, self.now)
         if close is not None:

@@ -61,7 +61,7 @@ CHANGES: dict[str, list[str]] = {
     "data.path": ["data.path=notes/", "data=text"],
     "data.shard": ["data.shard=1", "data.shards=2"],
     "data.shards": ["data.shards=2", "data.shard=0"],
-    "inner.optimizer": [],  # has one choice so far
+    "inner.optimizer": ["inner.optimizer=muon"],
     "inner.lr": ["inner.lr=0.001"],
     "inner.batch_size": ["inner.batch_size=4"],
     "inner.betas": ["inner.betas=[0.9,0.99]"],

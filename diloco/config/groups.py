@@ -196,7 +196,9 @@ class DataConfig(DataPlace, DataRecipe):
 class InnerConfig(RunOwned):
     """The optimizer that every peer runs on its own batches."""
 
-    optimizer: Literal["adamw"] = Field("adamw", description="The inner optimizer; its state never leaves the peer.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="The inner optimizer; its state never leaves the peer. muon: on matrices inside the model."
+    )
     lr: float = Field(gt=0, le=10, description="Peak learning rate of the inner optimizer.")
     batch_size: int = Field(ge=1, le=1 << 20, description="Sequences per inner step and peer.")
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Tuple] = Field(

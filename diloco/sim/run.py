@@ -34,11 +34,12 @@ from diloco.swarm.transport import Transport
 from diloco.train.api import Attachment
 from diloco.train.evaluate import EvalResult
 from diloco.train.files import exclusive, prepare_run_directory, write_atomic
+from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.metrics import RunLog
 from diloco.train.plot import plot_losses
 from diloco.train.reporting import Listener
-from diloco.train.run import _inner_optimizer, _renamed, _summary
+from diloco.train.run import renamed, summary_of
 from diloco.train.session import Session
 from diloco.train.summary import Phases, Summary, merge_peer_summaries, peer_message
 
@@ -226,7 +227,7 @@ class _Simulation:
         with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
             phases = Phases(clock=self.loop.time)
             model = copy.deepcopy(self.model)
-            optimizer = _inner_optimizer(model, config)
+            optimizer = inner_optimizer(model, config.inner)
             step_s = config.sim.step_s[peer.index % len(config.sim.step_s)]
             batches = self.dataset.batches(config.inner.batch_size, shard=peer.index, shards=self.num_shards)
             seed = f"{config.run.seed}/{peer.name}"
@@ -243,12 +244,12 @@ class _Simulation:
             if sync.inner_step == 0 and sync.version > 0 and not sync.interrupted:
                 trainer.evaluate()
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
-            return {"peer": peer.name, **peer_message(_summary(trainer, config, self.loop.time()))}
+            return {"peer": peer.name, **peer_message(summary_of(trainer, config, self.loop.time()))}
 
     def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> SimSwarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:
             if not peer.crashed:
-                log.event(kind, **_renamed(fields))
+                log.event(kind, **renamed(fields))
 
         async def connect(options: NodeOptions) -> Transport:
             return self.network.join(peer.name, peer.seeds, self.link)

@@ -23,6 +23,7 @@ from diloco.swarm.daemon import identity_number
 from diloco.train.api import Swarm
 from diloco.train.baseline import DataParallel
 from diloco.train.files import exclusive, prepare_run_directory, write_atomic
+from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.metrics import RunLog, WandbLog
@@ -40,7 +41,7 @@ from diloco.train.summary import (
     write_summary,
 )
 
-__all__ = ["run"]
+__all__ = ["renamed", "run", "summary_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         config.model, config.run.seed, vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length
     ).to(island.device)
     wrapped = island.wrap(model)
-    optimizer = _inner_optimizer(model, config)
+    optimizer = inner_optimizer(model, config.inner)
     stream = dataset.batches(config.inner.batch_size, shard=_shard(config, island), shards=_shards(config, island))
 
     if island.leads and config.run.lead:
@@ -142,7 +143,7 @@ def _sync(
         config.manifest(),
         identity_path(config, name),
         name,
-        lambda kind, fields: log.event(kind, **_renamed(fields)),
+        lambda kind, fields: log.event(kind, **renamed(fields)),
         ready,
     )
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
@@ -157,7 +158,7 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
             models.save(trainer.model, config.run.dir / "model", tokenizer)
-    mine = _summary(trainer, config, time.monotonic() - began_at)
+    mine = summary_of(trainer, config, time.monotonic() - began_at)
     tell({"t": "summary", **peer_message(mine)})
     summary = merge_peer_summaries(
         [peer_message(mine)],
@@ -176,7 +177,7 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
     return summary
 
 
-def _summary(trainer: Trainer, config: Config, wall_s: float) -> Summary:
+def summary_of(trainer: Trainer, config: Config, wall_s: float) -> Summary:
     sync, node = trainer.sync, trainer.sync.node
     sent, received = trainer.traffic()
     mine = PeerSummary(
@@ -207,16 +208,6 @@ def _summary(trainer: Trainer, config: Config, wall_s: float) -> Summary:
 def _nothing(config: Config) -> Summary:
     """The summary of a rank that is not the first: rank 0 speaks for the island."""
     return Summary(config.run.id, "", config.outer.method, 0.0, 0, Tokens(), Evaluation(), [], 0, 0, 0)
-
-
-def _inner_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only, as usual for language models."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.inner.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.inner.lr, betas=config.inner.betas)
 
 
 def _shard(config: Config, island: Island) -> int:
@@ -257,7 +248,7 @@ def _teller(listen: Listener, name: str) -> Callable[[Mapping[str, Any]], None]:
     return lambda message: listen({"peer": name, "time": time.time(), **message})
 
 
-def _renamed(fields: Mapping[str, object]) -> dict[str, object]:
+def renamed(fields: Mapping[str, object]) -> dict[str, object]:
     """An event's `peer` is whom it is about; in the log that name belongs to who says it."""
     return {("subject" if key == "peer" else key): value for key, value in fields.items()}
 

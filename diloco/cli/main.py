@@ -79,6 +79,11 @@ def _configured(function: _Function) -> _Function:
     return function
 
 
+def _sweepable(function: _Function) -> _Function:
+    """Adds --multirun, which makes a command the same as `diloco sweep COMMAND`."""
+    return click.option("--multirun", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")(function)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="diloco")
 def cli() -> None:
@@ -92,6 +97,7 @@ def cli() -> None:
 
 @cli.command(cls=_Command)
 @_configured
+@_sweepable
 def local(**arguments: Any) -> int:
     """Train with several peers on this machine.
 
@@ -108,6 +114,7 @@ def local(**arguments: Any) -> int:
 
 @cli.command(cls=_Command)
 @_configured
+@_sweepable
 def train(**arguments: Any) -> int:
     """Train as one peer, in a new swarm or joining one.
 
@@ -191,10 +198,104 @@ def generate(**arguments: Any) -> int:
     return _implementation("generate")(**arguments)
 
 
+@cli.command(cls=_Command)
+@_configured
+@_sweepable
+def simulate(**arguments: Any) -> int:
+    """Train with many peers in virtual time, in this process.
+
+    \b
+    diloco simulate experiment=quickstart run.dir=runs/sim
+    diloco simulate experiment=smoke 'sim.step_s=[1,1.5,2,3]' local.peers=4 sim.bandwidth=1e6 sim.latency_s=0.05
+    diloco simulate experiment=smoke 'sim.events=[crash:3@120,join:4@60]' local.peers=4
+    diloco simulate sim.mode=toy local.peers=1000
+
+    Compute is real, but an inner step takes sim.step_s virtual seconds and a transfer what sim.bandwidth and
+    sim.latency_s make of it. The same settings give the same run.
+    """
+    return _run("simulate", **arguments)
+
+
+@cli.command(cls=_Command)
+@click.argument("command", type=click.Choice(["local", "train", "simulate"]))
+@_configured
+@click.option("--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Members at a time.")
+@click.option(
+    "--dir", "directory", type=click.Path(path_type=Path), help="Where the members go.  [default: runs/RUN_ID-sweep]"
+)
+@click.option("--sweeper", default="grid", show_default=True, help="grid, or a Hydra sweeper such as optuna.")
+@click.option("--launcher", help="A Hydra launcher such as submitit_slurm, instead of processes here.")
+@click.option("--dry-run", is_flag=True, help="Check and list the members, and stop.")
+def sweep(command: str, overrides: tuple[str, ...], cfg: str | None, **arguments: Any) -> int:
+    """Run every combination of several values.
+
+    \b
+    diloco sweep simulate experiment=smoke outer.lr=0.5,0.7,1.0 outer.sync_every=10,20
+    diloco sweep local experiment=quickstart 'run.seed=range(0,3)' --jobs 2 --dir runs/seeds
+    diloco sweep local 'inner.lr=interval(1e-4,1e-2)' --sweeper optuna hydra.sweeper.n_trials=20
+
+    Each member is a run directory of its own; the same command again goes on with those that are missing. At the end
+    there are sweep.json, the table of diloco compare and its curves. A member that fails does not stop the others.
+    """
+    if cfg is not None:
+        raise ConfigError(f"--cfg={cfg} shows one configuration; use --dry-run to see the members of a sweep")
+    return _implementation("sweep")(command=command, overrides=overrides, **arguments)
+
+
+@cli.command(cls=_Command)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final loss of all]")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory of the curves.  [default: that of a sweep]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def compare(**arguments: Any) -> int:
+    """Compare runs: a table, and curves by tokens, time and bytes.
+
+    \b
+    diloco compare runs/quickstart runs/baseline
+    diloco compare runs/seeds --loss 2.1 --json
+
+    RUN is a run directory or the directory of a sweep. Without --out, several RUNs leave no curves.
+    """
+    return _implementation("compare")(**arguments)
+
+
+@cli.command(cls=_Command)
+@_configured
+@click.option("--step-s", type=click.FloatRange(0, min_open=True), help="Seconds of an inner step; else measured here.")
+@click.option("--bandwidth", default="100Mbit", show_default=True, help="Of each peer's link, each way.")
+@click.option(
+    "--latency-ms", type=click.FloatRange(0, 60_000), default=50, show_default=True, help="From peer to peer."
+)
+@click.option(
+    "--target",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.95,
+    show_default=True,
+    help="Utilization to plan for.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def plan(bandwidth: str, **arguments: Any) -> int:
+    """Predict utilization, bytes and bandwidth, with the arithmetic.
+
+    \b
+    diloco plan model=150m local.peers=8 --step-s 1 --bandwidth 100Mbit
+    diloco plan experiment=quickstart --target 0.99
+
+    local.peers is the size of the swarm. Where the target is missed, the mildest settings that reach it are printed.
+    """
+    from diloco.train.planning import parse_bandwidth
+
+    return _run("plan", bits_per_s=parse_bandwidth(bandwidth), **arguments)
+
+
 def _run(command: str, overrides: tuple[str, ...], cfg: str | None, base: Path | None, **options: Any) -> int:
     """Composes the configuration, and prints it or runs the command with it."""
     from diloco.config import compose, help_text
 
+    if options.pop("multirun", False):
+        if cfg is not None:
+            raise ConfigError(f"--cfg={cfg} shows one configuration; drop --multirun")
+        return _implementation("sweep")(command=command, overrides=overrides, base=base)
     if cfg == "help":
         return _write(help_text())
     config = compose(overrides, base=base)
@@ -205,7 +306,7 @@ def _run(command: str, overrides: tuple[str, ...], cfg: str | None, base: Path |
         click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
         return _write(manifest.to_json(indent=2))
     warnings = [] if config.run.report else config.warnings(overrides)  # a supervisor has said them already
-    if command != "local":
+    if command not in ("local", "simulate", "plan"):
         typed = [override.partition("=")[0] for override in overrides]
         warnings += [f"{key} has no effect with diloco {command}" for key in typed if key.startswith("local.")]
     for warning in warnings:

@@ -29,7 +29,7 @@ NOT_A_DIFFERENCE = ("run.dir", "run.id", "run.name", "run.lead", "run.report", "
 
 @dataclass(frozen=True)
 class Point:
-    """Held-out loss in nats per token at a version of the anchor; `time_s` since the run began, virtual if simulated."""
+    """Held-out loss in nats per token at a version; `time_s` since the run began, virtual if simulated."""
 
     version: int
     loss: float
@@ -66,9 +66,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     for place in places:
         if not place.is_dir():
             raise ConfigError(f"{place} is no directory; give the run.dir of a run, or the directory of a sweep")
-        members = _exits(place)
-        inside = sorted(one for one in place.iterdir() if one.is_dir() and (_is_run(one) or one.name in members))
-        runs = [place] if _is_run(place) else inside
+        runs = [place] if _is_run(place) else sorted(one for one in place.iterdir() if one.is_dir() and _is_run(one))
         if not runs:
             raise ConfigError(f"{place} holds no run (no metrics.jsonl, summary.json or config.yaml); give a run.dir")
         found.update(dict.fromkeys(runs))
@@ -78,21 +76,18 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 def read_runs(directories: Sequence[Path]) -> list[Run]:
     """Everything known of the runs, and names that tell them apart."""
     runs = [_read(directory) for directory in directories]
-    exits = {parent: _exits(parent) for parent in {run.directory.parent for run in runs}}
-    for run in runs:
-        if run.exit is None:
-            run.exit = exits[run.directory.parent].get(run.directory.name)
     _name(runs)
     return runs
 
 
 def worst_loss(runs: Sequence[Run]) -> float | None:
-    """The largest final loss: the one that every finished run has reached."""
-    return max((run.loss for run in runs if run.loss is not None), default=None)
+    """The largest final loss of the runs that finished (of all, if none did): one that each of them has reached."""
+    finished = [run for run in runs if run.exit == 0] or runs
+    return max((run.loss for run in finished if run.loss is not None), default=None)
 
 
 def time_to_loss(run: Run, loss: float) -> float | None:
-    """Seconds (virtual if simulated) until the held-out loss was at most `loss`, between evaluations by a straight line.
+    """Seconds (virtual if simulated) until the held-out loss was at most `loss`, with straight lines between points.
 
     None if it never was, or nothing is known of the time.
     """
@@ -156,34 +151,21 @@ def _coordinates(run: Run, axis: str) -> tuple[list[float], list[float]]:
 
 
 def _is_run(place: Path) -> bool:
-    return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml"))
-
-
-def _exits(sweep: Path) -> dict[str, int | None]:
-    """Exit codes by name of the members of a sweep that were started; nothing where there is no sweep."""
-    with contextlib.suppress(OSError, ValueError):
-        members = _get(json.loads((sweep / "sweep.json").read_bytes()), "members")
-        if isinstance(members, list):
-            exits = {str(_get(one, "name")): _number(_get(one, "exit")) for one in members}
-            return {name: None if code is None else int(code) for name, code in exits.items()}
-    return {}
+    return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json"))
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
 def _read(directory: Path) -> Run:
-    settings: dict[str, Any] = {}
-    with contextlib.suppress(ConfigError):  # of a run that broke before it was written, or of another version
-        settings = dict(flatten(compose(base=directory / "config.yaml").model_dump(mode="json")))
-    run = Run(directory, settings)
-    summary: Any = None
-    with contextlib.suppress(OSError, ValueError):
-        summary = json.loads((directory / "summary.json").read_bytes())
-    if isinstance(summary, dict):
-        _take(run, summary)
+    member = _json(directory / "member.json")
+    run = Run(directory, _settings(directory / "config.yaml", member.get("overrides")))
+    summary = _json(directory / "summary.json")
+    _take(run, summary)
+    if run.exit is None:  # it ended without a summary, but a sweep has seen it end
+        run.exit = _whole(member.get("exit"))
     records = read_json_lines(directory / "metrics.jsonl")
-    run.curve = _curve(records, run, int(_number(_get(summary, "outer_steps")) or 0))
+    run.curve = _curve(records, run, _whole(summary.get("outer_steps")) or 0)
     if run.loss is None and run.curve:
         run.loss = run.curve[-1].loss
     if run.perplexity is None and run.loss is not None and run.loss < 700:
@@ -193,13 +175,22 @@ def _read(directory: Path) -> Run:
     return run
 
 
+def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
+    """The settings by key; of a run that broke before it wrote them, those that a sweep gave it, if they are known."""
+    with contextlib.suppress(ConfigError):
+        if saved.is_file():
+            return dict(flatten(compose(base=saved).model_dump(mode="json")))
+        if isinstance(overrides, list):
+            return dict(flatten(compose([str(one) for one in overrides]).model_dump(mode="json")))
+    return {}
+
+
 def _take(run: Run, summary: Mapping[str, Any]) -> None:
     """What summary.json says, each field as far as it is what it should be."""
     run.loss = _number(_get(summary, "eval", "loss"))
     run.perplexity = _number(_get(summary, "eval", "perplexity"))
     run.virtual_s, run.wall_s = _number(summary.get("virtual_s")), _number(summary.get("wall_s"))
-    tokens, code = _number(_get(summary, "tokens", "applied")), _number(summary.get("exit"))
-    run.tokens, run.exit = None if tokens is None else int(tokens), None if code is None else int(code)
+    run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
     peers = summary.get("peers")
     peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
     sent = [value for peer in peers if (value := _number(peer.get("bytes_sent"))) is not None]
@@ -232,10 +223,24 @@ def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> 
     return [points[version] for version in sorted(points)]
 
 
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
 def _get(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
 
 
 def _number(value: Any) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -131,7 +132,7 @@ class WandbLog:
                 mode=mode,
                 project=project,
                 entity=entity,
-                group=run_id,
+                group=os.environ.get("WANDB_RUN_GROUP") or run_id,  # a sweep names one for its members
                 name=peer,
                 id=re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-{peer}")[:128],
                 resume="allow",

@@ -1,0 +1,101 @@
+"""`diloco compare`: runs side by side, as a table, as JSON and as curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from diloco.cli.table import human_bytes, human_count, human_seconds
+from diloco.errors import ConfigError
+from diloco.train.compare import Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
+from diloco.train.files import finite, prepare_run_directory
+
+__all__ = ["run", "show"]
+
+
+def run(runs: Sequence[Path], loss: float | None, out: Path | None, as_json: bool) -> int:
+    """Print the table or its JSON; write the curves where there is a place for them."""
+    if loss is not None and not math.isfinite(loss):
+        raise ConfigError(f"--loss={loss} is no loss; give nats per token, such as 2.5")
+    found = read_runs(find_runs(runs))
+    if out is None and len(runs) == 1:
+        out = runs[0]
+    if out is not None:
+        prepare_run_directory(out)
+    if as_json:
+        reached = worst_loss(found) if loss is None else loss
+        click.echo(json.dumps(finite({"loss": reached, "runs": [_record(one, reached) for one in found]}), indent=2))
+    else:
+        show(found, Console(), loss)
+    if out is not None:
+        pictures = plot_runs(found, out)
+        if not as_json:
+            click.echo(f"{out}: {', '.join(picture.name for picture in pictures)}")
+    return 0
+
+
+def show(runs: Sequence[Run], console: Console, loss: float | None = None) -> None:
+    """The table on the console; elsewhere than on a terminal it is as wide as it needs to be."""
+    reached = worst_loss(runs) if loss is None else loss
+    columns: dict[str, list[str]] = {
+        "run": [one.name for one in runs],
+        "held-out": [_number(one.loss, ".4f") for one in runs],
+        "perplexity": [_number(one.perplexity, ".2f") for one in runs],
+        "tokens": [human_count(one.tokens) for one in runs],
+        "virtual": [_time(one.virtual_s) for one in runs],
+        "wall": [_time(one.wall_s) for one in runs],
+        "sent": [human_bytes(one.bytes_sent) for one in runs],
+        "busy": [_number(one.utilization, ".1%") for one in runs],
+        f"to {reached:.4f}" if reached is not None else "to loss": [
+            _time(None if reached is None else time_to_loss(one, reached)) for one in runs
+        ],
+        "exit": [_exit(one.exit) for one in runs],
+    }
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("run", "exit") else "right", no_wrap=name != "run")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*[Text(cell) for cell in row])
+    if not console.is_terminal:
+        wide = console.options.update(width=10_000)
+        console = Console(file=console.file, width=Measurement.get(console, wide, table).maximum)
+    console.print(table)
+
+
+def _record(one: Run, loss: float | None) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "directory": str(one.directory),
+        "loss": one.loss,
+        "perplexity": one.perplexity,
+        "tokens": one.tokens,
+        "virtual_s": one.virtual_s,
+        "wall_s": one.wall_s,
+        "bytes_sent": one.bytes_sent,
+        "utilization": one.utilization,
+        "time_to_loss_s": None if loss is None else time_to_loss(one, loss),
+        "exit": one.exit,
+    }
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _time(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if value < 100 else human_seconds(value)
+
+
+def _exit(code: int | None) -> str:
+    return "unfinished" if code is None else f"{code} diverged" if code == 4 else str(code)

@@ -1,0 +1,172 @@
+"""One member of a sweep: its command line, what an earlier sweep left of it, and its process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from diloco.config import compose
+from diloco.errors import ConfigError, DivergedError
+from diloco.train.files import write_atomic
+
+__all__ = ["Member", "Processes", "ended_before", "read_json", "read_members"]
+
+PROGRAM = (sys.executable, "-m", "diloco")
+
+# Where and how a member runs, not what it is.
+NOT_COMPARED = {"run": ("dir", "id"), "train": ("threads",)}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a sweep. `exit` is None until it ended; `interrupted` by us, so its summary is not the last word."""
+
+    name: str
+    command: str
+    overrides: tuple[str, ...]
+    exit: int | None = None
+    interrupted: bool = False
+
+    @property
+    def state(self) -> str:
+        if self.interrupted:
+            return "interrupted"
+        return {None: "pending", 0: "done", DivergedError.exit_code: "diverged"}.get(self.exit, "failed")
+
+    def arguments(self, directory: Path, base: Path | None) -> list[str]:
+        """The command line of the process."""
+        start = [] if base is None else ["--config", str(base)]
+        return [self.command, *start, *self.overrides, f"run.dir={_quoted(directory / self.name)}"]
+
+
+def ended_before(place: Path, member: Member, base: Path | None) -> Member:
+    """The member as an earlier sweep left it: ended, or still to be run.
+
+    Raises:
+        ConfigError: the directory holds a run with other settings.
+    """
+    theirs = _settings(None, place / "config.yaml")
+    if theirs is not None and theirs != _settings(member, base):
+        raise ConfigError(f"{place} holds a run with other settings; choose another --dir")
+    record = read_json(place / "member.json")
+    if record.get("interrupted"):
+        return member
+    summary = read_json(place / "summary.json")
+    code = summary.get("exit") if "exit" in summary else record.get("exit")
+    ended = code == DivergedError.exit_code or (code == 0 and bool(summary))
+    return replace(member, exit=code) if ended else member
+
+
+def read_members(directory: Path) -> list[Member]:
+    """The members of a sweep that were started, as they say themselves, by number."""
+    records = [read_json(file) for file in directory.glob("*/member.json")]
+    fields = ("name", "command", "exit", "interrupted")
+    found = [
+        Member(overrides=tuple(record["overrides"]), **{name: record[name] for name in fields})
+        for record in records
+        if "overrides" in record and all(name in record for name in fields)
+    ]
+    return sorted(found, key=lambda one: (int(re.sub(r"\D.*", "", one.name) or 0), one.name))
+
+
+def _settings(member: Member | None, base: Path | None) -> dict[str, Any] | None:
+    """What makes a run what it is; None where there is no such configuration."""
+    try:
+        content = compose(() if member is None else member.overrides, base=base).model_dump(mode="json")
+    except ConfigError:
+        return None
+    for group, names in NOT_COMPARED.items():
+        for name in names:
+            del content[group][name]
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _quoted(path: Path) -> str:
+    text = str(path)
+    return text if re.fullmatch(r"[\w./-]+", text) else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+class Processes:
+    """The members that run; as a context it takes Ctrl+C and SIGTERM and passes them on.
+
+    Members are in sessions of their own, so that a Ctrl+C in the terminal reaches each once, from here. None outlives
+    the context.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.RLock()  # a signal may arrive while it is held
+        self._handlers: dict[int, Any] = {}
+        self.stopped = 0
+
+    def __enter__(self) -> Processes:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, lambda number, frame: self.stop(signal.SIGINT))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for process in list(self._running):
+            _kill(process)
+
+    def stop(self, number: int) -> None:
+        """No member begins any more; those that run get the signal, and the next time they are killed."""
+        with self._lock:
+            self.stopped += 1
+            for process in list(self._running):
+                if self.stopped > 1:
+                    _kill(process)
+                else:
+                    process.send_signal(number)
+
+    def run(self, member: Member, directory: Path, base: Path | None) -> Member:
+        """Runs one member to its end, and leaves member.json."""
+        place = directory / member.name
+        place.mkdir(parents=True, exist_ok=True)
+        _write_member(place, member)
+        with (place / "output.log").open("ab") as output, self._lock:
+            process = subprocess.Popen(
+                [*PROGRAM, *member.arguments(directory, base)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "WANDB_RUN_GROUP": directory.resolve().name},
+                start_new_session=True,
+            )
+            self._running.add(process)
+            if self.stopped:
+                process.send_signal(signal.SIGINT)
+        code = process.wait()
+        with self._lock:
+            self._running.discard(process)
+        ended = replace(member, exit=code, interrupted=self.stopped > 0)
+        _write_member(place, ended)
+        return ended
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _write_member(place: Path, member: Member) -> None:
+    write_atomic(place / "member.json", json.dumps(asdict(member), indent=2) + "\n")

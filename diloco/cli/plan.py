@@ -1,0 +1,134 @@
+"""`diloco plan`: what a link would make of a run, with the arithmetic, and which settings reach a target."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from diloco.config import Config
+from diloco.outer.codecs import codec
+from diloco.train.measure import parameters_of, step_seconds
+from diloco.train.planning import (
+    HIGHEST_H,
+    Exchange,
+    Link,
+    Recommendation,
+    arithmetic,
+    needed_bits_per_s,
+    predict,
+    recommend,
+)
+
+__all__ = ["run"]
+
+
+def run(
+    config: Config,
+    step_s: float | None,
+    bits_per_s: float,
+    latency_ms: float,
+    target: float,
+    as_json: bool,
+) -> int:
+    """Print the plan; an inner step that is not given is measured on this machine."""
+    link = Link(bits_per_s, latency_ms / 1000)
+    outer = config.outer
+    numel = parameters_of(config.model)
+    measured = step_s is None
+    if step_s is None:
+        step_s = step_seconds(config)
+    parallel = outer.method == "data_parallel"
+    codecs = ("fp32", "fp32") if parallel else (str(outer.codec_up), str(outer.codec_down))
+    up, down = (codec(name).nbytes(numel) for name in codecs)
+    if parallel:  # a ring moves what as many syncers of gradients would, in every inner step
+        exchange = Exchange(up, down, config.local.peers, sync_every=1, fragments=config.local.peers)
+    else:
+        exchange = Exchange(
+            up,
+            down,
+            config.local.peers,
+            sync_every=outer.sync_every,
+            fragments=outer.fragments,
+            overlap=outer.overlap,
+            staggered=outer.staggered,
+        )
+    advice = None
+    if not parallel and predict(exchange, link, step_s).utilization < target:
+        advice = recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)
+    report = _report(config, numel, step_s, measured, link, target, exchange, advice)
+    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_text(report, codecs, exchange, link)))
+    return 0
+
+
+def _report(
+    config: Config,
+    numel: int,
+    step_s: float,
+    measured: bool,
+    link: Link,
+    target: float,
+    exchange: Exchange,
+    advice: Recommendation | None,
+) -> dict[str, Any]:
+    needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
+    return {
+        "model": config.model.name,
+        "parameters": numel,
+        "peers": exchange.peers,
+        "step_s": step_s,
+        "step_measured": measured,
+        "link": asdict(link),
+        "target": target,
+        "exchange": asdict(exchange),
+        "predicted": asdict(predict(exchange, link, step_s)),
+        "needed_bits_per_s": needed if math.isfinite(needed) else None,
+        "recommended": None if advice is None else {"settings": _settings(advice), **asdict(advice)},
+    }
+
+
+def _settings(advice: Recommendation) -> list[str]:
+    exchange = advice.exchange
+    settings = [
+        f"outer.sync_every={exchange.sync_every}",
+        f"outer.fragments={exchange.fragments}",
+        f"outer.overlap={exchange.overlap}",
+        f"outer.codec_up={advice.codec_up}",
+        f"outer.codec_down={advice.codec_down}",
+    ]
+    return [*settings, "outer.staggered=true"] if exchange.staggered else settings
+
+
+def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, link: Link) -> list[str]:
+    numel, step_s, target = report["parameters"], report["step_s"], report["target"]
+    head = [
+        ("model", f"{report['model']}, {numel:,} parameters"),
+        ("peers", f"{exchange.peers}, exchanging every {exchange.sync_every} inner steps"),
+        ("inner step", f"{step_s:.4g} s, {'measured here' if report['step_measured'] else 'as given'}"),
+        ("up, down", " and ".join(_encoded(name, numel) for name in codecs)),
+    ]
+    lines = [*head, *arithmetic(exchange, link, step_s, target)]
+    width = max(len(name) for name, _ in lines)
+    text = [f"{name:<{width}}  {value}" for name, value in lines]
+    reached = report["predicted"]["utilization"] >= target
+    advice = report["recommended"]
+    if advice is not None:
+        after = advice["prediction"]["utilization"]
+        text += ["", f"for {target:.4g} use  {' '.join(advice['settings'])}", f"which predicts {after:.1%}:"]
+        chosen = Exchange(**advice["exchange"])
+        text += [f"  {name:<{width}}  {value}" for name, value in arithmetic(chosen, link, step_s, target)]
+        if chosen.overlap > exchange.overlap:
+            text.append("with overlap, outer.mixing=0.5 and outer.lr=0.4 are what Streaming DiLoCo uses")
+        if chosen.sync_every > max(HIGHEST_H, exchange.sync_every):
+            text.append(f"so many inner steps between exchanges cost loss: DiLoCo uses {HIGHEST_H}")
+    else:
+        text += ["", f"reaches {target:.4g}" if reached else f"does not reach {target:.4g}; choose outer=diloco"]
+    return text
+
+
+def _encoded(name: str, numel: int) -> str:
+    nbytes = codec(name).nbytes(numel)
+    return f"{name} {nbytes:,} B ({nbytes / numel:.4g} per parameter)"

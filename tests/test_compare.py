@@ -1,0 +1,258 @@
+"""Runs side by side: names by what differs, numbers from whatever is left of a run, curves and their pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from diloco.cli.compare import show
+from diloco.cli.main import main
+from diloco.config import compose
+from diloco.errors import ConfigError
+from diloco.train.compare import Point, Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
+from diloco.train.summary import Evaluation, PeerSummary, Seconds, Summary, Tokens, write_summary
+
+LOSSES = (5.0, 4.0, 3.0)  # at versions 0, 1 and 2, ten seconds and 100 tokens apart
+
+
+def make(place: Path, *overrides: str, losses: Sequence[float] = LOSSES, exit: int = 0, began: float = 1000.0) -> Path:
+    """A run directory as a run leaves it."""
+    place.mkdir(parents=True)
+    config = compose(["experiment=smoke", f"run.dir={place}", *overrides])
+    (place / "config.yaml").write_text(config.to_yaml())
+    lines = [
+        {"time": began + 10 * version, "peer": "p0", "version": version, "inner_step": 4 * version} | measured
+        for version, loss in enumerate(losses)
+        for measured in ({"tokens": 100 * version, "loss": loss + 0.1}, {"tokens": 100 * version, "eval_loss": loss})
+    ]
+    (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    peers = [
+        PeerSummary(f"Qm{index}", f"p{index}", 8, 100, "d", 1000, 1000, Seconds(compute=9, wait=1 + 8 * index))
+        for index in range(2)
+    ]
+    summary = Summary(
+        "smoke", "h", "diloco", 21.5, len(losses) - 1, Tokens(200, 200), Evaluation(losses[-1]), peers, 0, 0, exit
+    )
+    write_summary(place / "summary.json", summary)
+    return place
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_known_whole(tmp_path: Path) -> None:
+    [run] = read_runs([make(tmp_path / "a")])
+    assert (run.loss, run.tokens, run.wall_s, run.virtual_s, run.exit) == (3.0, 200, 21.5, None, 0)
+    assert run.perplexity == pytest.approx(20.0855, abs=1e-4)
+    assert run.bytes_sent == 2000
+    assert run.utilization == pytest.approx((0.9 + 0.5) / 2)
+    assert run.curve == [
+        Point(0, 5.0, 0.0, 0.0, 0.0),
+        Point(1, 4.0, 100.0, 10.0, 1000.0),
+        Point(2, 3.0, 200.0, 20.0, 2000.0),
+    ]
+
+
+def test_bytes_of_the_log_count_for_more_than_a_share_by_version(tmp_path: Path) -> None:
+    place = make(tmp_path / "a")
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["bytes_sent"] = 7 * line["version"]
+    lines.insert(3, {**lines[2], "peer": "p1", "bytes_sent": 100})
+    (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert [point.bytes_sent for point in read_runs([place])[0].curve] == [0.0, 107.0, 114.0]
+
+
+def test_virtual_time_begins_with_the_run(tmp_path: Path) -> None:
+    place = make(tmp_path / "a", began=5.0)
+    summary = json.loads((place / "summary.json").read_text())
+    (place / "summary.json").write_text(json.dumps({**summary, "virtual_s": 25.0}))
+    [run] = read_runs([place])
+    assert run.virtual_s == 25.0
+    assert [point.time_s for point in run.curve] == [5.0, 15.0, 25.0]
+
+
+def test_a_resumed_run_counts_what_it_said_last(tmp_path: Path) -> None:
+    place = make(tmp_path / "a")
+    with (place / "metrics.jsonl").open("a") as log:
+        log.write('{"time": 1050, "peer": "p0", "version": 1, "tokens": 100, "eval_loss": 3.9}\n{"time": 10')
+    assert [point.loss for point in read_runs([place])[0].curve] == [5.0, 3.9, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "seconds"), [(6.0, 0.0), (5.0, 0.0), (4.5, 5.0), (4.0, 10.0), (3.25, 17.5), (3.0, 20.0), (2.9, None)]
+)
+def test_the_time_to_a_loss_lies_on_the_line_between_two_evaluations(
+    loss: float, seconds: float | None, tmp_path: Path
+) -> None:
+    assert time_to_loss(read_runs([make(tmp_path / "a")])[0], loss) == seconds
+
+
+def test_the_worst_loss_is_one_that_every_finished_run_reached(tmp_path: Path) -> None:
+    places = [
+        make(tmp_path / "a"),
+        make(tmp_path / "b", losses=(5.0, 3.5)),
+        make(tmp_path / "c", losses=(5.0,), exit=4),
+    ]
+    runs = read_runs(places)
+    assert worst_loss(runs) == 3.5
+    assert worst_loss(runs[2:]) == 5.0
+    assert worst_loss([]) is None
+
+
+# --- What is left of a run --------------------------------------------------------------------------------------------
+
+
+def test_an_unfinished_run_shows_what_it_has_logged(tmp_path: Path) -> None:
+    place = make(tmp_path / "a")
+    (place / "summary.json").unlink()
+    [run] = read_runs([place])
+    assert (run.loss, run.tokens, run.wall_s, run.bytes_sent, run.exit) == (3.0, 200, None, None, None)
+    assert run.curve[-1].bytes_sent is None and run.curve[-1].time_s == 20.0
+
+
+def test_a_member_that_failed_at_once_is_known_by_its_sweep(tmp_path: Path) -> None:
+    (tmp_path / "0-lr9").mkdir()
+    member = {"name": "0-lr9", "overrides": ["experiment=smoke", "outer.lr=9"], "exit": 3}
+    (tmp_path / "0-lr9" / "member.json").write_text(json.dumps(member))
+    failed, whole = read_runs([*find_runs([tmp_path]), make(tmp_path / "other")])
+    assert (failed.name, failed.exit, failed.loss, failed.curve) == ("lr=9", 3, None, [])
+    assert whole.name == "lr=0.7"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["eval", "tokens", "peers", "wall_s", "exit", "outer_steps", "virtual_s"]), json_values
+    ),
+    st.lists(
+        st.dictionaries(st.sampled_from(["time", "peer", "version", "tokens", "eval_loss", "bytes_sent"]), json_values)
+    ),
+)
+def test_files_with_anything_in_them_still_make_a_table(
+    tmp_path_factory: pytest.TempPathFactory, summary: dict[str, Any], lines: list[dict[str, Any]]
+) -> None:
+    place = tmp_path_factory.mktemp("run")
+    (place / "config.yaml").write_text("nonsense: [")
+    (place / "summary.json").write_text(json.dumps(summary))
+    (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    show(read_runs([place]), Console(file=io.StringIO()))
+
+
+def test_places_without_runs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is no directory; give the run\.dir of a run"):
+        find_runs([tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match="holds no run"):
+        find_runs([tmp_path])
+
+
+def test_a_sweep_stands_for_its_members_and_each_run_counts_once(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "0-a"), make(tmp_path / "1-b")
+    (tmp_path / "notes").mkdir()
+    assert find_runs([second, tmp_path]) == [second, first]
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def names(tmp_path: Path, *overrides: Sequence[str]) -> list[str]:
+    return [run.name for run in read_runs([make(tmp_path / f"r{i}", *one) for i, one in enumerate(overrides)])]
+
+
+def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
+    assert names(tmp_path, ["outer.lr=0.5", "run.seed=1"], ["outer.lr=0.75", "run.seed=1", "run.id=other"]) == [
+        "lr=0.5",
+        "lr=0.75",
+    ]
+
+
+def test_keys_of_one_name_keep_their_group(tmp_path: Path) -> None:
+    assert names(tmp_path, ["outer.lr=0.5"], ["inner.lr=0.01", "outer.lr=1.0"]) == [
+        "inner.lr=0.003 outer.lr=0.5",
+        "inner.lr=0.01 outer.lr=1",
+    ]
+
+
+def test_a_model_is_named_by_its_name(tmp_path: Path) -> None:
+    assert names(tmp_path, ["model.name=a"], ["model.name=b", "model.config.num_hidden_layers=1"]) == [
+        "name=a",
+        "name=b",
+    ]
+
+
+def test_runs_of_one_setting_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+    assert names(tmp_path, [], []) == ["r0", "r1"]
+    assert names(tmp_path / "x", ["outer.lr=1.0"], [], []) == ["lr=1", "lr=0.7 (r1)", "lr=0.7 (r2)"]
+    same = [make(tmp_path / side / "same") for side in ("left", "right")]
+    assert [run.name for run in read_runs(same)] == [str(place) for place in same]
+
+
+# --- Pictures and the command -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_there_is_a_curve_per_axis(tmp_path: Path, count: int) -> None:
+    curve = [Point(version, 5.0 - version, 100.0 * version, None, None) for version in range(3)]
+    runs = [Run(tmp_path / str(index), {}, curve, f"run $x_{index}$") for index in range(count)]
+    pictures = plot_runs(runs, tmp_path)
+    assert [picture.name for picture in pictures] == ["loss-by-tokens.png", "loss-by-time.png", "loss-by-bytes.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_the_table_has_a_line_per_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a", "outer.lr=0.5")
+    make(tmp_path / "b", "outer.lr=1.0", losses=(5.0, 3.5), exit=4)
+    assert exit_code("compare", str(tmp_path), "--loss", "4.5") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "run held-out perplexity tokens virtual wall sent busy to 4.5000 exit",
+        "lr=0.5 3.0000 20.09 200 - 21.5 s 2.0 kB 70.0% 5.0 s 0",
+        "lr=1 3.5000 33.12 200 - 21.5 s 2.0 kB 70.0% 3.3 s 4 diverged",
+        f"{tmp_path}: loss-by-tokens.png, loss-by-time.png, loss-by-bytes.png",
+    ]
+
+
+def test_a_table_is_as_wide_as_it_needs_to_be_where_nobody_looks(tmp_path: Path) -> None:
+    file = io.StringIO()
+    runs = [Run(tmp_path, {}, name="x" * 150)]
+    show(runs, Console(file=file, width=40, _environ={}))
+    assert "x" * 150 in file.getvalue()
+
+
+def test_json_has_the_same_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = [make(tmp_path / "a"), make(tmp_path / "b", "outer.lr=1.0", losses=(5.0, 3.5))]
+    assert exit_code("compare", *map(str, places), "--json", "--out", str(tmp_path / "out")) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["loss"] == 3.5
+    assert [(run["name"], run["time_to_loss_s"]) for run in content["runs"]] == [("lr=0.7", 15.0), ("lr=1", 10.0)]
+    assert len(list((tmp_path / "out").glob("*.png"))) == 3
+
+
+@pytest.mark.parametrize("arguments", [(), ("nowhere",), (".", "--loss", "nan")])
+def test_bad_arguments_are_one_line(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exit_code("compare", *arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1

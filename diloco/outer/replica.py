@@ -136,8 +136,8 @@ class Replica:
         self._captured.pop(fragment, None)
 
     def keep_base(self, fragment: int) -> None:
-        """The anchor is about to move, and the local parameters started from it."""
-        if fragment not in self._bases:
+        """The anchor is about to move, and the local parameters started from it; nothing to do once they are sent."""
+        if fragment not in self._bases and fragment not in self._captured:
             self._bases[fragment] = self.anchors[fragment].clone()
 
     def payload_nbytes(self, fragment: int, chunk: int) -> int:

@@ -214,7 +214,7 @@ class Rounds:
 
     def _about_to_move(self, fragment: int) -> None:
         """Where a contribution may be late, what was learned from this anchor still counts when it has moved on."""
-        if self._settings.staleness_limit and self.protocol.trains and fragment not in self._flights:
+        if self._settings.staleness_limit and self.protocol.trains:
             self.replica.keep_base(fragment)
 
     def _check_free(self, fragment: int) -> None:

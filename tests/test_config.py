@@ -78,6 +78,7 @@ CHANGES: dict[str, list[str]] = {
     "outer.pattern": ["outer.pattern=strided"],
     "outer.staggered": ["outer.staggered=true"],
     "outer.overlap": ["outer.overlap=5"],
+    "outer.eager": ["outer.eager=true", "outer.overlap=100"],
     "outer.mixing": ["outer.mixing=0.5"],
     "outer.quorum": ["outer.quorum=1"],
     "outer.grace_s": ["outer.grace_s=2", "outer.quorum=1"],
@@ -160,13 +161,13 @@ CANONICAL = (
     '"schedule":"cosine","warmup_steps":25,"weight_decay":0.1},'
     '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama","name":"tiny",'
     '"path":null},'
-    '"outer":{"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,"error_feedback":0.0,'
+    '"outer":{"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,"eager":false,"error_feedback":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,"weights":"tokens"},'
     '"run":{"id":"golden","seed":3},"wire_version":1}'
 )
-GOLDEN_HASH = "bccb0003388008d3947a9817308430cbff1cde730e208fe628229ffe2447d321"
+GOLDEN_HASH = "8f0afee1ac17d38b2bf6c335efa9bc80949f79c5edb2db426a383e715b0cd187"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -345,8 +346,8 @@ def test_every_setting_is_owned_by_the_run_or_by_the_peer_by_type() -> None:
             "outer.codec_up=int4 is not a choice; expected one of fp32, fp16, int8, e3m0, stat2, topk",
         ),
         (
-            "outer.overlap=100",
-            "outer.overlap=100 is not smaller than the 100 inner steps from one exchange of a fragment to its next "
+            "outer.overlap=101",
+            "outer.overlap=101 is more than the 100 inner steps from one exchange of a fragment to its next "
             "(outer.sync_every); lower it",
         ),
         ("outer.grace_s=1", "outer.grace_s=1.0 needs a quorum after which it begins; set outer.quorum"),

@@ -230,7 +230,13 @@ class OuterConfig(RunOwned):
     )
     staggered: bool = Field(False, description="Fragments are due one after another, sync_every/fragments steps apart.")
     overlap: int = Field(
-        0, ge=0, le=1 << 20, description="Inner steps between sending a pseudo-gradient and adopting the update."
+        0,
+        ge=0,
+        le=1 << 20,
+        description="Inner steps between sending a pseudo-gradient and adopting the update; sync_every: a round late.",
+    )
+    eager: bool = Field(
+        False, description="With an update a round late, this peer's own pseudo-gradient acts at once (for itself)."
     )
     mixing: float = Field(
         0.0, ge=0, lt=1, description="Part of the local parameters that is kept when an update is adopted."
@@ -291,9 +297,17 @@ class OuterConfig(RunOwned):
 
 def _contradictions(outer: OuterConfig) -> Iterator[str]:
     """What cannot be meant, one line each."""
-    if outer.overlap and outer.overlap >= outer.sync_every:
+    a_round_late = outer.overlap == outer.sync_every
+    if a_round_late and (outer.staggered or outer.quorum is not None or outer.mixing):
         yield (
-            f"outer.overlap={outer.overlap} is not smaller than the {outer.sync_every} inner steps from one exchange "
+            f"outer.overlap={outer.overlap}, a whole round, goes with neither outer.staggered, outer.quorum nor "
+            "outer.mixing; drop them, or lower it"
+        )
+    if outer.eager and not a_round_late:
+        yield f"outer.eager=true needs updates that are a round late; set outer.overlap={outer.sync_every}"
+    if outer.overlap > outer.sync_every:
+        yield (
+            f"outer.overlap={outer.overlap} is more than the {outer.sync_every} inner steps from one exchange "
             "of a fragment to its next (outer.sync_every); lower it"
         )
     if outer.staggered and outer.fragments > outer.sync_every:

@@ -11,7 +11,8 @@ moves on while it trains keeps a copy until it exchanges.
 Memory, in fp32 copies of the parameters: 1 for the anchors, and 3 (master, momentum, weighted sum) for the fragments
 held. Everything else is chunk-sized. What other settings add: a payload for each fragment whose exchange is overlapped
 (`capture`), 1 for a delayed momentum of the fragments held, 1 for error feedback, a base for the fragments held when
-versions do not wait for this peer. All tensors here live on the CPU; local parameters may be on any device.
+versions do not wait for this peer, 1 base when updates are a round late, and then 3 for eager ones. All tensors here live
+on the CPU; local parameters may be on any device.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.digest import fragment_digest, part_digests
 from diloco.outer.fragments import Fragment, chunks, gather_, scatter_
+from diloco.outer.local import eager_
 from diloco.outer.merge import add_directions_, directional_pieces, radial_directional_
 from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_, pseudo_gradient_
 from diloco.outer.rates import lr_at, momentum_at
@@ -79,6 +81,7 @@ class Replica:
         self.residuals: dict[int, Tensor] = {}
         self._bases: dict[int, Tensor] = {}
         self._captured: dict[int, Tensor] = {}
+        self._shadows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # offset, its velocity, last pseudo-gradient
         self.anchors = [torch.empty(fragment.numel) for fragment in self.fragments]
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
             for start, stop in self.chunks[fragment.index]:
@@ -183,6 +186,28 @@ class Replica:
                     gather_(local, self.fragments[index], start, stop, self.parameters)
                     values = torch.lerp(values, local, mixing)
                 scatter_(self.parameters, self.fragments[index], start, stop, values)
+
+    def load_late_(self, fragment: int, peers: int) -> None:
+        """Local parameters become an anchor that lacks what they learned in this round, and start the next one there.
+
+        The pseudo-gradient of the round was captured before and acts in the next update. With `eager` this peer's own
+        part of it acts at once, for itself: a *shadow* of the Nesterov step is added (Eager updates, arXiv 2502.12996).
+        """
+        numel, settings = self.fragments[fragment].numel, self.settings
+        base = self._bases.get(fragment)
+        if settings.eager and fragment not in self._shadows:
+            self._shadows[fragment] = (torch.zeros(numel), torch.zeros(numel), torch.zeros(numel))
+        start_of_round = torch.empty(numel) if base is None else base
+        for chunk, (start, stop) in enumerate(self.chunks[fragment]):
+            delta = self._delta(fragment, chunk)
+            values = self.anchors[fragment][start:stop].clone()
+            if settings.eager:
+                shadow, velocity, previous = (vector[start:stop] for vector in self._shadows[fragment])
+                eager_(shadow, velocity, previous, delta, peers=peers, lr=settings.lr, beta=settings.momentum)
+                values += shadow
+            scatter_(self.parameters, self.fragments[fragment], start, stop, values)
+            start_of_round[start:stop] = values
+        self._bases[fragment] = start_of_round
 
     def show_anchor_(self, fragment: int) -> None:
         """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""

@@ -283,6 +283,11 @@ class Peer:
         ]
         return min(max(ahead, default=0), self.outer.sync_every - 1)
 
+    def num_trainers(self) -> int:
+        """Peers that train now, this one included."""
+        states = [member.status.state for member in self.members.all() if member.trains]
+        return 1 + sum(state not in ("starting", "leaving", "done") for state in states)
+
     def fastest_steps_per_s(self, mine: float) -> float:
         """The pace of the fastest peer that trains."""
         return max([mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)])

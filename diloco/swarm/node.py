@@ -191,6 +191,22 @@ class Node:
         spent = Seconds(comm_s, waited_s - comm_s + in_step_s, self.now() - begun_at)
         return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, discarded, spent, position)
 
+    async def turn(self, counts: Mapping[int, Count]) -> Exchanged | None:
+        """Receive what was sent a round ago, and send this round's; the next begins from the anchor that is here then.
+
+        Returns None when `interrupt` ended it.
+        """
+        begun_at, flying = self.now(), self.rounds.flying
+        await self.until(lambda: self._interrupted or self.rounds.arrived(flying))
+        waited_s, begun_at = self.now() - begun_at, self.now()
+        if self._interrupted:
+            await self.rounds.cancel()
+            return None
+        discarded, _ = self.rounds.take(flying) if flying else (0, None)
+        await self.rounds.turn(counts)
+        seconds = Seconds(comm=0.0, wait=waited_s, outer=self.now() - begun_at)
+        return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, discarded, seconds)
+
     async def exchange(self, steps: int, tokens: int) -> Exchanged | None:
         """Send all fragments and receive them."""
         fragments = range(len(self.replica.fragments))

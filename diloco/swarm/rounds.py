@@ -73,6 +73,11 @@ class Rounds:
         self.loaded = list(self.protocol.versions)  # which anchors the local parameters started from
         self._flights: dict[int, asyncio.Task[Flight]] = {}
 
+    @property
+    def flying(self) -> list[int]:
+        """Fragments whose exchange is under way, or over and not taken."""
+        return sorted(self._flights)
+
     async def load(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
         """The local parameters of these fragments (all by default) become the anchors as they are now."""
         for fragment in range(len(self._moving)) if fragments is None else fragments:
@@ -231,7 +236,7 @@ class Rounds:
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
-    async def send(self, counts: Mapping[int, Count]) -> None:
+    async def send(self, counts: Mapping[int, Count], captured: bool = False) -> None:
         """Begin to exchange these fragments, whose inner steps and tokens since the last time are given.
 
         When training goes on meanwhile, or the codec's loss is kept, the pseudo-gradients are captured first.
@@ -241,7 +246,7 @@ class Rounds:
             exchange = Exchange(
                 fragment, self.loaded[fragment], steps, tokens, self.protocol.manifest_hash, staleness_limit=limit
             )
-            if self._settings.overlap or self._settings.error_feedback:
+            if not captured and (self._settings.overlap or self._settings.error_feedback):
                 async with self._moving[fragment]:
                     await asyncio.to_thread(self.replica.capture, fragment)
             flight = asyncio.ensure_future(self._fly(exchange))
@@ -254,6 +259,19 @@ class Rounds:
         self.replica.release_capture(exchange.fragment)
         self.longest_exchange_s = max(self.longest_exchange_s, self._host.now() - begun_at)
         return Flight(exchange, seconds)
+
+    async def turn(self, counts: Mapping[int, Count]) -> None:
+        """A round that is over becomes the next contribution, and the next round begins; the update is a round late.
+
+        Nothing of these fragments is under way any more.
+        """
+        peers = self.protocol.num_trainers()
+        for fragment in counts:
+            async with self._moving[fragment]:
+                await asyncio.to_thread(self.replica.capture, fragment)
+                await asyncio.to_thread(self.replica.load_late_, fragment, peers)
+                self.loaded[fragment] = self.protocol.versions[fragment]
+        await self.send(counts, captured=True)
 
     def arrived(self, fragments: Sequence[int]) -> bool:
         """Whether the exchanges of these fragments are over; raises what one of them failed with."""

@@ -87,6 +87,10 @@ class NodeRunner:
         give_back()
         return outcome
 
+    def turn(self, counts: Mapping[int, Count]) -> Exchanged | None:
+        """As `Node.turn`."""
+        return self.call(self.node.turn(counts))
+
     def exchange(self, steps: int, tokens: int) -> Exchanged | None:
         """As `Node.exchange`."""
         give_back()

@@ -33,6 +33,7 @@ from diloco.outer.rates import dylu_steps
 from diloco.outer.replica import Replica
 from diloco.protocol.schedule import Schedule
 from diloco.swarm.node import NodeOptions
+from diloco.swarm.rounds import Exchanged
 from diloco.swarm.runner import NodeRunner
 from diloco.swarm.snapshot import Saved
 from diloco.train.island import Island
@@ -367,10 +368,16 @@ class Attachment:
         if (due.send or due.receive) and not self.interrupted:
             self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
             with self.phases.during("comm"):
+                if self.swarm.outer.overlap == self.swarm.outer.sync_every:
+                    self._adopt(lambda node: node.turn(self._counts(due.send)))
+                    self._mark_sent(due.send)
+                    return
                 if due.send:
-                    self._send(due.send)
+                    if self.node is not None:
+                        self.node.send(self._counts(due.send))
+                    self._mark_sent(due.send)
                 if due.receive:
-                    self._receive(due.receive)
+                    self._adopt(lambda node: node.receive(due.receive))
 
     def _follow_clock(self) -> None:
         """Without a barrier the run goes on, and ends, while this peer trains."""
@@ -384,18 +391,19 @@ class Attachment:
         steps, at = self._paced
         self._steps_per_s = (self.steps - steps) / max(time.monotonic() - at, 1e-9)
 
-    def _send(self, fragments: Sequence[int]) -> None:
-        now = (self.steps, self.tokens)
-        if self.node is not None:
-            sent = {fragment: self._sent[fragment] for fragment in fragments}
-            self.node.send({f: (now[0] - steps, now[1] - tokens) for f, (steps, tokens) in sent.items()})
-        for fragment in fragments:
-            self._sent[fragment] = now
+    def _counts(self, fragments: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Inner steps and tokens of each fragment since it was sent last."""
+        return {f: (self.steps - self._sent[f][0], self.tokens - self._sent[f][1]) for f in fragments}
 
-    def _receive(self, fragments: Sequence[int]) -> None:
+    def _mark_sent(self, fragments: Sequence[int]) -> None:
+        for fragment in fragments:
+            self._sent[fragment] = (self.steps, self.tokens)
+
+    def _adopt(self, exchange: Callable[[NodeRunner], Exchanged | None]) -> None:
+        """Let rank 0 exchange, and all ranks go on from what it has then."""
         numbers: list[float] = [0] * 6
         if self.node is not None:
-            outcome = self.node.receive(fragments)
+            outcome = exchange(self.node)
             if outcome is not None:
                 self.phases.move("comm", "wait", outcome.seconds.wait)
                 self.phases.move("comm", "outer", outcome.seconds.outer)

@@ -347,7 +347,7 @@ def test_a_payload_on_its_way_survives_the_close_that_it_missed() -> None:
     assert syncer.offer("b", contribution(VERSION)).accepted
     contribute(syncer, "a", VERSION)
     closed(syncer)
-    assert syncer.wants("b", 0)
+    assert syncer.wants("b", 0) and syncer.weight("b") == 1.0
     contribute(syncer, "a", VERSION + 1)
     closed(syncer)
     assert not syncer.wants("b", 0), "too late now"

@@ -125,7 +125,9 @@ class Syncer:
         Equal contributions so have weight 1, and sums of 4- and 8-bit payloads are exact in fp32, in any order of
         arrival. (`tokens2_per_step`: Decoupled DiLoCo, arXiv 2604.21428.)
         """
-        return self._raw_weight(self._offers[peer]) / self._unit
+        raw = self._raw_weight(self._offers[peer])
+        self._unit = self._unit or raw  # none yet, when this one was offered for the version before
+        return raw / self._unit
 
     def discount(self, peer: str) -> float:
         """What staleness leaves of this peer's contribution: (1 + s) ** -exponent (arXiv 2401.09135, section 4)."""

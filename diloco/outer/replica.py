@@ -11,8 +11,8 @@ moves on while it trains keeps a copy until it exchanges.
 Memory, in fp32 copies of the parameters: 1 for the anchors, and 3 (master, momentum, weighted sum) for the fragments
 held. Everything else is chunk-sized. What other settings add: a payload for each fragment whose exchange is overlapped
 (`capture`), 1 for a delayed momentum of the fragments held, 1 for error feedback, a base for the fragments held when
-versions do not wait for this peer, 1 base when updates are a round late, and then 3 for eager ones. All tensors here live
-on the CPU; local parameters may be on any device.
+versions do not wait for this peer, 1 base when updates are a round late, and then 3 for eager ones. All tensors here
+live on the CPU; local parameters may be on any device.
 """
 
 from __future__ import annotations

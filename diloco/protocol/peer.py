@@ -17,77 +17,31 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from diloco.config import OuterConfig
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
-from diloco.protocol.leases import Lease, LeaseTable
-from diloco.protocol.membership import Member, Membership
+from diloco.protocol.membership import Member
 from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, State, Status, Verdict
 from diloco.protocol.rendezvous import assign, order
-from diloco.protocol.syncer import SYNC, Syncer
+from diloco.protocol.syncer import Syncer
+from diloco.protocol.view import WIRE_VERSION, View
 
 __all__ = ["WIRE_VERSION", "Peer"]
 
-WIRE_VERSION = 1
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 CONTROL_FRAGMENT = 0  # its update records carry the swarm clock
 
 
-class Peer:
-    """One peer's view of the swarm and its part in it.
-
-    Args:
-        me: this peer's id.
-        name: display name.
-        run_id, manifest_hash: what a peer on the other side must have too.
-        digests: digest of each fragment's anchor; its length is the number of fragments.
-        versions: anchor version of each fragment (all 0 in a new run).
-        applied_tokens: swarm clock at these versions.
-        trains, holds: whether this peer contributes, and whether it can be a syncer.
-        min_peers: connected peers, this one included, before anything is claimed.
-        outer: when versions close, and how far behind a contribution may be.
-        newcomer: this peer joins others, and claims nothing before `acquainted` says that it has heard all of them;
-            else it would take every fragment for vacant.
+class Peer(View):
+    """One peer's part in the swarm; arguments as of `View`.
 
     On failure of other peers: a lost member is expected no more and its fragments are claimed anew under a higher term.
     Messages that do not fit (unknown fragment, stale term) are ignored; nothing from the network makes this raise.
     """
 
-    def __init__(
-        self,
-        me: str,
-        name: str,
-        run_id: str,
-        manifest_hash: str,
-        digests: list[str],
-        versions: list[int] | None = None,
-        applied_tokens: int = 0,
-        trains: bool = True,
-        holds: bool = True,
-        min_peers: int = 1,
-        newcomer: bool = False,
-        outer: OuterConfig = SYNC,
-    ) -> None:
-        self.me = me
-        self.name = name
-        self.run_id = run_id
-        self.manifest_hash = manifest_hash
-        self.digests = list(digests)
-        self.versions = list(versions or [0] * len(digests))
-        self.applied_tokens = applied_tokens
-        self.swarm_tokens = applied_tokens  # swarm clock at the newest version that was heard of
-        self.trains = trains
-        self.holds = holds
-        self.min_peers = min_peers
-        self.members = Membership()
-        self.leases = LeaseTable()
+    def _begin(self) -> None:
         self.syncers: dict[int, Syncer] = {}
-        self.newcomer = newcomer
-        self.outer = outer
         self.sync_s = 0.0  # moving average from a decision to close to its publication
-        self.state: State = "starting"
         self.heals = 0
         self.takeovers = 0
-        self._progress = (0, 0, 0.0, 0)
         self._catching_up: set[int] = set()
         self._merging: set[int] = set()
         self._closed_at: dict[int, float] = {}
@@ -96,48 +50,6 @@ class Peer:
         self._vacant_since: dict[int, float] = {}
         self._myself: Member | None = None
         self._opened = False
-
-    # -- what this peer says ------------------------------------------------------------------------------------------
-
-    def status(self) -> Status:
-        """This peer's status as the others shall see it."""
-        inner_step, target_steps, steps_per_s, tokens = self._progress
-        return Status(
-            state=self.state,
-            versions=list(self.versions),
-            inner_step=inner_step,
-            target_steps=target_steps,
-            steps_per_s=steps_per_s,
-            tokens=tokens,
-        )
-
-    def hello(self) -> Hello:
-        """First message to a newly connected peer."""
-        return Hello(
-            wire_version=WIRE_VERSION,
-            run_id=self.run_id,
-            manifest_hash=self.manifest_hash,
-            name=self.name,
-            trains=self.trains,
-            holds=self.holds,
-            peers=[member.peer for member in self.members.all()],
-            status=self.status(),
-            claims=[_claim_of(lease) for lease in self.leases.held_by(self.me)],
-        )
-
-    def objection(self, hello: Hello) -> str | None:
-        """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
-        if hello.wire_version != WIRE_VERSION:
-            return (
-                f"wire version {hello.wire_version} does not fit {WIRE_VERSION} here; install the same diloco version"
-            )
-        if hello.run_id != self.run_id:
-            return f"run.id={hello.run_id} is not the run here, which is run.id={self.run_id}"
-        if hello.manifest_hash != self.manifest_hash:
-            return f"the manifest {hello.manifest_hash[:12]} differs from {self.manifest_hash[:12]} here"
-        if len(hello.status.versions) != len(self.versions):
-            return f"{len(hello.status.versions)} fragments there, {len(self.versions)} here"
-        return None
 
     # -- events from the network --------------------------------------------------------------------------------------
 
@@ -193,7 +105,7 @@ class Peer:
         actions += self._close_rounds(now)
         actions += self._catch_up()
         if self.state == "starting" or (self.state == "ready" and self.trains):
-            agrees = all(map(self._near, range(len(self.versions))))
+            agrees = all(map(self.near, range(len(self.versions))))
             state: State = "ready" if self._opened and agrees and self.in_step(now) else "starting"
             if state != self.state:
                 self.state = state
@@ -236,62 +148,6 @@ class Peer:
         """Figures for the next heartbeat."""
         self._progress = (inner_step, target_steps, steps_per_s, tokens)
 
-    def may_train(self) -> bool:
-        """Whether inner steps may be taken: in step with the others, who train or have all started."""
-        states = {member.status.state for member in self.members.all() if member.trains}
-        return self.state == "ready" and ("starting" not in states or bool(states & {"training", "exchanging"}))
-
-    def in_step(self, now: float) -> bool:
-        """Whether a round that began now would be the others' too; ask after an exchange, and join anew if it is not.
-
-        In the middle of an exchange some fragments are a version ahead of the others. Who began to train from there (a
-        newcomer, or a peer that came late and caught up) would be out of step with everybody, in this round and in all
-        that follow: too early for some fragments and too late for the rest, so that each side waits for the other's
-        inner steps. So this peer must not be between the versions from which another one began its round and the next.
-        """
-        if any(map(self._behind, range(len(self.versions)))):
-            return False
-        if not self.lockstep:
-            return True
-        for member in self.members.all():
-            if not self.trains or member.status.state not in ("training", "exchanging") or member.stalled(now):
-                continue
-            theirs = member.round_versions
-            if theirs is None or not (
-                theirs == self.versions or all(a > b for a, b in zip(self.versions, theirs, strict=True))
-            ):
-                return False
-        return True
-
-    def _behind(self, fragment: int) -> bool:
-        """Whether the fragment's syncer published a later version, or another anchor under the same one."""
-        lease = self.leases.get(fragment)
-        if lease is None or lease.version < self.versions[fragment]:
-            return False
-        return not self._near(fragment)
-
-    def first_position(self) -> int:
-        """Inner steps of its first cycle that this peer leaves out, because the others are in the middle of theirs."""
-        if self.outer.quorum is not None:
-            return 0
-        ahead = [
-            m.status.inner_step
-            for m in self.members.all()
-            if m.trains
-            and m.status.state in ("training", "exchanging")
-            and (not self.lockstep or m.status.versions == self.versions)
-        ]
-        return min(max(ahead, default=0), self.outer.sync_every - 1)
-
-    def num_trainers(self) -> int:
-        """Peers that train now, this one included."""
-        states = [member.status.state for member in self.members.all() if member.trains]
-        return 1 + sum(state not in ("starting", "leaving", "done") for state in states)
-
-    def fastest_steps_per_s(self, mine: float) -> float:
-        """The pace of the fastest peer that trains."""
-        return max([mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)])
-
     def adopted(self, fragment: int, version: int, digest: str, applied_tokens: int, now: float) -> list[Action]:
         """The anchor of a fragment moved to a version: by an update record, or by fetching its state."""
         self._catching_up.discard(fragment)
@@ -315,46 +171,9 @@ class Peer:
         """No donor answered; the next tick asks again."""
         self._catching_up.discard(fragment)
 
-    def swarm_clock(self) -> tuple[int, int]:
-        """Lowest version of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
-        leases = map(self.leases.get, range(len(self.versions)))
-        newest = (
-            mine if lease is None else max(mine, lease.version)
-            for lease, mine in zip(leases, self.versions, strict=True)
-        )
-        return min(newest), max(self.applied_tokens, self.swarm_tokens)
-
-    def ended_as_one(self) -> bool:
-        """Whether all peers that train are done, and (where they do not end in lockstep) all have the same anchors."""
-        trainers = [m for m in self.members.all() if m.trains and m.status.state != "leaving"]
-        if any(m.status.state != "done" for m in trainers):
-            return False
-        if self.lockstep:
-            return True
-        return all(map(self.agrees, range(len(self.versions)))) and all(
-            m.status.versions == self.versions for m in trainers
-        )
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all peers exchange all fragments at one barrier, in which inner steps wait."""
-        return self.outer.quorum is None and not self.outer.staggered and not self.outer.overlap
-
-    def _near(self, fragment: int) -> bool:
-        """Whether the anchor is the syncer's, or as little behind as a contribution may be."""
-        lease = self.leases.get(fragment)
-        if lease is None:
-            return False
-        return self.agrees(fragment) or 0 < lease.version - self.versions[fragment] <= self.outer.staleness_limit
-
     def merging(self, fragment: int) -> bool:
         """Whether a `Merge` of this fragment has been asked for and not reported as published."""
         return fragment in self._merging
-
-    def agrees(self, fragment: int) -> bool:
-        """Whether the anchor of a fragment is the one that its syncer published last."""
-        lease = self.leases.get(fragment)
-        return lease is not None and lease.version == self.versions[fragment] and lease.digest == self.digests[fragment]
 
     # -- syncer's side ------------------------------------------------------------------------------------------------
 
@@ -503,7 +322,3 @@ class Peer:
                 self._catching_up.add(fragment)
                 actions.append(CatchUp(fragment, tuple(donors), outer=False))
         return actions
-
-
-def _claim_of(lease: Lease) -> Claim:
-    return Claim(fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest)

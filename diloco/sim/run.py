@@ -241,7 +241,7 @@ class _Simulation:
             )  # fmt: skip
             with sync:
                 trainer.train()
-            if sync.inner_step == 0 and sync.version > 0 and not sync.interrupted:
+            if sync.version > 0 and not sync.interrupted:
                 trainer.evaluate()
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
             return {"peer": peer.name, **peer_message(summary_of(trainer, config, self.loop.time()))}

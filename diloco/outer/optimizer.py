@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco.outer.fragments import chunks
 
-__all__ = ["delayed_nesterov_", "mean_", "nesterov_", "pseudo_gradient_"]
+__all__ = ["delayed_nesterov_", "followed_", "mean_", "nesterov_", "pseudo_gradient_"]
 
 
 def pseudo_gradient_(out: Tensor, anchor: Tensor, local: Tensor) -> None:
@@ -57,6 +57,25 @@ def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: 
         gradient, velocity = delta[start:stop], momentum[start:stop]
         velocity.mul_(beta).add_(gradient)
         master[start:stop].add_(torch.add(gradient, velocity, alpha=beta), alpha=-lr)
+
+
+@torch.no_grad()
+def followed_(momentum: Tensor, moved: Tensor, lr: float, beta: float) -> None:
+    """The momentum after a step of `nesterov_`, from that before it and from how far the step moved the parameters.
+
+    With m' = beta m + delta and moved = -lr (delta + beta m'), whoever sees the movement needs no pseudo-gradient:
+
+        m' = (beta m - moved / lr) / (1 + beta)
+
+    An error in m shrinks by beta / (1 + beta), at most a half, with every step, so one that is seen through a codec
+    stays near, and even a momentum that was unknown is soon right.
+
+    Args:
+        momentum: (n,) fp32, changed in place.
+        moved: (n,) fp32, new parameters - old ones; overwritten.
+    """
+    assert momentum.shape == moved.shape, "momentum and moved must have one shape"
+    momentum.mul_(beta / (1 + beta)).sub_(moved, alpha=1 / (lr * (1 + beta)))
 
 
 @torch.no_grad()

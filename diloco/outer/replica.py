@@ -4,15 +4,16 @@
     fold          payload -> weighted sum                            (the syncer)
     merge         sum -> mean -> outer step on the master -> update  (the syncer)
     apply         update -> anchor, then its digest is compared      (every peer)
+    stand by      update -> the momentum that it was made with       (the backup)
 
 The *base* is the anchor that the local parameters started from. At a barrier it is the anchor; a syncer whose fragment
 moves on while it trains keeps a copy until it exchanges.
 
-Memory, in fp32 copies of the parameters: 1 for the anchors, and 3 (master, momentum, weighted sum) for the fragments
-held. Everything else is chunk-sized. What other settings add: a payload for each fragment whose exchange is overlapped
-(`capture`), 1 for a delayed momentum of the fragments held, 1 for error feedback, a base for the fragments held when
-versions do not wait for this peer, 1 base when updates are a round late, and then 3 for eager ones. All tensors here
-live on the CPU; local parameters may be on any device.
+Memory, in fp32 copies of the parameters: 1 for the anchors, 3 (master, momentum, weighted sum) for the fragments held,
+and 1 for the fragments this peer is backup of. Everything else is chunk-sized. What other settings add: a payload for
+each fragment whose exchange is overlapped (`capture`), 1 for a delayed momentum of the fragments held, 1 for error
+feedback, a base for the fragments held when versions do not wait for this peer, 1 base when updates are a round late,
+and then 3 for eager ones. All tensors here live on the CPU; local parameters may be on any device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from diloco.outer.digest import fragment_digest, part_digests
 from diloco.outer.fragments import Fragment, chunks, gather_, scatter_
 from diloco.outer.local import eager_
 from diloco.outer.merge import add_directions_, directional_pieces, radial_directional_
-from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_, pseudo_gradient_
+from diloco.outer.optimizer import delayed_nesterov_, followed_, mean_, nesterov_, pseudo_gradient_
 from diloco.outer.rates import lr_at, momentum_at
 
 __all__ = ["OuterState", "OuterStep", "Replica"]
@@ -78,6 +79,7 @@ class Replica:
         self.down = codec(settings.codec_down)
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.outer: dict[int, OuterState] = {}
+        self.standby: dict[int, Tensor] = {}  # momentum as the updates tell it, of fragments held elsewhere
         self.residuals: dict[int, Tensor] = {}
         self._bases: dict[int, Tensor] = {}
         self._captured: dict[int, Tensor] = {}
@@ -156,18 +158,24 @@ class Replica:
         """Length of a whole update of a fragment in bytes."""
         return sum(self.down.nbytes(stop - start) for start, stop in self.chunks[fragment])
 
-    def apply_update_(self, fragment: int, update: Tensor) -> str:
-        """Move the anchor by a whole update (uint8) and return the digest of what it is now.
+    def apply_update_(self, fragment: int, update: Tensor, step: OuterStep | None = None) -> str:
+        """Move the anchor by a whole update (uint8) and return the digest of what it is now. A backup needs the `step`.
 
         `PayloadError` before anything is changed when the length is wrong; an update that is invalid inside leaves an
         anchor that the caller heals by fetching the fragment's state.
         """
         if update.numel() != self.update_nbytes(fragment):
             raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
-        at = 0
+        standby, at = self.standby.get(fragment), 0
+        if step is None and standby is not None:
+            raise ValueError(f"a backup of fragment {fragment} needs to know what its update was made of")
         for start, stop in self.chunks[fragment]:
             size = self.down.nbytes(stop - start)
-            self.down.apply_update_(self.anchors[fragment][start:stop], update[at : at + size])
+            anchor = self.anchors[fragment][start:stop]
+            before = anchor.clone() if standby is not None else anchor
+            self.down.apply_update_(anchor, update[at : at + size])
+            if standby is not None and step is not None:
+                followed_(standby[start:stop], anchor - before, *self._rates(step))
             at += size
         return self.digest(fragment)
 
@@ -228,13 +236,28 @@ class Replica:
 
     # -- the syncer ---------------------------------------------------------------------------------------------------
 
+    @property
+    def can_stand_by(self) -> bool:
+        """Whether the outer state follows from the updates."""
+        return self.settings.optimizer == "nesterov" and self.settings.momentum > 0
+
+    def stand_by(self, fragment: int, momentum: Tensor | None = None) -> None:
+        """Become backup: follow the momentum from here on, which at version 0 is zero."""
+        self.standby[fragment] = torch.zeros_like(self.anchors[fragment]) if momentum is None else momentum
+
+    def stand_down(self, fragment: int) -> None:
+        """Be backup no more, or for an anchor that did not come by an update: the momentum is not known now."""
+        self.standby.pop(fragment, None)
+
     def hold(self, fragment: int, master: Tensor | None = None, momentum: Tensor | None = None) -> None:
-        """Become syncer: keep the outer state there is or take what is given; else it starts at the anchor with zero
-        momentum.
+        """Become syncer: keep the outer state there is or take what is given; else it starts at the anchor with the
+        momentum of the backup, or zero.
         """
+        standby = self.standby.pop(fragment, None)
         if fragment in self.outer and master is None:
             return
         anchor = self.anchors[fragment]
+        momentum = standby if momentum is None else momentum
         self.outer[fragment] = OuterState(
             master=anchor.clone() if master is None else master,
             momentum=torch.zeros_like(anchor) if momentum is None else momentum,
@@ -290,9 +313,7 @@ class Replica:
     def _outer_step_(self, outer: OuterState, start: int, stop: int, step: OuterStep) -> None:
         """Move the master by the merged pseudo-gradient, which is in `total`."""
         settings = self.settings
-        rates = {int(peers): lr for peers, lr in settings.lr_by_peers.items()}
-        lr = lr_at(step.version, max(step.contributions, step.delay), settings.lr, rates)
-        beta = momentum_at(step.version, settings.momentum, settings.momentum_warmup)
+        lr, beta = self._rates(step)
         master, momentum, delta = (vector[start:stop] for vector in (outer.master, outer.momentum, outer.total))
         if outer.buffer is None:
             nesterov_(master, momentum, delta, lr, beta)
@@ -309,6 +330,13 @@ class Replica:
         if step.flush:  # FedBuff: one step with the mean of `delay` contributions
             nesterov_(master, momentum, buffer, lr, beta)
             buffer.zero_()
+
+    def _rates(self, step: OuterStep) -> tuple[float, float]:
+        """Learning rate and momentum of an outer step."""
+        settings = self.settings
+        rates = {int(peers): lr for peers, lr in settings.lr_by_peers.items()}
+        lr = lr_at(step.version, max(step.contributions, step.delay), settings.lr, rates)
+        return lr, momentum_at(step.version, settings.momentum, settings.momentum_warmup)
 
     def restart(self, fragment: int) -> None:
         """The anchor of a held fragment was replaced: the master starts from it, with the momentum that there is."""

@@ -6,6 +6,7 @@ from diloco.config import OuterConfig
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.membership import Membership
 from diloco.protocol.messages import Claim, Hello, State, Status
+from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 
 __all__ = ["WIRE_VERSION", "View"]
@@ -164,6 +165,19 @@ class View:
     def fastest_steps_per_s(self, mine: float) -> float:
         """The pace of the fastest peer that trains."""
         return max([mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)])
+
+    def backs_up(self) -> set[int]:
+        """Fragments that this peer would claim if their syncers died, one syncer at a time."""
+        able = [m.peer for m in self.members.all() if m.holds and m.status.state not in ("leaving", "done")]
+        if not self.holds or self.state in ("leaving", "done"):
+            return set()
+        load = {peer: len(self.leases.held_by(peer)) for peer in (*able, self.me)}
+        mine: set[int] = set()
+        for holder in able:
+            others = {peer: held for peer, held in load.items() if peer != holder}
+            inherited = assign((lease.fragment for lease in self.leases.held_by(holder)), others, others)
+            mine |= {fragment for fragment, heir in inherited.items() if heir == self.me}
+        return mine
 
     # -- anchors, here and elsewhere ----------------------------------------------------------------------------------
 

@@ -88,6 +88,7 @@ class Node:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._refusal: str | None = None
+        self._standing_by: set[int] = set()  # being fetched
 
     # -- what the training loop asks for ------------------------------------------------------------------------------
 
@@ -294,6 +295,7 @@ class Node:
         while True:
             self._mesh.broadcast(self.protocol.status())
             self.do(self.protocol.tick(self.now()))
+            self._stand_by()
             if self.now() - last_record_at >= RECORD_PERIOD_S:
                 last_record_at = self.now()
                 for lease in self.protocol.leases.held_by(self.protocol.me):
@@ -313,7 +315,7 @@ class Node:
                 case Note():
                     self.note(action.kind, **action.fields)
                 case Hold():
-                    self.replica.hold(action.fragment)
+                    self._take_over(action)
                     self.spawn(self._store_lease(action.fragment, action.term))
                 case Release():
                     self.replica.release(action.fragment)
@@ -326,6 +328,33 @@ class Node:
                     self.spawn(self.rounds.catch_up(action.fragment, action.donors, action.outer))
         self._forget_records()
         self.notify()
+
+    def _take_over(self, action: Hold) -> None:
+        """A fragment that had another syncer goes on with the momentum that is known here, or with none."""
+        fragment = action.fragment
+        if action.term > 1:
+            known = fragment in self.replica.outer or fragment in self.replica.standby
+            momentum = "kept" if known else "restarted"
+            version = self.protocol.versions[fragment]
+            self.note("takeover", fragment=fragment, term=action.term, version=version, momentum=momentum)
+        self.replica.hold(fragment)
+
+    def _stand_by(self) -> None:
+        """Follow the outer state of the fragments that would come to this peer."""
+        if not self.replica.can_stand_by:
+            return
+        wanted = self.protocol.backs_up()
+        for fragment in self.replica.standby.keys() - wanted:
+            self.replica.stand_down(fragment)
+        for fragment in wanted - self.replica.standby.keys() - self._standing_by:
+            self._standing_by.add(fragment)
+            self.spawn(self._begin_standby(fragment))
+
+    async def _begin_standby(self, fragment: int) -> None:
+        try:
+            await self.rounds.stand_by(fragment)
+        finally:
+            self._standing_by.discard(fragment)
 
     def _forget_records(self) -> None:
         """An update that every connected peer has adopted serves nobody any more; who comes later gets the state."""

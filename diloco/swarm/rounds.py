@@ -8,6 +8,7 @@ fragment that merges takes no chunks, and a peer that exchanges trains no furthe
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from diloco.swarm.snapshot import Saved
 from diloco.swarm.streams import BROKEN
 
 __all__ = ["Exchanged", "Rounds"]
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 
@@ -190,7 +193,8 @@ class Rounds:
                     f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
                 )
             self._about_to_move(fragment)
-            digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update)
+            step = OuterStep(header.version - 1, len(header.contributors))
+            digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update, step)
             self._moved(fragment, header.version, digest, header.applied_tokens)
         if digest != header.digest:
             self._host.note(
@@ -213,9 +217,31 @@ class Rounds:
                 raise PayloadError(f"version {header.version} is not newer than what is here")
             self._about_to_move(fragment)
             self.replica.anchors[fragment].copy_(state.anchor)
+            self.replica.stand_down(fragment)
             if state.master is not None and state.momentum is not None:
                 self.replica.hold(fragment, state.master, state.momentum)
             self._moved(fragment, header.version, digest, header.applied_tokens, outer=state.master is not None)
+
+    async def stand_by(self, fragment: int) -> None:
+        """Be backup of a fragment from its outer state as it is now; without an answer that fits, tried again later."""
+        async with self._moving[fragment]:
+            if self.protocol.versions[fragment] == 0:
+                self.replica.stand_by(fragment)
+                return
+        lease = self.protocol.leases.get(fragment)
+        if lease is None or lease.holder == self.protocol.me:
+            return
+        try:
+            fetched = await self._client.fetch(lease.holder, fragment, -1, outer=True)
+        except (*BROKEN, PayloadError) as error:
+            logger.debug("fragment %d has no backup here yet: %r", fragment, error)
+            return
+        async with self._moving[fragment]:
+            if not isinstance(fetched, FetchedState) or fetched.momentum is None:
+                return
+            current = fetched.header.version == self.protocol.versions[fragment]
+            if current and fragment not in self.protocol.syncers:
+                self.replica.stand_by(fragment, fetched.momentum)
 
     def _about_to_move(self, fragment: int) -> None:
         """Where a contribution may be late, what was learned from this anchor still counts when it has moved on."""

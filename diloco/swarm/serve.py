@@ -164,7 +164,7 @@ class BulkServer:
         if record is not None and record.header.version == request.have_version + 1 and not request.outer:
             await send_record(stream, record, host.replica)
             return
-        await self._send_state(stream, fragment, outer=request.outer and host.protocol.state == "leaving")
+        await self._send_state(stream, fragment, outer=request.outer)
 
     async def _send_state(self, stream: Stream, fragment: int, outer: bool = False) -> None:
         host = self._host

@@ -114,6 +114,7 @@ CHANGES: dict[str, list[str]] = {
     "train.threads": ["train.threads=2"],
     "train.precision": ["train.precision=bf16"],
     "train.step_delay_s": ["train.step_delay_s=0.1"],
+    "train.log_every": ["train.log_every=1"],
     "checkpoint.every": ["checkpoint.every=0"],
     "checkpoint.keep": ["checkpoint.keep=5"],
     "eval.every": ["eval.every=0"],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from diloco.cli.main import main
 from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
+from diloco.sim.run import simulate
 from diloco.train.measure import parameters_of, step_seconds
 from diloco.train.planning import (
     TRIPS,
@@ -259,3 +262,15 @@ def test_bad_arguments_are_one_line(arguments: tuple[str, ...], capsys: pytest.C
     assert exit_code("plan", "experiment=smoke", *arguments) == 2
     complaint = capsys.readouterr().err
     assert complaint.startswith("diloco: error: ") and complaint.count("\n") == 1
+
+
+def test_the_summary_has_what_was_predicted_beside_what_was_achieved(tmp_path: Path) -> None:
+    small = ["experiment=smoke", "local.peers=4", "budget.outer_steps=4", "outer.sync_every=4", "outer.fragments=4"]
+    link = ["sim.bandwidth=400000", "sim.latency_s=0"]
+    summary = simulate(compose([*small, *link, f"run.dir={tmp_path}"]), lambda message: None).summary.to_json()
+    predicted = summary["predicted"]
+    assert predicted["step_s"] == pytest.approx(1.0) and predicted["bits_per_s"] == 8 * 400000
+    sent, utilization = (median(peer[key] for peer in summary["peers"]) for key in ("bytes_sent", "utilization"))
+    assert predicted["bytes_sent"] == pytest.approx(sent, rel=0.1)
+    assert predicted["utilization"] == pytest.approx(utilization, abs=0.05)
+    assert json.loads((tmp_path / "summary.json").read_text())["predicted"] == predicted

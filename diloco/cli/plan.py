@@ -43,19 +43,7 @@ def run(
         step_s = step_seconds(config)
     parallel = outer.method == "data_parallel"
     codecs = ("fp32", "fp32") if parallel else (str(outer.codec_up), str(outer.codec_down))
-    up, down = (codec(name).nbytes(numel) for name in codecs)
-    if parallel:  # a ring moves what as many syncers of gradients would, in every inner step
-        exchange = Exchange(up, down, config.local.peers, sync_every=1, fragments=config.local.peers)
-    else:
-        exchange = Exchange(
-            up,
-            down,
-            config.local.peers,
-            sync_every=outer.sync_every,
-            fragments=outer.fragments,
-            overlap=outer.overlap,
-            staggered=outer.staggered,
-        )
+    exchange = Exchange.of(outer, numel, config.local.peers)
     advice = None
     if not parallel and predict(exchange, link, step_s).utilization < target:
         advice = recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)

@@ -399,6 +399,7 @@ class TrainConfig(PeerLocal):
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of the inner steps; weights stay fp32.")
     step_delay_s: Seconds = Field(0.0, description="Seconds slept per inner step, to stand for slow hardware.")
+    log_every: int = Field(10, ge=1, description="Inner steps between lines with the loss in metrics.jsonl.")
 
 
 class CheckpointConfig(PeerLocal):

@@ -244,7 +244,10 @@ class _Simulation:
             if sync.version > 0 and not sync.interrupted:
                 trainer.evaluate()
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
-            return {"peer": peer.name, **peer_message(summary_of(trainer, config, self.loop.time()))}
+            return {
+                "peer": peer.name,
+                **peer_message(summary_of(trainer, config, self.loop.time(), config.sim.bandwidth)),
+            }
 
     def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> SimSwarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:

@@ -471,6 +471,17 @@ class Attachment:
         assert self.node is not None
         return anchor_digest(self.node.protocol.digests)
 
+    def anchors(self) -> dict[str, str]:
+        """`version:digest` (its first 16 digits) of each fragment's anchor now; equal on all peers at equal version."""
+        node = self.node
+        assert node is not None
+
+        async def here() -> dict[str, str]:  # in the node's loop, where neither moves without the other
+            pairs = zip(node.protocol.versions, node.protocol.digests, strict=True)
+            return {str(fragment): f"{version}:{digest[:16]}" for fragment, (version, digest) in enumerate(pairs)}
+
+        return node.call(here())
+
 
 def _differences(mine: str, theirs: str) -> list[str]:
     """Keys in which two manifests differ, `key: there, here`; the other text is untrusted."""

@@ -85,6 +85,9 @@ class DataParallel:
             self.version += 1
             self.inner_step = 0
 
+    def anchors(self) -> None:
+        """There are no anchors that could differ."""
+
     def anchor_digest(self) -> str:
         """Digest of the parameters, which are equal on all processes."""
         with torch.no_grad():

@@ -31,7 +31,6 @@ from diloco.train.summary import Phases
 __all__ = ["Trainer", "autocast"]
 
 REPORT_EVERY_S = 0.5
-LOG_EVERY_STEPS = 10
 
 
 @contextlib.contextmanager
@@ -58,11 +57,13 @@ class Trainer:
     log: RunLog | None
     tell: Listener
     eval_loss: float | None = None
+    most_peers: int = 0
     _losses: list[Tensor] = field(default_factory=list)
     _loss: float | None = None
     _told_at: float = 0.0
     _boundary_version: int = 0
     _logged: tuple[int, float] = (0, 0.0)
+    _anchors: dict[str, str] = field(default_factory=dict)
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
@@ -93,7 +94,8 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
         self._losses.append(loss.detach())
         self.sync.count(batch.numel())
-        if (self.sync.inner_step + 1) % LOG_EVERY_STEPS == 0 or self.sync.inner_step + 1 >= self.sync.target_steps:
+        done = self.sync.inner_step + 1
+        if done % self.config.train.log_every == 0 or done >= self.sync.target_steps:
             self._check_losses()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -129,7 +131,8 @@ class Trainer:
         return every > 0 and self.sync.version // every > self._boundary_version // every
 
     def _account(self) -> None:
-        """One line per outer step: where the time and the bytes have gone so far."""
+        """One line per outer step: where the time and the bytes have gone so far, and which anchors are here."""
+        self.most_peers = max(self.most_peers, self.island.size if self.sync.node is None else self.sync.node.num_peers)
         if self.log is not None:
             sync, seconds = self.sync, self.phases.seconds()
             self.log.metric(
@@ -137,8 +140,18 @@ class Trainer:
                 inner_step=sync.steps,
                 tokens=sync.applied_tokens,
                 bytes_sent=self.traffic()[0],
+                anchors=self._moved_anchors(),
                 **{f"{phase}_s": round(getattr(seconds, phase), 3) for phase in ("compute", "wait", "comm", "outer")},
             )
+
+    def _moved_anchors(self) -> dict[str, str] | None:
+        """Version and digest of the fragments that differ from the line before: a line per inner step must stay short."""
+        anchors = self.sync.anchors()
+        if anchors is None:
+            return None
+        moved = {fragment: at for fragment, at in anchors.items() if self._anchors.get(fragment) != at}
+        self._anchors = anchors
+        return moved
 
     def evaluate(self) -> EvalResult:
         """Held-out loss of the anchor."""

@@ -22,7 +22,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from diloco.config import OuterConfig
 from diloco.errors import ConfigError
+from diloco.outer.codecs import codec
 
 __all__ = [
     "HIGHEST_H",
@@ -68,6 +70,22 @@ class Exchange:
     fragments: int = 1
     overlap: int = 0
     staggered: bool = False
+
+    @classmethod
+    def of(cls, outer: OuterConfig, numel: int, peers: int) -> Exchange:
+        """What a run with these settings exchanges; data parallel as a ring in every inner step, in fp32."""
+        if outer.method == "data_parallel":  # a ring moves what as many syncers of gradients would
+            nbytes = codec("fp32").nbytes(numel)
+            return cls(nbytes, nbytes, peers, sync_every=1, fragments=peers)
+        return cls(
+            codec(outer.codec_up).nbytes(numel),
+            codec(outer.codec_down).nbytes(numel),
+            peers,
+            sync_every=outer.sync_every,
+            fragments=outer.fragments,
+            overlap=outer.overlap,
+            staggered=outer.staggered,
+        )
 
     @property
     def at_once(self) -> int:

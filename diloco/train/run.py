@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.metrics import RunLog, WandbLog
+from diloco.train.planning import Exchange, Link, predict
 from diloco.train.plot import plot_losses
 from diloco.train.reporting import Listener
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
@@ -177,7 +179,8 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
     return summary
 
 
-def summary_of(trainer: Trainer, config: Config, wall_s: float) -> Summary:
+def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float | None = None) -> Summary:
+    """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known."""
     sync, node = trainer.sync, trainer.sync.node
     sent, received = trainer.traffic()
     mine = PeerSummary(
@@ -202,7 +205,26 @@ def summary_of(trainer: Trainer, config: Config, wall_s: float) -> Summary:
         heals=node.protocol.heals if node else 0,
         takeovers=node.protocol.takeovers if node else 0,
         exit=0,
+        predicted=_predicted(trainer, config, bandwidth or config.swarm.upload_limit),
     )
+
+
+def _predicted(trainer: Trainer, config: Config, bandwidth: float | None) -> dict[str, float | None] | None:
+    """What `diloco plan` says of this run, given its measured inner step and the limit of its link."""
+    sync, compute_s = trainer.sync, trainer.phases.seconds().compute
+    if not sync.steps or not compute_s:
+        return None
+    numel = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    bits_per_s = math.inf if bandwidth is None else 8 * bandwidth
+    exchange = Exchange.of(config.outer, numel, max(trainer.most_peers, 1))
+    found = predict(exchange, Link(bits_per_s), compute_s / sync.steps)
+    cycles = sync.steps / exchange.sync_every
+    return {
+        "utilization": found.utilization,
+        "bytes_sent": round(found.bytes_sent * cycles),
+        "step_s": compute_s / sync.steps,
+        "bits_per_s": None if bandwidth is None else bits_per_s,
+    }
 
 
 def _nothing(config: Config) -> Summary:

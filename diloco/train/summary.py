@@ -140,7 +140,11 @@ class PeerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """`summary.json` (DESIGN section 10); `exit` is the exit code of the command."""
+    """`summary.json`; `exit` is the exit code of the command.
+
+    `predicted` stands beside what was achieved: utilization and bytes_sent of a peer as `diloco plan` computes them
+    from the measured inner step (step_s) and the limit of the link (bits_per_s; null where none is set).
+    """
 
     run_id: str
     manifest_hash: str
@@ -153,12 +157,15 @@ class Summary:
     heals: int
     takeovers: int
     exit: int
+    predicted: Mapping[str, float | None] | None = None
 
     def to_json(self) -> dict[str, Any]:
         content: dict[str, Any] = finite(asdict(self))
         for peer in content["peers"]:
             if peer["name"] is None:
                 del peer["name"]
+        if self.predicted is None:
+            del content["predicted"]
         return content
 
 
@@ -174,7 +181,8 @@ def peer_message(summary: Summary) -> dict[str, Any]:
     """
     [peer] = summary.to_json()["peers"]
     shared = summary.to_json()
-    return {**peer, **{name: shared[name] for name in ("tokens", "eval", "heals", "takeovers", "outer_steps", "exit")}}
+    names = ("tokens", "eval", "heals", "takeovers", "outer_steps", "exit", "predicted")
+    return {**peer, **{name: shared[name] for name in names if name in shared}}
 
 
 def merge_peer_summaries(
@@ -207,6 +215,7 @@ def merge_peer_summaries(
         heals=sum(int(message.get("heals") or 0) for message in messages),
         takeovers=sum(int(message.get("takeovers") or 0) for message in messages),
         exit=exit,
+        predicted=next((message["predicted"] for message in messages if message.get("predicted")), None),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diloco.errors import PayloadError
-from diloco.outer.digest import PART, anchor_digest, fragment_digest, part_digest, part_digests, short
+from diloco.outer.digest import PART, anchor_digest, fragment_digest, part_digest, part_digests, part_ranges, short
 
 
 def sha256(data: bytes) -> str:
@@ -32,6 +32,7 @@ def test_parts_can_be_checked_one_by_one() -> None:
     flat = torch.arange(2.0 * PART + 3)
     digests = part_digests(flat)
     assert len(digests) == 3
+    assert part_ranges(flat.numel()) == [(0, PART), (PART, 2 * PART), (2 * PART, 2 * PART + 3)]
     assert digests == (part_digest(flat[:PART]), part_digest(flat[PART : 2 * PART]), part_digest(flat[2 * PART :]))
     flat[PART] += 1
     assert [a == b for a, b in zip(digests, part_digests(flat), strict=True)] == [True, False, True]

@@ -7,11 +7,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_harness import MANIFEST, digest_of
 
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Verdict
+from diloco.sim.lineage import digest_of
+from diloco.sim.transfers import MANIFEST
 
 BASE = 5
 

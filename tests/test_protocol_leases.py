@@ -6,11 +6,11 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_harness import digest_of
 
 from diloco.protocol.leases import LEAP, Lease, LeaseTable
 from diloco.protocol.messages import Claim
 from diloco.protocol.rendezvous import order
+from diloco.sim.lineage import digest_of
 
 
 def claim_of(peer: str, term: int, version: int, fragment: int = 0) -> tuple[str, Claim]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_harness import MANIFEST
 
 from diloco.protocol.membership import (
     AWAKE_S,
@@ -18,6 +17,7 @@ from diloco.protocol.membership import (
     Membership,
 )
 from diloco.protocol.messages import Hello, State, Status
+from diloco.sim.transfers import MANIFEST
 
 
 def status_of(state: State = "training", inner_step: int = 0, steps_per_s: float = 0.0, *versions: int) -> Status:

@@ -16,12 +16,15 @@ from diloco.errors import PayloadError
 from diloco.protocol import messages
 from diloco.protocol.messages import (
     MAX_FRAME_BYTES,
+    MAX_PARTS,
     Claim,
     Contribution,
     Hello,
     ManifestReply,
     ManifestRequest,
     Message,
+    PartList,
+    PartRequest,
     Published,
     Receipt,
     Record,
@@ -96,6 +99,18 @@ ANY = st.one_of(
         fragment=fragments,
         have_version=st.integers(-1, 2**62 - 1),
         outer=st.booleans(),
+        in_parts=st.booleans(),
+    ),
+    st.builds(
+        PartList,
+        fragment=fragments,
+        version=counts,
+        digest=digests,
+        applied_tokens=counts,
+        parts=st.lists(digests, min_size=1, max_size=3),
+    ),
+    st.builds(
+        PartRequest, manifest_hash=digests, fragment=fragments, digest=digests, part=st.integers(0, MAX_PARTS - 1)
     ),
     st.builds(
         StateHeader, fragment=fragments, version=counts, digest=digests, applied_tokens=counts, outer=st.booleans()
@@ -128,7 +143,9 @@ EXAMPLES: list[Message] = [
     Verdict(accepted=False, first_chunk=1, record_follows=True, reason="why", version=2, term=3),
     Receipt(),
     Record(fragment=1, term=2, version=3, digest_before=D, digest=D, contributors=["a"], applied_tokens=4),
-    StateRequest(manifest_hash=D, fragment=1, have_version=2, outer=True),
+    StateRequest(manifest_hash=D, fragment=1, have_version=2, outer=True, in_parts=False),
+    PartList(fragment=1, version=2, digest=D, applied_tokens=3, parts=[D, D]),
+    PartRequest(manifest_hash=D, fragment=1, digest=D, part=MAX_PARTS - 1),
     StateHeader(fragment=1, version=2, digest=D, applied_tokens=3, outer=True),
     ManifestRequest(),
     ManifestReply(text="{}"),
@@ -153,9 +170,11 @@ def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (field, the fields with that one wrong), also for the messages inside a message."""
     for key, value in fields.items():
         wrong = [*WRONG[type(value)], *(DIGESTS if value == D else [])]
+        if key == "merged":
+            wrong = [*(one for one in wrong if one != {}), {"a": -1}, {"a": "1"}, {"a": None}, {"a" * 129: 1}]
         yield from ((key, {**fields, key: other}) for other in wrong)
         inner = value[0] if isinstance(value, list) and isinstance(value[0], dict) else value
-        if isinstance(inner, dict):
+        if isinstance(inner, dict) and key != "merged":
             for path, broken in corruptions(inner):
                 yield f"{key}.{path}", {**fields, key: [broken] if isinstance(value, list) else broken}
 
@@ -208,6 +227,13 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_parsed() -> None:
     assert "over the limit" in refusal_of(bytes(MAX_FRAME_BYTES + 1))
 
 
+def test_a_list_of_parts_is_neither_empty_nor_longer_than_a_frame() -> None:
+    listed = PartList(fragment=1, version=2, digest=D, applied_tokens=3, parts=[D] * MAX_PARTS)
+    assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
+    for parts in ([], [D] * (MAX_PARTS + 1), [D, D[1:]]):
+        assert refusal_of(pack({**listed.model_dump(), "parts": parts})).startswith("a message does not fit its schema")
+
+
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(frame: bytes) -> None:
     refusal_of(frame)
@@ -253,10 +279,11 @@ def test_what_only_msgpack_can_say_is_refused(frame: bytes) -> None:
     refusal_of(frame)
 
 
-@pytest.mark.parametrize(("field", "items"), [("versions", [-1]), ("peers", [1]), ("claims", [{}])])
+@pytest.mark.parametrize(("field", "items"), [("versions", [-1]), ("peers", [1]), ("claims", [{}]), ("parts", [""])])
 def test_a_long_list_of_wrong_items_costs_one_error(field: str, items: list[object]) -> None:
     """A frame of a million of them would otherwise keep the node busy for seconds, and take a gigabyte."""
-    fields = STATUS.model_dump() if field == "versions" else HELLO.model_dump()
+    [example] = [example for example in EXAMPLES if field in type(example).model_fields]
+    fields = example.model_dump()
     with pytest.raises(ValidationError) as caught:
         messages._adapter.validate_python({**fields, field: items * 1000})
     assert caught.value.error_count() <= 5  # those of one item

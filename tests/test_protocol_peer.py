@@ -7,7 +7,6 @@ from typing import TypeVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_harness import MANIFEST, digest_of
 
 from diloco.config import OuterConfig
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
@@ -16,6 +15,8 @@ from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, Receipt, State, Status, Verdict
 from diloco.protocol.peer import CLAIM_PATIENCE_S, WIRE_VERSION, Peer
 from diloco.protocol.rendezvous import assign, order
+from diloco.sim.lineage import digest_of
+from diloco.sim.transfers import MANIFEST
 
 FRAGMENTS = 2
 ME, OTHER = order("ab", 0)  # fragment 0 is mine by rendezvous order

@@ -8,12 +8,13 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_harness import Swarm, ToyNode
+
+from diloco.sim.bare import BareNode, Swarm
 
 seeds = st.integers(0, 10**9)
 
 
-def agreed(nodes: list[ToyNode], version: int | None = None) -> None:
+def agreed(nodes: list[BareNode], version: int | None = None) -> None:
     """All anchors are the same, fragment by fragment, and every fragment has one living syncer whom all believe in."""
     one = nodes[0].peer
     for node in nodes:
@@ -27,13 +28,13 @@ def agreed(nodes: list[ToyNode], version: int | None = None) -> None:
         assert set(one.versions) == {version}
 
 
-def held(node: ToyNode) -> list:
+def held(node: BareNode) -> list:
     return node.peer.leases.held_by(node.name)
 
 
 def trace(swarm: Swarm) -> list[object]:
     """Everything that was published and noted, with the number of events and the time."""
-    notes = [(name, [asdict(note) for note in node.notes]) for name, node in swarm.nodes.items()]
+    notes = [(name, [asdict(note) for note in node.notes]) for name, node in swarm.bare.items()]
     return [swarm.events, swarm.now, swarm.records, notes]
 
 
@@ -120,15 +121,15 @@ def test_a_peer_may_die_at_any_event() -> None:
     while True:
         swarm = Swarm(at % 5, fragments=3, min_peers=2, outer_steps=last_version)
         swarm.start("abc")
-        victim = swarm.nodes["abc"[at % 3]]
-        one, other = (node for node in swarm.nodes.values() if node is not victim)
+        victim = swarm.bare["abc"[at % 3]]
+        one, other = (node for node in swarm.bare.values() if node is not victim)
         terms: dict[int, int] = {}  # of what both believe the victim to hold when it dies
         final: list[bool] = []  # whether the last version is published by then, after which nothing is taken over
 
         def die(
             swarm: Swarm = swarm,
-            victim: ToyNode = victim,
-            beliefs: tuple[ToyNode, ToyNode] = (one, other),
+            victim: BareNode = victim,
+            beliefs: tuple[BareNode, BareNode] = (one, other),
             terms: dict[int, int] = terms,
             final: list[bool] = final,
         ) -> None:
@@ -160,7 +161,7 @@ def test_fragments_of_the_dead_are_held_evenly_under_a_higher_term(seed: int) ->
     swarm = Swarm(seed, fragments=8, min_peers=4, outer_steps=5)
     swarm.start("abcd")
     swarm.run_for(4.0 + seed % 50 / 10)
-    dead = swarm.nodes["abcd"[seed % 4]]
+    dead = swarm.bare["abcd"[seed % 4]]
     fragments = [lease.fragment for lease in held(dead)]
     swarm.kill(dead.name)
     nodes = swarm.run_to_the_end()
@@ -194,13 +195,13 @@ def test_a_late_joiner_takes_nothing_away_and_is_soon_merged_in_every_round(seed
     swarm = Swarm(seed, min_peers=3, outer_steps=6)
     swarm.start("abc")
     swarm.run_for(2.0 + seed % 60 / 10)
-    before = [lease.holder for lease in map(swarm.nodes["a"].peer.leases.get, range(4)) if lease is not None]
-    began = swarm.nodes["a"].peer.versions[0]
+    before = [lease.holder for lease in map(swarm.bare["a"].peer.leases.get, range(4)) if lease is not None]
+    began = swarm.bare["a"].peer.versions[0]
     swarm.start("d", newcomer=True, min_peers=1)
     nodes = swarm.run_to_the_end()
     agreed(nodes, version=6)
     assert [lease.holder for lease in map(nodes[0].peer.leases.get, range(4)) if lease is not None] == before
-    joiner = swarm.nodes["d"]
+    joiner = swarm.bare["d"]
     assert not any(exchange.discarded for node in nodes for exchange in node.exchanges if node is not joiner)
     assert all(set("abc") <= set(record.contributors) for record in swarm.records)
     if began <= 2:  # time enough to fetch three versions, and perhaps to come late for one
@@ -213,7 +214,7 @@ def test_a_leaver_hands_its_fragments_over_with_their_outer_state(seed: int) -> 
     swarm = Swarm(seed, min_peers=4, outer_steps=6)
     swarm.start("abcd")
     swarm.run_for(4.0 + seed % 60 / 10)
-    leaver = swarm.nodes["abcd"[seed % 4]]
+    leaver = swarm.bare["abcd"[seed % 4]]
     swarm.spawn(leaver, leaver.leave())
     nodes = swarm.run_to_the_end()
     agreed(nodes, version=6)
@@ -248,7 +249,7 @@ def test_a_frozen_peer_comes_back_steps_down_and_catches_up(seed: int, seconds: 
     swarm = Swarm(seed, min_peers=3, outer_steps=10)
     swarm.start("abc")
     swarm.run_for(3.0 + seed % 40 / 10)
-    frozen = swarm.nodes["abc"[seed % 3]]
+    frozen = swarm.bare["abc"[seed % 3]]
     fragments = {lease.fragment for lease in held(frozen)}
     swarm.freeze(frozen.name, seconds)
     nodes = swarm.run_to_the_end()
@@ -269,14 +270,14 @@ def test_a_split_swarm_goes_on_on_both_sides_and_becomes_one_again(sides: tuple[
         swarm.run_for(4.0 + seed)
         swarm.split(*sides)
         swarm.run_for(seconds)
-        versions = [swarm.nodes[side[0]].peer.versions[0] for side in sides]
+        versions = [swarm.bare[side[0]].peer.versions[0] for side in sides]
         if seconds == 30.0:
-            assert min(versions) > max(node.peer.versions[0] for node in swarm.nodes.values()) // 3
-            digests = [swarm.nodes[side[0]].peer.digests for side in sides]
+            assert min(versions) > max(node.peer.versions[0] for node in swarm.bare.values()) // 3
+            digests = [swarm.bare[side[0]].peer.digests for side in sides]
             assert digests[0] != digests[1]
         swarm.split()
         swarm.run_for(10.0)
-        for node in swarm.nodes.values():
+        for node in swarm.bare.values():
             node.outer_steps = max(versions) + 15
         agreed(swarm.run_to_the_end())
 
@@ -304,8 +305,8 @@ def test_a_swarm_survives_any_mixture_of_deaths_restarts_freezes_joins_and_leave
         elif what == "freeze":
             swarm.freeze(name, r.choice([1.0, 10.0, 30.0]))
         elif what == "leave" and len(trainers) > 2:
-            swarm.spawn(swarm.nodes[name], swarm.nodes[name].leave())
+            swarm.spawn(swarm.bare[name], swarm.bare[name].leave())
     goal = 5 + max(node.peer.versions[0] for node in swarm.living())
-    for node in swarm.nodes.values():
+    for node in swarm.bare.values():
         node.outer_steps = goal
     agreed(swarm.run_to_the_end())

@@ -8,14 +8,20 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_harness import CHUNKS, MANIFEST
 
 from diloco.config import OuterConfig
 from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
 from diloco.protocol.messages import Contribution, State, Status
 from diloco.protocol.syncer import Close, Syncer
+from diloco.sim.transfers import CHUNKS, MANIFEST
 
 TERM, VERSION = 3, 7
+
+
+def wants(syncer: Syncer, peer: str, chunk: int) -> bool:
+    """Asked by the stream of the contribution that was offered last."""
+    offer = syncer._offers.get(peer)
+    return syncer.wants(peer, chunk, -1 if offer is None else offer.base_version)
 
 
 def contribution(base_version: int = VERSION, term: int = TERM, tokens: int = 100) -> Contribution:
@@ -39,7 +45,7 @@ def send(syncer: Syncer, peer: str, tokens: int = 100, chunks: int = CHUNKS) -> 
     verdict = syncer.offer(peer, contribution(syncer.version, tokens=tokens))
     assert verdict.accepted
     for chunk in range(verdict.first_chunk, chunks):
-        assert syncer.wants(peer, chunk)
+        assert wants(syncer, peer, chunk)
         syncer.folded(peer)
     if chunks == CHUNKS:
         syncer.arrived(peer)
@@ -168,8 +174,8 @@ def test_a_contribution_that_does_not_fit_is_refused_at_any_moment(
 
 def test_a_broken_stream_goes_on_with_the_next_chunk(syncer: Syncer) -> None:
     send(syncer, "a", chunks=2)
-    assert not syncer.wants("a", 1) and syncer.wants("a", 2) and not syncer.wants("a", 3)
-    assert not syncer.wants("b", 0)
+    assert not wants(syncer, "a", 1) and wants(syncer, "a", 2) and not wants(syncer, "a", 3)
+    assert not wants(syncer, "b", 0)
     verdict = syncer.offer("a", contribution())
     assert verdict.accepted and verdict.first_chunk == 2
 
@@ -187,14 +193,14 @@ def test_nothing_is_folded_into_a_version_that_closes(syncer: Syncer) -> None:
     send(syncer, "b", chunks=1)
     close = syncer.poll(members(member("a")), 0.0)
     assert close == Close(0, VERSION, ("a",), 100, ("b",))
-    assert not syncer.wants("b", 1)
+    assert not wants(syncer, "b", 1)
     syncer.arrived("b")  # too late
     for peer in "bc":
         verdict = syncer.offer(peer, contribution())
         assert not verdict.accepted and "closing" in verdict.reason and verdict.version == VERSION
     syncer.advance(VERSION + 1)
     assert syncer.offer("b", contribution(VERSION + 1)).first_chunk == 0
-    assert not syncer.wants("a", 0)
+    assert not wants(syncer, "a", 0)
 
 
 def test_the_next_version_collects_anew(syncer: Syncer) -> None:
@@ -258,7 +264,7 @@ def test_however_streams_break_each_chunk_of_each_contributor_counts_once(seed: 
                     streams[peer] = verdict.first_chunk
             elif streams[peer] == CHUNKS:
                 syncer.arrived(peer)
-            elif syncer.wants(peer, streams[peer]):
+            elif wants(syncer, peer, streams[peer]):
                 folded[peer, streams[peer]] += 1
                 syncer.folded(peer)
                 streams[peer] += 1
@@ -280,7 +286,7 @@ def contribute(syncer: Syncer, peer: str, base_version: int, tokens: int = 100) 
     """A payload that was collected first, folded in at once."""
     assert syncer.offer(peer, contribution(base_version, tokens=tokens)).accepted
     for chunk in range(CHUNKS):
-        assert syncer.wants(peer, chunk)
+        assert wants(syncer, peer, chunk)
         syncer.folded(peer)
     syncer.arrived(peer)
 
@@ -347,10 +353,10 @@ def test_a_payload_on_its_way_survives_the_close_that_it_missed() -> None:
     assert syncer.offer("b", contribution(VERSION)).accepted
     contribute(syncer, "a", VERSION)
     closed(syncer)
-    assert syncer.wants("b", 0) and syncer.weight("b") == 1.0
+    assert wants(syncer, "b", 0) and syncer.weight("b") == 1.0
     contribute(syncer, "a", VERSION + 1)
     closed(syncer)
-    assert not syncer.wants("b", 0), "too late now"
+    assert not wants(syncer, "b", 0), "too late now"
 
 
 def test_late_contributions_count_less() -> None:
@@ -393,3 +399,12 @@ def test_staggered_newcomers_are_waited_for_from_their_first_contribution_on() -
         send(syncer, peer)
     close = syncer.poll(three, 0.0)
     assert close is not None and close.contributors == ("a", "b")
+
+
+def test_a_slow_stream_is_not_taken_for_the_contribution_after_it() -> None:
+    syncer = quick(staleness_limit=9)
+    assert syncer.offer("a", contribution(VERSION)).accepted  # sent twice, and the second stream is slow
+    contribute(syncer, "a", VERSION)
+    closed(syncer)
+    assert syncer.offer("a", contribution(VERSION + 1)).accepted
+    assert not syncer.wants("a", 0, VERSION) and syncer.wants("a", 0, VERSION + 1)

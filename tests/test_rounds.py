@@ -193,7 +193,7 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
         host.replica.fold_own(0, 0, 1.0)
         syncer.folded(OTHER)
         exchanging = asyncio.ensure_future(host.exchange())
-        syncer.wants = lambda peer, chunk: False  # type: ignore[method-assign]  # closed before the first chunk
+        syncer.wants = lambda peer, chunk, base: False  # type: ignore[method-assign]  # closed before the first chunk
         while not syncer._offers.get(ME):
             await asyncio.sleep(0)
         host.protocol.state = "done"  # so that it is not waited for

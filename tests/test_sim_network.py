@@ -7,12 +7,14 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import SwarmError
 from diloco.sim.loop import VirtualLoop, virtual_time
 from diloco.sim.network import BACKLOG_BYTES, PIECE_BYTES, Link, Network, SimTransport
+from diloco.swarm.streams import Stream, Traffic
 from diloco.swarm.transport import Reader, Transport, Writer
 
 MB = 1_000_000
@@ -277,3 +279,32 @@ def test_a_handler_that_fails_is_a_bug_that_its_peer_hears_of(town: Town) -> Non
             await two.failed()
 
     town.run(story())
+
+
+class Trickle:
+    """A reader that brings a little every 13 seconds, and nothing any more after a while."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+
+    async def read(self, n: int = -1) -> bytes:
+        now = asyncio.get_running_loop().time()
+        await asyncio.sleep(13.0 - now % 13.0 if self.left else 1e6)
+        taken = min(n, 100, self.left)
+        self.left -= taken
+        return bytes(taken)
+
+    async def readexactly(self, n: int) -> bytes:
+        raise NotImplementedError
+
+
+def test_a_payload_may_take_long_but_not_stand_still() -> None:
+    payload = torch.empty(1000, dtype=torch.uint8)
+    with virtual_time() as loop:
+        slow = Stream("slow", Trickle(1000), None, Traffic())  # type: ignore[arg-type]
+        loop.run_until_complete(slow.receive_payload(payload))
+        assert loop.time() == pytest.approx(130.0)
+        stuck = Stream("stuck", Trickle(500), None, Traffic())  # type: ignore[arg-type]
+        with pytest.raises(asyncio.TimeoutError):
+            loop.run_until_complete(stuck.receive_payload(payload))
+        assert 130.0 + 65.0 + 20.0 <= loop.time() <= 130.0 + 65.0 + 40.0

@@ -14,9 +14,10 @@ from hivemind.dht.node import DHTNode
 from torch import Tensor
 
 from diloco.errors import DilocoError, PayloadError, SwarmError
+from diloco.outer.digest import PART
 from diloco.outer.replica import OuterState
-from diloco.protocol.messages import Contribution, Receipt, Verdict, expect
-from diloco.swarm.bulk import open_bulk
+from diloco.protocol.messages import Contribution, PartList, Receipt, Verdict, expect
+from diloco.swarm.bulk import BulkClient, open_bulk
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, free_port, seeded, together
 
@@ -158,6 +159,39 @@ def test_a_joiner_with_other_parameters_takes_the_swarm_s_and_then_counts(crowds
     crowd.finish(*peers, joiner)
     assert {peer.node.protocol.applied_tokens for peer in (*peers, joiner)} == {400 + 600}
     assert len({peer.digest for peer in (*peers, joiner)}) == 1
+
+
+def test_a_joiner_draws_parts_from_three_donors_and_finishes_when_one_dies(
+    crowds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = crowds({"embed": (9, PART)}, fragments=1)
+    peers = crowd.start(3)
+    train(crowd, peers, range(1))
+    [victim, *others] = sorted(peers, key=lambda peer: bool(peer.holds()))
+    came: list[tuple[str, int]] = []
+    fetch_part = BulkClient.fetch_part
+
+    daemon = victim.node.node._transport._p2p._child
+    died = asyncio.Event()
+
+    async def staged(client: BulkClient, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
+        """Everybody brings a part, then the victim dies, then the others go on."""
+        if stream.peer in [source for source, _ in came]:
+            if stream.peer == victim.peer_id:
+                daemon.kill()
+                died.set()
+            await died.wait()
+        await fetch_part(client, stream, listed, part, out)
+        came.append((stream.peer, part))
+
+    monkeypatch.setattr(BulkClient, "fetch_part", staged)
+    joiner = crowd.peer(peers[0].address, peers[1].address, seed=7).start()
+    eventually(lambda: joiner.version == 1, "the joiner to have the anchor")
+    assert joiner.digest == others[0].digest == others[1].digest
+    assert sorted(part for _, part in came) == list(range(9))
+    assert {source for source, _ in came} == {peer.peer_id for peer in peers}
+    assert {event["donor"] for event in joiner.said("fetch_failed")} == {victim.peer_id}
+    victim.node.close()
 
 
 def test_a_leaver_hands_its_outer_state_over_bit_for_bit(crowds: Any) -> None:

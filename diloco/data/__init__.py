@@ -19,12 +19,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.memory import MemoryDataset
+from diloco.data.memory import MemoryDataset, Take
 from diloco.data.sources import documents
 from diloco.data.streaming import HubDataset
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
 
-__all__ = ["Dataset", "Stream", "Tokenizer", "load", "load_tokenizer"]
+__all__ = ["Dataset", "Stream", "Take", "Tokenizer", "load", "load_tokenizer"]
 
 
 class Stream(Protocol):
@@ -66,6 +66,13 @@ class Dataset(Protocol):
 
         With `shards=None`, when nobody knows how many peers there are, every `shard` number has an order of its own
         over all the data, and peers may meet the same sequence at different times.
+        """
+        ...
+
+    def leased(self, batch_size: int, take: Take, *, shard: int = 0) -> Stream:
+        """Training batches of the ranges that `take` gives, from the list that all peers of the run have in common.
+
+        A source without numbered sequences (a hub stream) goes on as `batches` with `shards=None`.
         """
         ...
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ from diloco.data.shuffle import permuted
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import CheckpointError, DataError
 
-__all__ = ["MemoryDataset", "MemoryStream"]
+__all__ = ["LeasedStream", "MemoryDataset", "MemoryStream", "Take"]
+
+Take = Callable[[int], Sequence[tuple[int, int]] | None]
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +72,54 @@ class MemoryDataset:
     def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> MemoryStream:
         return MemoryStream(self.training, batch_size, self._seed, shard, shards)
 
+    def leased(self, batch_size: int, take: Take, *, shard: int = 0) -> LeasedStream:
+        own = MemoryStream(self.training, batch_size, self._seed, shard, None)
+        return LeasedStream(self.training, batch_size, self._seed, take, own)
+
     def holdout(self, sequences: int) -> Tensor:
         # Held-out sequences in file order would come from one or two documents; the order is fixed, not seeded.
         count = min(sequences, len(self.held_out))
         chosen = permuted(np.arange(count), len(self.held_out), "holdout")
         return torch.from_numpy(self.held_out[chosen].astype(np.int64))
+
+
+class LeasedStream:
+    """Batches of the work units that this peer gets from the swarm.
+
+    `take(n)` gives ranges of n sequences in the run's one list, or None while there are none (the peer that hands them
+    out has died, say); then a batch in an order of this peer's own fills the gap, so that training never waits. What
+    was leased is not part of the state: a peer that stops gives it back.
+    """
+
+    def __init__(self, rows: NDArray[Any], batch_size: int, seed: int, take: Take, own: MemoryStream) -> None:
+        self._rows, self._batch_size, self._order = rows, batch_size, f"{seed}"
+        self._take, self._own = take, own
+
+    def __iter__(self) -> LeasedStream:
+        return self
+
+    def __next__(self) -> Tensor:
+        units = self._take(self._batch_size)
+        if units is None:
+            return next(self._own)
+        numbers = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in units])
+        return _sequences(self._rows, numbers, self._order)
+
+    def state(self) -> dict[str, Any]:
+        return self._own.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._own.restore(state)
+
+
+def _sequences(rows: NDArray[Any], numbers: NDArray[np.int64], order: str) -> Tensor:
+    """Sequences of the endless list: (B,) numbers to (B, T) int64."""
+    epochs, positions = np.divmod(numbers, len(rows))
+    chosen = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        chosen[here] = permuted(positions[here], len(rows), f"{order}/{epoch}")
+    return torch.from_numpy(rows[chosen].astype(np.int64))
 
 
 class MemoryStream:
@@ -95,12 +140,7 @@ class MemoryStream:
     def __next__(self) -> Tensor:
         taken = self._taken + np.arange(self._batch_size, dtype=np.int64)
         self._taken += self._batch_size
-        epochs, positions = np.divmod(self._first + self._stride * taken, len(self._rows))
-        rows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            rows[here] = permuted(positions[here], len(self._rows), f"{self._order}/{epoch}")
-        return torch.from_numpy(self._rows[rows].astype(np.int64))  # (B, T)
+        return _sequences(self._rows, self._first + self._stride * taken, self._order)  # (B, T)
 
     def state(self) -> dict[str, Any]:
         return {"kind": "memory", "taken": self._taken, "stride": self._stride, "digest": self._digest}

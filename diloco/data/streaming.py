@@ -25,6 +25,7 @@ from torch import Tensor
 
 from diloco.config import DataConfig
 from diloco.data.hub import check_reachable
+from diloco.data.memory import Take
 from diloco.data.packing import Packer, is_held_out
 from diloco.data.shuffle import permuted
 from diloco.data.sources import open_stream, reading, text_of
@@ -65,6 +66,9 @@ class HubDataset:
 
     def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> HubStream:
         return HubStream(self._rows, self._settings, self.tokenizer, self._seed, batch_size, shard, shards)
+
+    def leased(self, batch_size: int, take: Take, *, shard: int = 0) -> HubStream:
+        return self.batches(batch_size, shard=shard, shards=None)
 
     def holdout(self, sequences: int) -> Tensor:
         # Costs 1 / data.holdout times the text that it returns, once per run.

@@ -21,7 +21,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
 
-__all__ = ["PART", "anchor_digest", "fragment_digest", "part_digest", "part_digests", "short"]
+__all__ = ["PART", "anchor_digest", "fragment_digest", "part_digest", "part_digests", "part_ranges", "short"]
 
 assert sys.byteorder == "little", "digests are defined over little-endian fp32"
 
@@ -40,7 +40,12 @@ def part_digest(part: Tensor) -> str:
 
 def part_digests(flat: Tensor) -> tuple[str, ...]:
     """The digests of all parts of a fragment: (numel,) fp32, contiguous, on the CPU."""
-    return tuple(part_digest(flat[start : start + PART]) for start in range(0, flat.numel(), PART))
+    return tuple(part_digest(flat[start:stop]) for start, stop in part_ranges(flat.numel()))
+
+
+def part_ranges(numel: int) -> list[tuple[int, int]]:
+    """The half-open ranges of elements that the parts of a fragment are; only the last may be shorter than PART."""
+    return [(start, min(start + PART, numel)) for start in range(0, numel, PART)]
 
 
 def fragment_digest(parts: Sequence[str]) -> str:

@@ -52,8 +52,11 @@ class Exchange:
     _offered: bool = False
     _recorded: bool = False
     _failed_term: int = 0
+    _merged_by: int = 0  # a version that the contribution is in for certain, by the word of the syncer
 
-    def next_step(self, lease: Lease | None, version: int, now: float, retry_at: float = 0.0) -> Step:
+    def next_step(
+        self, lease: Lease | None, version: int, now: float, retry_at: float = 0.0, merged: int | None = None
+    ) -> Step:
         """Decide from the lease believed in, this peer's own version of the fragment, and the time.
 
         Args:
@@ -61,7 +64,15 @@ class Exchange:
             version: this peer's anchor version; above the base version means that the update is adopted.
             now: seconds of a monotonic clock.
             retry_at: not before this time under the term that failed last (the syncer may be restarting its stream).
+            merged: base version up to which this peer's contributions are in its anchor, -1 for none (`Peer.merged`);
+                without it the outcome is guessed when the stream broke and the anchor moved otherwise.
         """
+        step = self._next_step(lease, version, now, retry_at)
+        if step is Step.DONE and merged is not None:
+            self.discarded = merged < self.base_version and self._merged_by <= version
+        return step
+
+    def _next_step(self, lease: Lease | None, version: int, now: float, retry_at: float) -> Step:
         newest = version if lease is None else max(version, lease.version)
         settled = self.discarded or self._recorded
         if version > self.base_version and (settled or newest - self.base_version > self.staleness_limit):
@@ -97,6 +108,7 @@ class Exchange:
         """The syncer refused: a stale base means that the swarm went on; anything else is tried again."""
         if verdict.merged and not verdict.record_follows:
             self.merged()
+            self._merged_by = verdict.version
         elif verdict.version - self.base_version > self.staleness_limit and not verdict.record_follows:
             self.discarded = True
         self._failed_term = lease.term

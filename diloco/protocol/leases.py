@@ -14,6 +14,7 @@ Nothing is lost by this, for a syncer that is behind first catches up with the h
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from diloco.protocol.messages import Claim
 from diloco.protocol.rendezvous import score
@@ -34,6 +35,9 @@ class Lease:
     digest: str
 
 
+_fragment_of = attrgetter("fragment")
+
+
 class LeaseTable:
     """The newest lease of each fragment. A stale or lower-ranked claim changes nothing."""
 
@@ -47,7 +51,7 @@ class LeaseTable:
 
     def held_by(self, peer: str) -> list[Lease]:
         """Leases of one peer, by fragment."""
-        return [lease for _, lease in sorted(self._leases.items()) if lease.holder == peer]
+        return sorted((lease for lease in self._leases.values() if lease.holder == peer), key=_fragment_of)
 
     def term(self, fragment: int) -> int:
         """Highest term ever seen for a fragment; 0 when none was."""

@@ -68,6 +68,7 @@ class Membership:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self._in_order: list[Member] | None = None
         self._looked_at: float | None = None
 
     def __contains__(self, peer: str) -> bool:
@@ -82,16 +83,20 @@ class Membership:
 
     def all(self) -> list[Member]:
         """Members in the order of their ids, so that every walk over them is deterministic."""
-        return [self._members[peer] for peer in sorted(self._members)]
+        if self._in_order is None:
+            self._in_order = [self._members[peer] for peer in sorted(self._members)]
+        return self._in_order
 
     def join(self, peer: str, hello: Hello, now: float) -> bool:
         """Take in a hello; True when the peer was not a member before. One that was may be another process by now."""
         new = peer not in self._members
+        self._in_order = None
         self._members[peer] = Member(peer, hello.name, hello.trains, hello.holds, hello.status, now, now)
         return new
 
     def remove(self, peer: str) -> bool:
         """Forget a peer; True when it was a member."""
+        self._in_order = None
         return self._members.pop(peer, None) is not None
 
     def silent(self, now: float) -> list[str]:

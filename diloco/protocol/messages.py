@@ -3,8 +3,8 @@
 Two kinds of streams carry these messages, each as one msgpack map behind a 4-byte length:
 
 - *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`;
-- *bulk* streams, one per transfer: a `Contribution`, `StateRequest` or `ManifestRequest` and the answers to it, each
-  followed by raw payload whose length both sides know beforehand.
+- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest` or `ManifestRequest` and the answers
+  to it, each followed by raw payload whose length both sides know beforehand.
 
 Nothing read from the network becomes an object without passing its schema: unknown fields, wrong types, values out of
 range and unknown kinds all raise `PayloadError`.
@@ -21,12 +21,15 @@ from diloco.errors import PayloadError
 
 __all__ = [
     "MAX_FRAME_BYTES",
+    "MAX_PARTS",
     "Claim",
     "Contribution",
     "Hello",
     "ManifestReply",
     "ManifestRequest",
     "Message",
+    "PartList",
+    "PartRequest",
     "Published",
     "Receipt",
     "Record",
@@ -42,6 +45,7 @@ __all__ = [
 ]
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
+MAX_PARTS = 2**13  # whose digests fill half a frame; a fragment of more than 32 GiB comes in one piece
 
 State = Literal["starting", "ready", "training", "exchanging", "leaving", "done"]
 Name = Annotated[str, Field(max_length=128)]
@@ -51,6 +55,7 @@ Index = Annotated[int, Field(ge=0, lt=2**20)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # A list fails at its first wrong item: a frame of a million of them would keep the node busy for seconds.
 Names = Annotated[list[Name], Field(max_length=4096), FailFast()]
+Merged = Annotated[dict[Name, Count], Field(max_length=4096)]
 Versions = Annotated[list[Count], Field(max_length=2**20), FailFast()]
 
 
@@ -173,7 +178,7 @@ class StateRequest(Message):
     """Asks for a fragment's newest anchor, and with `outer` also for the syncer's master and momentum.
 
     A donor that still has the update record from `have_version` to the version after it sends that instead of the
-    state.
+    state; else, with `in_parts`, it sends a `PartList` and waits for a `PartRequest` on the same stream.
     """
 
     kind: Literal["state_request"] = "state_request"
@@ -181,10 +186,39 @@ class StateRequest(Message):
     fragment: Index
     have_version: Annotated[int, Field(ge=-1, lt=2**62)] = -1
     outer: bool = False
+    in_parts: bool = False
+
+
+class PartList(Message):
+    """The digests of all parts of a fragment's anchor, which together give `digest`."""
+
+    kind: Literal["part_list"] = "part_list"
+    fragment: Index
+    version: Count
+    digest: Digest
+    applied_tokens: Count
+    merged: Merged = Field(default_factory=dict)
+    parts: Annotated[list[Digest], Field(min_length=1, max_length=MAX_PARTS), FailFast()]
+
+
+class PartRequest(Message):
+    """Asks for one part of the anchor with that digest; the first message of a stream, or a later one of the asker.
+
+    The answer is the `StateHeader` of the anchor that the donor can give parts of, and if that is the one wanted the
+    fp32 values of the part.
+    """
+
+    kind: Literal["part_request"] = "part_request"
+    manifest_hash: Digest
+    fragment: Index
+    digest: Digest
+    part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
 
 
 class StateHeader(Message):
-    """Header of a fragment's state; fp32 anchor follows, then master and momentum when `outer`."""
+    """Header of a fragment's state; fp32 anchor follows, then master and momentum when `outer`, or one part of it when
+    that was asked for. `merged` has for each peer the base version up to which its contributions are in the anchor.
+    """
 
     kind: Literal["state"] = "state"
     fragment: Index
@@ -192,6 +226,7 @@ class StateHeader(Message):
     digest: Digest
     applied_tokens: Count
     outer: bool
+    merged: Merged = Field(default_factory=dict)
 
 
 class ManifestRequest(Message):
@@ -224,6 +259,8 @@ _Any = Annotated[
     | Receipt
     | Record
     | StateRequest
+    | PartList
+    | PartRequest
     | StateHeader
     | ManifestRequest
     | ManifestReply

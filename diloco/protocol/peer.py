@@ -15,7 +15,7 @@ of a peer:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.membership import Member
@@ -27,6 +27,7 @@ from diloco.protocol.view import WIRE_VERSION, View
 __all__ = ["WIRE_VERSION", "Peer"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
+MERGED_MEMORY = 1024  # versions after which it is forgotten who contributed to one
 CONTROL_FRAGMENT = 0  # its update records carry the swarm clock
 
 
@@ -46,6 +47,9 @@ class Peer(View):
         self._merging: set[int] = set()
         self._closed_at: dict[int, float] = {}
         self._contributors: dict[int, tuple[str, ...]] = {}  # of each fragment's newest version
+        self._merged: dict[
+            int, dict[str, int]
+        ] = {}  # fragment -> peer -> base version up to which all is in the anchor
         self._wakes_at = 0.0
         self._vacant_since: dict[int, float] = {}
         self._myself: Member | None = None
@@ -148,9 +152,24 @@ class Peer(View):
         """Figures for the next heartbeat."""
         self._progress = (inner_step, target_steps, steps_per_s, tokens)
 
-    def adopted(self, fragment: int, version: int, digest: str, applied_tokens: int, now: float) -> list[Action]:
-        """The anchor of a fragment moved to a version: by an update record, or by fetching its state."""
+    def adopted(
+        self,
+        fragment: int,
+        version: int,
+        digest: str,
+        applied_tokens: int,
+        now: float,
+        contributors: Collection[str] | None = None,
+        merged: Mapping[str, int] | None = None,
+    ) -> list[Action]:
+        """The anchor of a fragment moved to a version: by an update record, which names its `contributors`, or by
+        fetching its state, which says what is `merged`.
+        """
         self._catching_up.discard(fragment)
+        if merged is not None:
+            self._merged[fragment] = dict(merged)
+        if contributors is not None:
+            self._merged.setdefault(fragment, {}).update(dict.fromkeys(contributors, version - 1))
         if version == self.versions[fragment] and digest != self.digests[fragment] and version > 0:
             self.heals += 1
         self.versions[fragment] = version
@@ -160,12 +179,25 @@ class Peer(View):
         actions: list[Action] = [Broadcast(self.status())]
         syncer = self.syncers.get(fragment)
         if syncer is not None and version >= syncer.version:
-            syncer.advance(version)  # what was collected went with the anchor that it was relative to
+            syncer.advance(
+                version, self._merged.get(fragment)
+            )  # what was collected went with the anchor that it was relative to
             self._merging.discard(fragment)
             claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest)
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by what the syncer says it stands on
         return [*actions, *self.tick(now)]
+
+    def merged(self, fragment: int) -> dict[str, int]:
+        """For each peer the base version up to which its contributions are in the anchor here, or were left out; goes
+        with the fragment's state, so that a successor merges nothing again.
+        """
+        oldest = self.versions[fragment] - MERGED_MEMORY
+        return {peer: base for peer, base in self._merged.get(fragment, {}).items() if base >= oldest}
+
+    def restore_merged(self, merged: Sequence[Mapping[str, int]]) -> None:
+        """What `merged` was for each fragment when a checkpoint was written."""
+        self._merged = {fragment: dict(known) for fragment, known in enumerate(merged)}
 
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
@@ -211,6 +243,7 @@ class Peer(View):
             self.applied_tokens += tokens
         self.leases.published(fragment, syncer.term, syncer.version, digest)
         self._contributors[fragment] = tuple(sorted(contributors))
+        self._merged.setdefault(fragment, {}).update(dict.fromkeys(contributors, syncer.version - 1))
         message = Published(
             fragment=fragment,
             term=syncer.term,
@@ -257,6 +290,8 @@ class Peer(View):
         if not (self._opened and self.holds) or self.state in ("leaving", "done"):
             return []
         self._vacant_since = {fragment: self._vacant_since.get(fragment, now) for fragment in vacant}
+        if not vacant:
+            return []
         able = [m.peer for m in self.members.all() if m.holds and self._live(m.peer)] + [self.me]
         load = {peer: len(self.leases.held_by(peer)) for peer in able}
         holders = assign(vacant, able, load)
@@ -264,6 +299,8 @@ class Peer(View):
         for fragment in vacant:
             waited_s = now - self._vacant_since[fragment]
             turn_s = CLAIM_PATIENCE_S * order(able, fragment).index(self.me)
+            if waited_s <= CLAIM_PATIENCE_S and self._newest_is_missing(fragment):
+                continue
             if holders[fragment] == self.me or waited_s > CLAIM_PATIENCE_S + turn_s:
                 actions += self._take(fragment)
         return actions
@@ -275,6 +312,12 @@ class Peer(View):
         holder = self.members.get(lease.holder)
         # A peer that is done keeps its fragments while it is connected: there is no next version to make.
         return holder is None or holder.status.state == "leaving"
+
+    def _newest_is_missing(self, fragment: int) -> bool:
+        """Whether the last syncer published a version that nobody is known to have: who got it may be about to say."""
+        lease = self.leases.get(fragment)
+        have = max(self.versions[fragment], self.members.highest_version(fragment))
+        return lease is not None and lease.holder not in self.members and lease.version > have
 
     def _take(self, fragment: int) -> list[Action]:
         """Claim a vacant fragment, or first catch up with the highest version that anyone has."""
@@ -292,11 +335,13 @@ class Peer(View):
         term = self.leases.term(fragment) + 1
         if term > 1:
             self.takeovers += 1
-        claim = Claim(fragment=fragment, term=term, version=self.versions[fragment], digest=self.digests[fragment])
+        version = self.versions[fragment]
+        claim = Claim(fragment=fragment, term=term, version=version, digest=self.digests[fragment])
         actions = self._heard_claim(self.me, claim)
         self.syncers[fragment] = Syncer(
-            fragment, term, self.versions[fragment], self.outer, self._contributors.get(fragment, ())
-        )
+            fragment, term, version, self.outer, self._contributors.get(fragment, ()),
+            merged=self._merged.get(fragment, {}),
+        )  # fmt: skip
         return [*actions, Hold(fragment, term), Broadcast(claim)]
 
     def _ended(self) -> bool:
@@ -308,7 +353,7 @@ class Peer(View):
         actions: list[Action] = []
         for fragment, version in enumerate(self.versions):
             lease = self.leases.get(fragment)
-            if lease is None or self._vacant(fragment) or fragment in self._catching_up | self._merging:
+            if lease is None or fragment in self._catching_up or fragment in self._merging or self._vacant(fragment):
                 continue
             if lease.holder == self.me:
                 donors = self.members.donors(fragment, version + 1)

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from diloco.config import OuterConfig
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Contribution, Verdict
 
 __all__ = ["SYNC", "Close", "Syncer"]
+
+WAITING_S = 5.0  # of a peer that waits, after which it may be waiting for ever
 
 SYNC = OuterConfig(method="diloco", sync_every=1)
 """All expected peers at a barrier, and a Nesterov step per version."""
@@ -62,7 +65,9 @@ class Syncer:
     `Member.stalled`). So nobody waits for the dead, nor for one that stopped, and there is no fixed round time-out to
     tune. With a quorum, nobody is waited for longer than the grace period.
 
-    `contributors` are those of `version`, as a successor has heard them from the syncer before it.
+    `contributors` are those of `version`, as a successor has heard them from the syncer before it, and `merged` has for
+    each peer the base version up to which its contributions are in the model, or were left out: the stream that should
+    have told it may have broken with that syncer.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Syncer:
         version: int,
         settings: OuterConfig = SYNC,
         contributors: Collection[str] = (),
+        merged: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.fragment = fragment
         self.term = term
@@ -81,7 +87,7 @@ class Syncer:
         self.grace_until: float | None = None
         self._settings = settings
         self._offers: dict[str, _Offer] = {}
-        self._merged: dict[str, int] = {}  # peer -> base version of its newest merged contribution
+        self._merged = dict(merged)  # peer -> base version of its newest merged contribution
         self._unit = 0.0
         self._closing = False
         self._pushes = 0  # contributions since the last momentum step
@@ -143,10 +149,12 @@ class Syncer:
             case _:
                 return 1.0
 
-    def wants(self, peer: str, chunk: int) -> bool:
-        """Whether this chunk may be folded in; not when the version closed meanwhile, nor when it was folded before."""
+    def wants(self, peer: str, chunk: int, base_version: int) -> bool:
+        """Whether this chunk may be folded in; not when the version closed meanwhile, nor when it was folded before,
+        nor when it is of an earlier contribution whose stream was slow.
+        """
         offer = self._offers.get(peer)
-        if offer is None or self._closing or chunk != offer.chunks:
+        if offer is None or self._closing or (chunk, base_version) != (offer.chunks, offer.base_version):
             return False
         return self.version - offer.base_version <= self._settings.staleness_limit
 
@@ -186,13 +194,25 @@ class Syncer:
     def _enough(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> bool:
         """Whether the quorum is there; its grace period then begins. Without a quorum, only who is expected counts."""
         quorum = self._settings.quorum
-        if quorum is None:
+        if quorum is None or self.grace_until is not None:  # who joins meanwhile does not end a grace period
             return True
-        if len(whole) < quorum and len(whole) < _active(members):
+        waiting = sum(peer not in whole and self._waits_elsewhere(member, now) for peer, member in members.items())
+        if len(whole) < min(quorum, _active(members) - waiting):
             return False
-        if self.grace_until is None:
-            self.grace_until = now + self._grace_s(members, sync_s)
+        self.grace_until = now + self._grace_s(members, sync_s)
         return True
+
+    def _waits_elsewhere(self, member: Member, now: float) -> bool:
+        """Whether a peer has this round's update of this fragment, and has waited for another one for some time.
+
+        1. Of four peers three make the quorum of each fragment, and each time another one comes too late.
+        2. So three wait, each for a fragment to which only it contributed, and which waits for the two others.
+        """
+        began = member.round_versions
+        status, fragment = member.status, self.fragment
+        if status.state != "exchanging" or began is None or member.peer in self._offers:
+            return False
+        return status.versions[fragment] > began[fragment] and now - member.progress_at > WAITING_S
 
     def _grace_s(self, members: Mapping[str, Member], sync_s: float) -> float:
         """Fixed, or a part of what the overlap leaves: nobody's inner steps wait (arXiv 2604.21428: slack)."""
@@ -234,13 +254,19 @@ class Syncer:
         # Right after a publication the contributors' statuses still name the version before.
         return known and base == self.version - 1
 
-    def advance(self, version: int) -> None:
-        """The next version is published (or was caught up with): forget what is in it, collect the one after it."""
+    def advance(self, version: int, merged: Mapping[str, int] | None = None) -> None:
+        """The next version is published (or was caught up with): forget what is in it, collect the one after it.
+
+        Who contributed to a version that was caught up with, and what is in it, is known from `merged` alone.
+        """
         published = version == self.version + 1 and self._closing
         whole = {peer: offer for peer, offer in self._offers.items() if offer.whole}
         if published:
             self.last_contributors = frozenset(whole)
             self._merged |= {peer: offer.base_version for peer, offer in whole.items()}
+        else:
+            self._merged = dict(merged or {})
+            self.last_contributors = frozenset(peer for peer, base in self._merged.items() if base == version - 1)
         self.version = version
         # What is still on its way is no part of the version that closed, unless its first chunks were.
         self._offers = {p: o for p, o in self._offers.items() if self.staged and not o.whole}

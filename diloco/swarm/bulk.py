@@ -8,6 +8,12 @@ A contribution, as both sides see it:
 3. syncer: receipt. Both wait for the version to close.
 4. syncer: record header, then the update; contributor: keeps it aside until it is whole, applies it, compares the
    digest.
+
+An anchor of more than one part, which `download` puts together:
+
+1. newcomer: state request. donor: the list of part digests (or the one record that is missing, and no more).
+2. newcomer, on this stream and on one to each of some other donors: part request. donor: state header, the part.
+3. step 2 again and again; the newcomer ends the stream.
 """
 
 from __future__ import annotations
@@ -20,12 +26,18 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
+from diloco.outer.digest import part_ranges
+from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
+from diloco.protocol.download import MAX_DONORS
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import (
+    MAX_PARTS,
     Contribution,
     ManifestReply,
     ManifestRequest,
+    PartList,
+    PartRequest,
     Receipt,
     Record,
     Refusal,
@@ -39,11 +51,12 @@ from diloco.swarm.memory import short_lived
 from diloco.swarm.streams import Stream, Traffic
 from diloco.swarm.transport import Transport
 
-__all__ = ["BULK", "BulkClient", "FetchedRecord", "FetchedState", "Seconds"]
+__all__ = ["BULK", "BulkClient", "FetchedRecord", "FetchedState", "Offer", "Seconds"]
 
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
 STATE_CODEC = codec("fp32")
+PIECE = CHUNK // MAX_DONORS  # elements of a part written at a time: a thin link, shared, is no slower to bring the next
 
 
 @dataclass
@@ -65,12 +78,29 @@ class FetchedRecord:
 
 @dataclass(frozen=True)
 class FetchedState:
-    """A fragment's state from a donor; master and momentum only from a syncer that hands over."""
+    """A fragment's state; master and momentum only from a syncer. `verified`: the anchor has its header's digest."""
 
     header: StateHeader
     anchor: Tensor
     master: Tensor | None
     momentum: Tensor | None
+    verified: bool = False
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A donor is ready to send parts of an anchor; `stream` is open, and whoever has the offer closes it."""
+
+    list: PartList
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What is left of a download that broke off: an anchor, and the digest of each part of it that is right."""
+
+    anchor: Tensor
+    held: list[str | None]
 
 
 class BulkClient:
@@ -81,6 +111,7 @@ class BulkClient:
         self._protocol = protocol
         self._replica = replica
         self._traffic = traffic
+        self.unfinished: dict[int, Unfinished] = {}  # by fragment, for a while
 
     async def contribute(
         self, lease: Lease, header: Contribution, seconds: Seconds
@@ -127,41 +158,68 @@ class BulkClient:
             at += size
         return FetchedRecord(header, update)
 
-    async def fetch(self, donor: str, fragment: int, have_version: int, outer: bool) -> FetchedRecord | FetchedState:
+    async def fetch(
+        self, donor: str, fragment: int, have_version: int, outer: bool
+    ) -> FetchedRecord | FetchedState | Offer:
         """Get the newest state of a fragment from a donor, or the one record that is missing.
+
+        An anchor of several parts is only offered; with the outer state, which nobody else has, it comes whole.
 
         Raises:
             PayloadError: the donor refuses, or sends something that is not what its header says.
         """
-        stream = await open_bulk(self._transport, donor, self._traffic)
+        in_parts = not outer and 1 < len(part_ranges(self._replica.fragments[fragment].numel)) <= MAX_PARTS
+        request = StateRequest(
+            manifest_hash=self._protocol.manifest_hash,
+            fragment=fragment,
+            have_version=have_version,
+            outer=outer,
+            in_parts=in_parts,
+        )
+        stream = await self.open(donor)
+        kept = False
         try:
-            hash_ = self._protocol.manifest_hash
-            await stream.send(
-                StateRequest(manifest_hash=hash_, fragment=fragment, have_version=have_version, outer=outer)
-            )
+            await stream.send(request)
             answer = await stream.receive()
             if isinstance(answer, Record):
                 return await self._receive_record(stream, answer)
+            if isinstance(answer, PartList) and in_parts:
+                kept = True
+                return Offer(answer, stream)
             header = expect(answer, StateHeader)
             if header.outer and not outer:
                 raise PayloadError(f"asked for the anchor of fragment {fragment}, got its outer state too")
             return await self._receive_state(stream, fragment, header)
         finally:
-            stream.close()
+            if not kept:
+                stream.close()
+
+    async def open(self, donor: str) -> Stream:
+        """A stream to a donor; the caller closes it."""
+        return await open_bulk(self._transport, donor, self._traffic)
+
+    async def fetch_part(self, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
+        """Fill `out` (fp32) with a part, which may hold anything after a failure.
+
+        Raises:
+            PayloadError: the donor refuses, has another anchor now, or sends values that no anchor has.
+        """
+        hash_ = self._protocol.manifest_hash
+        await stream.send(PartRequest(manifest_hash=hash_, fragment=listed.fragment, digest=listed.digest, part=part))
+        header = expect(await stream.receive(), StateHeader)
+        if (header.fragment, header.digest) != (listed.fragment, listed.digest):
+            there = f"{'another anchor of ' * (header.version == listed.version)}version {header.version}"
+            raise PayloadError(f"version {listed.version} is asked for, and {there} is there")
+        await _receive_vector(stream, out, PIECE)
 
     async def _receive_state(self, stream: Stream, fragment: int, header: StateHeader) -> FetchedState:
         if header.fragment != fragment:
             raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
-        vectors = [await self._receive_vector(stream, fragment) for _ in range(3 if header.outer else 1)]
+        vectors = []
+        for _ in range(3 if header.outer else 1):
+            vectors.append(torch.empty(self._replica.fragments[fragment].numel))
+            await _receive_vector(stream, vectors[-1])
         return FetchedState(header, vectors[0], *(vectors[1:] if header.outer else (None, None)))
-
-    async def _receive_vector(self, stream: Stream, fragment: int) -> Tensor:
-        vector = torch.empty(self._replica.fragments[fragment].numel)
-        for start, stop in self._replica.chunks[fragment]:
-            payload = torch.empty(STATE_CODEC.nbytes(stop - start), dtype=torch.uint8)
-            await stream.receive_payload(payload)
-            STATE_CODEC.decode(payload, vector[start:stop])
-        return vector
 
 
 async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> Stream:
@@ -190,14 +248,34 @@ async def send_record(stream: Stream, record: FetchedRecord, replica: Replica) -
         at += size
 
 
-async def send_state(stream: Stream, header: StateHeader, vectors: list[Tensor], replica: Replica) -> None:
+async def send_state(stream: Stream, header: StateHeader, vectors: list[Tensor]) -> None:
     """Write a fragment's state: header, then fp32 vectors that nobody changes meanwhile."""
     await stream.send(header)
     for vector in vectors:
-        for start, stop in replica.chunks[header.fragment]:
-            payload = torch.empty(STATE_CODEC.nbytes(stop - start), dtype=torch.uint8)
-            STATE_CODEC.encode(vector[start:stop], payload)
-            await stream.send_payload(payload)
+        await send_vector(stream, vector)
+
+
+async def send_part(stream: Stream, header: StateHeader, part: Tensor) -> None:
+    """Write one part of the anchor that the header names."""
+    await stream.send(header)
+    await send_vector(stream, part, PIECE)
+
+
+async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK) -> None:
+    """Write fp32 values, so many at a time."""
+    for start in range(0, vector.numel(), size):
+        values = vector[start : start + size]
+        payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
+        STATE_CODEC.encode(values, payload)
+        await stream.send_payload(payload)
+
+
+async def _receive_vector(stream: Stream, out: Tensor, size: int = CHUNK) -> None:
+    for start in range(0, out.numel(), size):
+        values = out[start : start + size]
+        payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
+        await stream.receive_payload(payload)
+        STATE_CODEC.decode(payload, values)
 
 
 async def refuse(stream: Stream, reason: str) -> None:

@@ -24,6 +24,7 @@ from diloco.protocol.messages import Record
 from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState, Seconds
+from diloco.swarm.download import fetch, further_donors
 from diloco.swarm.memory import short_lived
 from diloco.swarm.serve import Host
 from diloco.swarm.snapshot import Saved
@@ -115,9 +116,11 @@ class Rounds:
 
     async def merge(self, close: Close) -> None:
         """Make the next version out of what was collected, unless the syncer caught up with a later one meanwhile."""
-        syncer = self.protocol.syncers[close.fragment]
+        syncer = self.protocol.syncers.get(close.fragment)
         async with self._moving[close.fragment]:
-            if self.protocol.syncers.get(close.fragment) is not syncer or syncer.version != close.base_version:
+            if syncer is None or self.protocol.syncers.get(close.fragment) is not syncer:
+                return
+            if syncer.version != close.base_version:
                 return
             self._about_to_move(close.fragment)
             done = await self._merge(close, syncer)
@@ -141,9 +144,10 @@ class Rounds:
             return self.replica.digest(fragment)
 
         digest = await asyncio.to_thread(work)
-        if self.protocol.syncers.get(fragment) is not syncer:
-            return False
         clock = self.protocol.applied_tokens + (close.tokens if fragment == CONTROL_FRAGMENT else 0)
+        if self.protocol.syncers.get(fragment) is not syncer:  # a version of the side that lost
+            self._moved(fragment, close.base_version + 1, digest, clock, contributors=close.contributors)
+            return False
         header = Record(
             fragment=fragment,
             term=syncer.term,
@@ -159,12 +163,18 @@ class Rounds:
 
     async def catch_up(self, fragment: int, donors: Sequence[str], outer: bool, whole: bool = False) -> None:
         """Fetch a fragment from the first donor that has what its header says: the record that is missing here, or,
-        when that does not fit (or `whole` is asked for), the state.
+        when that does not fit (or `whole` is asked for), the state, which others may send parts of.
+
+        When none of them answers, whoever else has the version that the syncer published last is asked for that state.
         """
-        for donor in donors:
-            for have in [-1] if whole else [self.protocol.versions[fragment], -1]:
+        further = [] if outer else [donor for donor in further_donors(self._host, fragment) if donor not in donors]
+        liars: set[str] = set()
+        for donor in [*donors, *further]:
+            for have in [-1] if whole or donor in further else [self.protocol.versions[fragment], -1]:
+                if donor in liars:
+                    break
                 try:
-                    fetched = await self._client.fetch(donor, fragment, have, outer)
+                    fetched = await fetch(self._host, self._client, donor, fragment, have, outer, liars)
                     if isinstance(fetched, FetchedRecord):
                         await self._adopt_record(fetched)
                     else:
@@ -195,7 +205,7 @@ class Rounds:
             self._about_to_move(fragment)
             step = OuterStep(header.version - 1, len(header.contributors))
             digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update, step)
-            self._moved(fragment, header.version, digest, header.applied_tokens)
+            self._moved(fragment, header.version, digest, header.applied_tokens, contributors=header.contributors)
         if digest != header.digest:
             self._host.note(
                 "digest_mismatch", fragment=fragment, version=header.version, got=digest, expected=header.digest
@@ -208,7 +218,7 @@ class Rounds:
         """Take a fetched anchor (and outer state) over; `PayloadError` when the bytes are not what the header says."""
         header = state.header
         fragment = header.fragment
-        digest = await asyncio.to_thread(self.replica.digest_of, state.anchor)
+        digest = header.digest if state.verified else await asyncio.to_thread(self.replica.digest_of, state.anchor)
         if digest != header.digest:
             raise PayloadError(f"the state of fragment {fragment} has another digest than its header")
         async with self._moving[fragment]:
@@ -220,7 +230,8 @@ class Rounds:
             self.replica.stand_down(fragment)
             if state.master is not None and state.momentum is not None:
                 self.replica.hold(fragment, state.master, state.momentum)
-            self._moved(fragment, header.version, digest, header.applied_tokens, outer=state.master is not None)
+            outer = state.master is not None
+            self._moved(fragment, header.version, digest, header.applied_tokens, outer, merged=header.merged)
 
     async def stand_by(self, fragment: int) -> None:
         """Be backup of a fragment from its outer state as it is now; without an answer that fits, tried again later."""
@@ -252,13 +263,23 @@ class Rounds:
         if self.protocol.merging(fragment):
             raise PayloadError(f"the next version of fragment {fragment} is being made here")
 
-    def _moved(self, fragment: int, version: int, digest: str, applied_tokens: int, outer: bool = False) -> None:
+    def _moved(
+        self,
+        fragment: int,
+        version: int,
+        digest: str,
+        applied_tokens: int,
+        outer: bool = False,
+        contributors: Sequence[str] | None = None,
+        merged: Mapping[str, int] | None = None,
+    ) -> None:
         """The anchor is at another version; so must be the outer state, which came with it or starts anew from it."""
         if fragment in self.protocol.syncers:
             self.replica.restart(fragment)
         elif not outer:
             self.replica.release(fragment)
-        self._host.do(self.protocol.adopted(fragment, version, digest, applied_tokens, self._host.now()))
+        now = self._host.now()
+        self._host.do(self.protocol.adopted(fragment, version, digest, applied_tokens, now, contributors, merged))
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -328,7 +349,8 @@ class Rounds:
         protocol, fragment, seconds, retry_at = self.protocol, exchange.fragment, Seconds(), 0.0
         while True:
             lease = self._live_lease(fragment)
-            match exchange.next_step(lease, protocol.versions[fragment], self._host.now(), retry_at):
+            merged = protocol.merged(fragment).get(protocol.me, -1)
+            match exchange.next_step(lease, protocol.versions[fragment], self._host.now(), retry_at, merged):
                 case Step.DONE:
                     return seconds
                 case Step.WAIT:
@@ -364,12 +386,14 @@ class Rounds:
         elif syncer.staged:
             async with self._moving[fragment]:
                 base_version = self.protocol.versions[fragment]
-                folded = self.fold_whole(syncer, me, [self.replica.encode(fragment, c) for c in self._chunks(fragment)])
+                payloads = [self.replica.encode(fragment, chunk) for chunk in self._chunks(fragment)]
+                folded = self.fold_whole(syncer, me, exchange.base_version, payloads)
         else:
-            folded = await self._fold_own(syncer, verdict.first_chunk)
+            folded = await self._fold_own(syncer, exchange.base_version, verdict.first_chunk)
         if folded:
             self._host.do(self.protocol.arrived(me, fragment, self._host.now()))
         elif syncer.staged:
+            await self._host.pause(RETRY_S)
             return
         waiting_since = self._host.now()
         await self._host.until(
@@ -379,11 +403,11 @@ class Rounds:
         if syncer.version == base_version + 1:
             exchange.recorded(syncer.last_contributors, me)
 
-    async def _fold_own(self, syncer: Syncer, first_chunk: int) -> bool:
+    async def _fold_own(self, syncer: Syncer, base_version: int, first_chunk: int) -> bool:
         """Own chunks, one by one; False when the version closed meanwhile."""
         me, fragment = self.protocol.me, syncer.fragment
         for chunk in range(first_chunk, len(self.replica.chunks[fragment])):
-            if not syncer.wants(me, chunk):
+            if not syncer.wants(me, chunk, base_version):
                 return False
             self.replica.fold_own(fragment, chunk, syncer.weight(me))
             syncer.folded(me)
@@ -393,12 +417,12 @@ class Rounds:
     def _chunks(self, fragment: int) -> range:
         return range(len(self.replica.chunks[fragment]))
 
-    def fold_whole(self, syncer: Syncer, peer: str, payloads: Sequence[Tensor]) -> bool:
+    def fold_whole(self, syncer: Syncer, peer: str, base_version: int, payloads: Sequence[Tensor]) -> bool:
         """A contribution that was collected first; False when the syncer does not want it any more.
 
         Everything is checked before anything is folded: `PayloadError` changes nothing.
         """
-        if not syncer.wants(peer, 0):
+        if not syncer.wants(peer, 0, base_version):
             return False
         scratch = torch.empty(max(stop - start for start, stop in self.replica.chunks[syncer.fragment]))
         for (start, stop), payload in zip(self.replica.chunks[syncer.fragment], payloads, strict=True):

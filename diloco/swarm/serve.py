@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
+from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
 from diloco.protocol.messages import (
@@ -18,25 +22,30 @@ from diloco.protocol.messages import (
     ManifestReply,
     ManifestRequest,
     Message,
+    PartList,
+    PartRequest,
     Receipt,
     StateHeader,
     StateRequest,
+    expect,
 )
 from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Syncer
-from diloco.swarm.bulk import FetchedRecord, refuse, send_record, send_state
+from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, send_state
 from diloco.swarm.streams import BROKEN, Stream
 
 __all__ = ["BulkServer", "Host"]
 
 logger = logging.getLogger(__name__)
 
+PART_IDLE_S = 120.0  # an asker may have to wait for a part from another donor before it knows whether it needs us again
+
 
 class RoundsOf(Protocol):
     """What the answering side needs of the side that moves anchors."""
 
     def moving(self, fragment: int) -> asyncio.Lock: ...
-    def fold_whole(self, syncer: Syncer, peer: str, payloads: Sequence[Tensor]) -> bool: ...
+    def fold_whole(self, syncer: Syncer, peer: str, base_version: int, payloads: Sequence[Tensor]) -> bool: ...
 
 
 class Host(Protocol):
@@ -58,11 +67,24 @@ class Host(Protocol):
     async def pause(self, timeout_s: float) -> None: ...
 
 
+@dataclass(eq=False)
+class Still:
+    """A fragment's anchor as it was when somebody asked for parts of it."""
+
+    header: StateHeader
+    anchor: Tensor
+
+
 class BulkServer:
-    """Answers one bulk stream at a time per call; a peer that sends something invalid is refused with the reason."""
+    """Answers one bulk stream at a time per call; a peer that sends something invalid is refused with the reason.
+
+    Who asks for parts of an anchor gets them all from the same version. That takes one copy of the fragment for as
+    long as anybody reads it, however many do.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self._stills: WeakValueDictionary[tuple[int, str], Still] = WeakValueDictionary()
         self.serving = 0
 
     async def serve(self, stream: Stream) -> None:
@@ -76,6 +98,8 @@ class BulkServer:
             await _quietly(refuse(stream, str(error)))
         except BROKEN as error:
             logger.debug("a bulk stream of %s broke: %r", stream.peer, error)
+            # `wait_for` leaves a cycle of error and frames, which would keep the copy of a fragment for long.
+            traceback.clear_frames(error.__traceback__)
         finally:
             self.serving -= 1
             stream.close()
@@ -86,6 +110,8 @@ class BulkServer:
                 await self._contribution(stream, request)
             case StateRequest():
                 await self._state(stream, request)
+            case PartRequest():
+                await self._part_by_part(stream, request)
             case ManifestRequest():
                 await stream.send(ManifestReply(text=self._host.manifest_text))
             case _:
@@ -108,7 +134,7 @@ class BulkServer:
         if verdict.first_chunk == len(host.replica.chunks[fragment]):
             pass  # it is here already, from a stream that broke later
         elif syncer.staged:
-            base_version = await self._collect(stream, syncer)
+            base_version = await self._collect(stream, syncer, header.base_version)
         else:
             await self._fold(stream, syncer, header, verdict.first_chunk)
         host.do(host.protocol.arrived(stream.peer, fragment, host.now()))
@@ -127,7 +153,7 @@ class BulkServer:
         else:
             raise PayloadError(f"fragment {fragment} has another syncer now")
 
-    async def _collect(self, stream: Stream, syncer: Syncer) -> int:
+    async def _collect(self, stream: Stream, syncer: Syncer, learned_from: int) -> int:
         """Receive a contribution whole and fold it in at once; returns the version that it did not see."""
         host, fragment = self._host, syncer.fragment
         payloads = []
@@ -138,7 +164,7 @@ class BulkServer:
             version = host.protocol.versions[fragment]
             if host.protocol.syncers.get(fragment) is not syncer:
                 raise PayloadError(f"fragment {fragment} has another syncer now")
-            if not host.rounds.fold_whole(syncer, stream.peer, payloads):
+            if not host.rounds.fold_whole(syncer, stream.peer, learned_from, payloads):
                 raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
             return version
 
@@ -148,29 +174,72 @@ class BulkServer:
         for chunk in range(first_chunk, len(host.replica.chunks[fragment])):
             payload = torch.empty(host.replica.payload_nbytes(fragment, chunk), dtype=torch.uint8)
             await stream.receive_payload(payload)
-            if host.protocol.syncers.get(fragment) is not syncer or not syncer.wants(stream.peer, chunk):
+            wanted = syncer.wants(stream.peer, chunk, header.base_version)
+            if host.protocol.syncers.get(fragment) is not syncer or not wanted:
                 raise PayloadError(f"version {header.base_version + 1} of fragment {fragment} closed meanwhile")
             host.replica.fold(fragment, chunk, payload, syncer.weight(stream.peer))
             syncer.folded(stream.peer)
 
     async def _state(self, stream: Stream, request: StateRequest) -> None:
         host, fragment = self._host, request.fragment
-        if request.manifest_hash != host.protocol.manifest_hash:
-            raise PayloadError(f"the manifest {request.manifest_hash[:12]} is not the one here")
-        if fragment >= len(host.replica.fragments):
-            raise PayloadError(f"fragment {fragment} does not exist")
+        self._check(request)
         await host.until(lambda: not host.protocol.merging(fragment))
         record = host.records.get(fragment)
         if record is not None and record.header.version == request.have_version + 1 and not request.outer:
             await send_record(stream, record, host.replica)
             return
-        await self._send_state(stream, fragment, outer=request.outer)
+        if request.in_parts and not request.outer:
+            await self._offer(stream, fragment)
+        else:
+            await self._send_state(stream, fragment, outer=request.outer)
+
+    def _check(self, request: StateRequest | PartRequest) -> None:
+        if request.manifest_hash != self._host.protocol.manifest_hash:
+            raise PayloadError(f"the manifest {request.manifest_hash[:12]} is not the one here")
+        if request.fragment >= len(self._host.replica.fragments):
+            raise PayloadError(f"fragment {request.fragment} does not exist")
+
+    async def _offer(self, stream: Stream, fragment: int) -> None:
+        """List the parts of the anchor as it is now, and send those that are asked for."""
+        still = await self._still(fragment)
+        parts = await asyncio.to_thread(part_digests, still.anchor)
+        named = still.header.model_dump(include={"fragment", "version", "digest", "applied_tokens", "merged"})
+        await stream.send(PartList(**named, parts=list(parts)))
+        await self._part_by_part(stream, expect(await stream.receive(), PartRequest), still)
+
+    async def _part_by_part(self, stream: Stream, request: PartRequest, still: Still | None = None) -> None:
+        """Send the part that is asked for, and the next, until the asker ends the stream."""
+        while True:
+            self._check(request)
+            if still is None:
+                still = await self._still(request.fragment, request.digest)
+            ranges = part_ranges(still.anchor.numel())
+            if request.fragment != still.header.fragment or request.part >= len(ranges):
+                raise PayloadError(f"part {request.part} of fragment {request.fragment} is not in this conversation")
+            if request.digest == still.header.digest:
+                start, stop = ranges[request.part]
+                await send_part(stream, still.header, still.anchor[start:stop])
+            else:
+                await stream.send(still.header)
+            request = expect(await stream.receive(PART_IDLE_S), PartRequest)
+
+    async def _still(self, fragment: int, digest: str = "") -> Still:
+        """The anchor with that digest, if somebody still reads it, else as it is now."""
+        wanted = self._stills.get((fragment, digest))
+        if wanted is not None:
+            return wanted
+        async with self._host.rounds.moving(fragment):
+            still = self._stills.get((fragment, self._host.protocol.digests[fragment]))
+            if still is None:
+                header, [anchor] = self._copy_state(fragment, with_outer=False)
+                still = self._stills[fragment, header.digest] = Still(header, anchor)
+            return still
 
     async def _send_state(self, stream: Stream, fragment: int, outer: bool = False) -> None:
         host = self._host
         async with host.rounds.moving(fragment):
             header, vectors = self._copy_state(fragment, outer)
-        await send_state(stream, header, vectors, host.replica)
+        await send_state(stream, header, vectors)
 
     def _copy_state(self, fragment: int, with_outer: bool) -> tuple[StateHeader, list[Tensor]]:
         host = self._host
@@ -184,6 +253,7 @@ class BulkServer:
             digest=host.protocol.digests[fragment],
             applied_tokens=host.protocol.applied_tokens,
             outer=outer is not None,
+            merged=host.protocol.merged(fragment),
         )
         return header, vectors
 

@@ -78,8 +78,6 @@ class Trainer:
                 group["lr"] = lr
             batch = next(self.stream)  # (B, T), the whole peer's
             self._inner_step(batch)
-            if config.train.step_delay_s:
-                time.sleep(config.train.step_delay_s)
             self._report(lr)
             if sync.exchanged:
                 self._boundary()
@@ -97,6 +95,8 @@ class Trainer:
         done = self.sync.inner_step + 1
         if done % self.config.train.log_every == 0 or done >= self.sync.target_steps:
             self._check_losses()
+        if self.config.train.step_delay_s:
+            time.sleep(self.config.train.step_delay_s)  # before the exchange, or the measured pace would leave it out
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -145,7 +145,7 @@ class Trainer:
             )
 
     def _moved_anchors(self) -> dict[str, str] | None:
-        """Version and digest of the fragments that differ from the line before: a line per inner step must stay short."""
+        """Version and digest of the fragments that differ from the line before: lines must stay short."""
         anchors = self.sync.anchors()
         if anchors is None:
             return None

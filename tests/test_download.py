@@ -1,0 +1,411 @@
+"""Nodes over the simulated network: an anchor comes in parts, from all who have it, and only right ones are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.config import OuterConfig
+from diloco.errors import PayloadError
+from diloco.outer import digest
+from diloco.outer.fragments import partition
+from diloco.outer.replica import Replica
+from diloco.protocol.messages import Message, PartList, PartRequest, Refusal, StateHeader, StateRequest, expect
+from diloco.sim.loop import VirtualLoop, virtual_time
+from diloco.sim.network import Link, Network, SimTransport
+from diloco.swarm import bulk, download, rounds
+from diloco.swarm.bulk import BULK, BulkClient, open_bulk
+from diloco.swarm.node import Node, NodeOptions
+from diloco.swarm.streams import Stream, Traffic
+from diloco.swarm.transport import Transport
+
+PART = 2**15  # elements: small parts, so that a small fragment has many
+NUMEL = 10 * PART + 1000
+PARTS, NBYTES, PART_NBYTES = 11, 4 * NUMEL, 4 * PART
+UP, LATENCY_S = 2e5, 0.01  # bytes per second of every donor, and half a round trip between any two peers
+CONTROL_NBYTES = 30_000  # of heartbeats and headers, at most
+MANIFEST = "0" * 64
+
+
+class Villager:
+    """A node, its parameters, and what it said."""
+
+    def __init__(self, node: Node, replica: Replica, events: list[tuple[str, dict[str, object]]]) -> None:
+        self.node, self.replica, self.events = node, replica, events
+        self.opened: list[str] = []  # whom bulk streams were opened to
+
+    def said(self, kind: str) -> list[dict[str, object]]:
+        return [fields for one, fields in self.events if one == kind]
+
+    def has(self, version: int) -> bool:
+        protocol = self.node.protocol
+        return protocol.versions == [version] and protocol.agrees(0) and self.replica.digests() == protocol.digests
+
+
+class Village:
+    """Peers of one fragment in virtual time; `asked` and `came` list the joiner's parts as (donor, part)."""
+
+    def __init__(self, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch, numel: int = NUMEL) -> None:
+        self.loop, self.network, self.numel = loop, Network(loop), numel
+        self.peers: dict[str, Villager] = {}
+        self.asked: list[tuple[str, int]] = []
+        self.came: list[tuple[str, int]] = []
+        self.broken = False  # as long as this is set, no part arrives
+        fetch_part = BulkClient.fetch_part
+
+        async def watched(client: BulkClient, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
+            if client._protocol.me != "joiner":
+                return await fetch_part(client, stream, listed, part, out)
+            self.asked.append((stream.peer, part))
+            if self.broken:
+                raise ConnectionResetError("broken")
+            await fetch_part(client, stream, listed, part, out)
+            self.came.append((stream.peer, part))
+
+        monkeypatch.setattr(digest, "PART", PART)
+        monkeypatch.setattr(bulk, "PIECE", PART // 4)
+        monkeypatch.setattr(BulkClient, "fetch_part", watched)
+
+    def peer(self, name: str, *seeds: str, values: Tensor, down: float | None = None, **options: Any) -> Villager:
+        """A started node."""
+        parameters = {"w": values.clone()}
+        settings = OuterConfig(
+            method="diloco", sync_every=1, fragments=1, lr=1.0, momentum=0.0, codec_up="fp32", codec_down="fp32"
+        )
+        replica = Replica(parameters, partition({"w": self.numel}, 1), settings)
+        events: list[tuple[str, dict[str, object]]] = []
+
+        async def connect(options: NodeOptions) -> Transport:
+            transport = self.network.join(name, list(seeds), Link(down=down, latency_s=LATENCY_S))
+            watch(transport, self.peers[name])
+            return transport
+
+        every = {"run_id": "run", "manifest_hash": MANIFEST, "manifest_text": "{}", "listen": [], "announce": []}
+        node = Node(
+            NodeOptions(**every, name=name, initial_peers=seeds, identity_path=Path(name), **options),
+            replica, lambda kind, fields: events.append((kind, fields)), connect,
+        )  # fmt: skip
+        self.peers[name] = Villager(node, replica, events)
+        with self.loop.owned_by(name):
+            self.run(node.start())
+        return self.peers[name]
+
+    def donors(self, count: int) -> list[Villager]:
+        """That many peers at version 1, the syncer first, in the middle of their second round."""
+        values = torch.arange(float(self.numel))
+        peers = [self.peer("d0", values=values, min_peers=count)]
+        peers += [self.peer(f"d{i}", "d0", values=values, min_peers=count) for i in range(1, count)]
+        for peer in peers:
+            self.run(peer.node.begin())
+        self.round(peers, torch.ones(self.numel))
+        for name in self.peers:
+            self.network.uplinks[name]._bytes_per_s = UP
+        return sorted(peers, key=lambda peer: not peer.replica.outer)
+
+    def round(self, peers: list[Villager], step: Tensor) -> None:
+        """All of them subtract `step`, exchange, and train again."""
+
+        async def one(peer: Villager) -> None:
+            peer.replica.parameters["w"].sub_(step)
+            assert await peer.node.exchange(1, 10) is not None
+            await peer.node.enter("training")
+
+        self.run(self.all(peers, one))
+
+    async def all(self, peers: list[Villager], work: Any) -> None:
+        await asyncio.gather(*map(work, peers))
+
+    def joiner(self, values: Tensor | None = None, **options: Any) -> Villager:
+        values = torch.zeros(self.numel) if values is None else values
+        return self.peer("joiner", "d0", values=values, **options)
+
+    def crash(self, name: str) -> None:
+        self.network.crash(name)
+        self.loop.kill(name)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 200))
+
+    def until(self, condition: Any) -> float:
+        """Let time pass until something holds; returns how long it took."""
+        began_at = self.loop.time()
+
+        async def wait() -> None:
+            while not condition():
+                await asyncio.sleep(0.01)
+
+        self.run(wait())
+        return self.loop.time() - began_at
+
+    def parts(self) -> list[int]:
+        """The parts that came, in their order."""
+        return sorted(part for _, part in self.came)
+
+    def served(self, donor: str) -> int:
+        """How many parts came from a donor."""
+        return sum(source == donor for source, _ in self.came)
+
+
+def watch(transport: SimTransport, villager: Villager) -> None:
+    open_ = transport.open
+
+    async def watched(peer: str, protocol: str) -> Any:
+        if protocol == BULK:
+            villager.opened.append(peer)
+        return await open_(peer, protocol)
+
+    transport.open = watched  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def village(monkeypatch: pytest.MonkeyPatch) -> Iterator[Village]:
+    with virtual_time() as loop:
+        village = Village(loop, monkeypatch)
+        yield village
+        village.run(village.all(list(village.peers.values()), lambda peer: peer.node.close()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_an_anchor_comes_from_up_to_four_donors_at_once_and_each_part_once(village: Village, count: int) -> None:
+    donors = village.donors(count)
+    joiner = village.joiner()
+    took_s = village.until(lambda: joiner.has(1))
+    sources = {source for source, _ in village.came}
+    assert len(sources) == min(count, 4) and sources <= set(village.peers)
+    assert len(village.asked) == PARTS and village.parts() == list(range(PARTS))
+    assert Counter(joiner.opened) == Counter(sources), "one stream each"
+    shared_s = NBYTES / UP / min(count, 4)
+    assert shared_s < took_s < shared_s + PART_NBYTES / UP + 1.0
+    assert NBYTES < joiner.node.traffic.bytes_received < NBYTES + CONTROL_NBYTES
+    assert torch.equal(joiner.replica.anchors[0], donors[0].replica.anchors[0])
+    assert not joiner.said("fetch_failed") and not joiner.node._client.unfinished
+
+
+@pytest.mark.parametrize("victim", ["syncer", "other"])
+def test_when_a_donor_crashes_midway_only_its_part_is_fetched_again(village: Village, victim: str) -> None:
+    donors = village.donors(3)
+    dying = donors[0 if victim == "syncer" else 1].node.protocol.me
+    joiner = village.joiner()
+    village.until(lambda: village.served(dying) >= 1 and len(village.asked) >= 6)
+    village.crash(dying)
+    village.until(lambda: joiner.has(1))
+    assert village.parts() == list(range(PARTS)) and len(village.asked) == PARTS + 1
+    assert all(village.served(name) > 0 for name in ("d0", "d1", "d2"))
+    assert joiner.node.traffic.bytes_received < NBYTES + PART_NBYTES + CONTROL_NBYTES
+    assert [event["donor"] for event in joiner.said("fetch_failed")][:1] == [dying]
+
+
+@pytest.mark.parametrize("liar", ["syncer", "other"])
+def test_a_donor_that_serves_wrong_bytes_is_found_out_and_left_alone(
+    village: Village, monkeypatch: pytest.MonkeyPatch, liar: str
+) -> None:
+    liars: list[set[str]] = []
+
+    async def watched(*arguments: Any) -> Any:
+        liars.append(arguments[-1])
+        return await download.fetch(*arguments)
+
+    monkeypatch.setattr(rounds, "fetch", watched)
+    donors = village.donors(3)
+    right = donors[0].replica.anchors[0].clone()
+    lying = donors[0 if liar == "syncer" else 1]
+    lying.replica.anchors[0][::1000] += 1.0
+    joiner = village.joiner()
+    village.until(lambda: joiner.has(1))
+    assert torch.equal(joiner.replica.anchors[0], right)
+    name = lying.node.protocol.me
+    [told] = joiner.said("lying_donor")
+    assert told["peer"] == name and told["fragment"] == 0 and liars[-1] == {name}
+    if liar == "other":
+        assert [(name, told["part"])] == [(source, part) for source, part in village.asked if source == name]
+    else:
+        assert "part" not in told, "the list itself is wrong"
+    assert len(village.came) == PARTS + (liar == "other") and village.served(name) == (liar == "other")
+
+
+def test_a_list_that_the_syncer_never_published_is_not_believed(
+    village: Village, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donors = village.donors(2)
+    other = donors[1]
+    other.replica.anchors[0][5] += 1.0  # an anchor of its own, with a digest that fits
+    other.node.protocol.digests[0] = other.replica.digest(0)
+
+    async def busy(stream: Stream, request: object) -> None:
+        raise PayloadError("busy")
+
+    monkeypatch.setattr(donors[0].node._server, "_state", busy)
+    joiner = village.joiner()
+    village.run(asyncio.sleep(5))
+    assert joiner.node.protocol.versions == [0] and not village.came
+    why = [str(event["why"]) for event in joiner.said("fetch_failed") if event["donor"] == other.node.protocol.me]
+    assert why and "is not as its syncer published version 1 last" in why[0]
+
+
+def test_donors_finish_the_version_they_began_with_and_the_record_brings_the_next(village: Village) -> None:
+    donors = village.donors(3)
+    for peer in donors:
+        village.network.uplinks[peer.node.protocol.me]._bytes_per_s = None
+    joiner = village.joiner(down=UP)
+    village.until(lambda: len(village.came) >= 2)
+    village.round(donors, torch.ones(NUMEL))
+    assert len(village.came) < PARTS, "the download is still under way"
+    village.until(lambda: joiner.has(2))
+    assert village.parts() == list(range(PARTS)) and len(village.asked) == PARTS
+    assert torch.equal(joiner.replica.anchors[0], torch.arange(float(NUMEL)) - 2.0)
+
+
+def test_a_version_is_there_for_all_as_long_as_one_reads_it(village: Village) -> None:
+    donors = village.donors(1)
+    village.network.uplinks["d0"]._bytes_per_s = None
+    slow = village.peer("slow", "d0", values=torch.zeros(NUMEL), down=UP / 3)
+    village.until(lambda: slow.node.traffic.bytes_received > PART_NBYTES)
+    joiner = village.joiner(down=UP)
+    village.until(lambda: len(village.came) == 3)
+    assert len(donors[0].node._server._stills) == 1, "one copy for both"
+    village.round(donors, torch.ones(NUMEL))
+    for pipe in [pipe for pipe in village.network._pipes if pipe.target == "joiner"]:
+        village.network.break_stream(pipe)
+    village.until(lambda: joiner.has(2))
+    assert village.parts() == list(range(PARTS)) and len(village.asked) == PARTS + 1
+    village.until(lambda: slow.has(2))
+    village.run(asyncio.sleep(1))
+    assert not donors[0].node._server._stills, "and none afterwards, without waiting for the collector"
+
+
+def test_a_download_that_broke_off_goes_on_with_what_the_next_version_left_alone(village: Village) -> None:
+    donors = village.donors(2)
+    joiner = village.joiner()
+    village.until(lambda: len(village.came) == 6)
+    village.broken = True
+    village.until(lambda: bool(joiner.node._client.unfinished))
+    early = village.parts()
+    assert 6 <= len(early) < PARTS and 2 in early
+    step = torch.zeros(NUMEL)
+    step[2 * PART] = 1.0  # changes the third part only
+    village.round(donors, step)
+    village.round(donors, step)  # so that no donor has the record that follows the version here
+    village.broken = False
+    village.until(lambda: joiner.has(3))
+    assert village.parts() == sorted([*range(PARTS), 2]) and not joiner.node._client.unfinished
+
+
+def test_what_no_attempt_asks_for_is_forgotten(village: Village) -> None:
+    village.donors(1)
+    joiner = village.joiner()
+    village.until(lambda: len(village.came) == 3)
+    village.crash("d0")
+    village.until(lambda: bool(joiner.node._client.unfinished))
+    assert village.until(lambda: not joiner.node._client.unfinished) == pytest.approx(60.0, abs=1.0)
+
+
+def test_an_anchor_that_is_wrong_in_one_place_costs_one_part(village: Village) -> None:
+    values = village.donors(2)[0].replica.anchors[0].clone()
+    values[3 * PART + 7] += 1.0
+    joiner = village.joiner(values, versions=[1])
+    village.until(lambda: joiner.has(1))
+    assert village.parts() == [3]
+    assert joiner.node.traffic.bytes_received < PART_NBYTES + CONTROL_NBYTES
+
+
+def test_a_fragment_of_one_part_comes_in_one_stream_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    with virtual_time() as loop:
+        village = Village(loop, monkeypatch, numel=PART)
+        [syncer, *_] = village.donors(3)
+        joiner = village.joiner()
+        village.until(lambda: joiner.has(1))
+        assert joiner.opened == [syncer.node.protocol.me] and not village.asked
+
+
+def test_a_liar_with_a_small_fragment_is_found_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with virtual_time() as loop:
+        village = Village(loop, monkeypatch, numel=1000)
+        [syncer, *_] = village.donors(3)
+        syncer.replica.anchors[0][5] += 1.0
+        joiner = village.joiner()
+        village.until(lambda: joiner.has(1))
+        assert torch.equal(joiner.replica.anchors[0], torch.arange(1000.0) - 1.0)
+        assert joiner.said("lying_donor") == [{"peer": syncer.node.protocol.me, "fragment": 0}]
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def answers(village: Village, *requests: Message) -> list[Message]:
+    """What d0 says to each of these, on one stream; a part that follows a header is dropped."""
+    [said] = [villager.node._transport for name, villager in village.peers.items() if name == "joiner"]
+    assert said is not None
+
+    async def talk() -> list[Message]:
+        stream, heard = await open_bulk(said, "d0", Traffic()), []
+        for request in requests:
+            await stream.send(request)
+            heard.append(await stream.receive())
+        stream.close()
+        return heard
+
+    heard: list[Message] = village.run(talk())
+    return heard
+
+
+def test_a_part_that_does_not_exist_is_refused_and_another_version_named(village: Village) -> None:
+    [donor] = village.donors(1)
+    joiner = village.joiner()
+    village.until(lambda: joiner.has(1))
+    right = {"manifest_hash": MANIFEST, "fragment": 0, "digest": donor.node.protocol.digests[0], "part": 0}
+    for field, value, why in (
+        ("part", PARTS, f"part {PARTS} of fragment 0 is not in this conversation"),
+        ("fragment", 1, "fragment 1 does not exist"),
+        ("manifest_hash", "1" * 64, "the manifest 111111111111 is not the one here"),
+    ):
+        [refusal] = answers(village, PartRequest(**{**right, field: value}))
+        assert isinstance(refusal, Refusal) and refusal.reason == why
+        assert donor.said("refused")[-1] == {"peer": "joiner", "why": why}
+    other = PartRequest(**{**right, "digest": "0" * 64})
+    listed, *headers = answers(village, StateRequest(manifest_hash=MANIFEST, fragment=0, in_parts=True), other, other)
+    assert len(expect(listed, PartList).parts) == PARTS
+    assert [expect(header, StateHeader).digest for header in headers] == [right["digest"]] * 2, "and nothing after it"
+
+
+def test_a_donor_that_has_another_version_than_it_announced_is_asked_once(village: Village) -> None:
+    donors = village.donors(2)
+    [other] = [peer.node for peer in donors if not peer.replica.outer]
+    other.protocol.digests[0] = "5" * 64
+    joiner = village.joiner()
+    village.until(lambda: joiner.has(1))
+    assert village.served(other.protocol.me) == 0 and len(village.asked) == PARTS + 1
+    [told] = joiner.said("refused")
+    assert (told["peer"], told["fragment"]) == (other.protocol.me, 0) and told["part"] is not None
+    assert told["why"] == "version 1 is asked for, and another anchor of version 1 is there"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"parts": ["0" * 64] * 3}, "asked for the 11 parts of fragment 0, got 3 of fragment 0"),
+        ({"fragment": 1}, "asked for the 11 parts of fragment 0, got 11 of fragment 1"),
+    ],
+)
+def test_a_list_of_something_else_is_not_followed(
+    village: Village, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], why: str
+) -> None:
+    donors = village.donors(2)
+    send = Stream.send
+
+    async def wrong(stream: Stream, message: Message) -> None:
+        listed = isinstance(message, PartList) and bool(message.parts)
+        await send(stream, message.model_copy(update=fields) if listed else message)
+
+    monkeypatch.setattr(Stream, "send", wrong)
+    joiner = village.joiner()
+    village.run(asyncio.sleep(5))
+    assert joiner.node.protocol.versions == [0] and not village.asked
+    assert {event["why"] for event in joiner.said("fetch_failed")} == {why}
+    assert {event["donor"] for event in joiner.said("fetch_failed")} == {peer.node.protocol.me for peer in donors}

@@ -220,3 +220,42 @@ def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
         assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1)
 
     run(scene)
+
+
+def test_what_was_learned_in_another_history_is_not_sent_and_the_anchor_is_replaced() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        await host.rounds.load()
+        theirs = torch.full((6,), 3.0)
+        claim = Claim(fragment=0, term=2, version=0, digest=host.replica.digest_of(theirs))  # made after a split
+        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        host.client.answers = {-1: host.state(0, theirs)}
+        assert await host.exchange() == (10, 0)
+        assert torch.equal(host.replica.anchors[0], theirs) and "another_history" in host.notes
+        assert host.rounds.out_of_step(), "it begins anew where the others are"
+        host.rounds.in_step()
+        assert not host.rounds.out_of_step()
+
+    run(scene)
+
+
+def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.rounds.load()
+        for version in (1, 2):
+            host.parameters["w"].sub_(1.0)
+            assert await host.exchange() == (0, version)
+            await host.rounds.load()
+        won = host.state(5, torch.full((6,), 3.0))
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        claim = Claim(fragment=0, term=2, version=5, digest=won.header.digest)
+        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        merged = {"merged": {ME: 0, OTHER: 4}}  # it has this peer's contribution from version 0, not the one from 1
+        host.client.answers = {2: FetchedState(won.header.model_copy(update=merged), won.anchor, None, None)}
+        await host.rounds.catch_up(0, [OTHER], outer=False)
+        assert host.notes.count("discarded") == 1
+        assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
+        assert host.rounds._lost_tokens == 0
+
+    run(scene)

@@ -49,6 +49,14 @@ class OuterState:
     norms: dict[int, list[float]] = field(default_factory=dict)  # per chunk and piece: weighted sum of norms
 
 
+@dataclass
+class Standby:
+    """Momentum of a fragment at a version, as its updates tell it; an update that was missed leaves it behind."""
+
+    version: int
+    momentum: Tensor  # (numel,)
+
+
 @dataclass(frozen=True)
 class OuterStep:
     """What the step to the next version is made of: from which version, of how many contributions; see `Close`."""
@@ -79,7 +87,7 @@ class Replica:
         self.down = codec(settings.codec_down)
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.outer: dict[int, OuterState] = {}
-        self.standby: dict[int, Tensor] = {}  # momentum as the updates tell it, of fragments held elsewhere
+        self.standby: dict[int, Standby] = {}  # of fragments held elsewhere
         self.residuals: dict[int, Tensor] = {}
         self._bases: dict[int, Tensor] = {}
         self._captured: dict[int, Tensor] = {}
@@ -167,16 +175,18 @@ class Replica:
         if update.numel() != self.update_nbytes(fragment):
             raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
         standby, at = self.standby.get(fragment), 0
-        if step is None and standby is not None:
-            raise ValueError(f"a backup of fragment {fragment} needs to know what its update was made of")
+        if standby is not None and (step is None or step.version != standby.version):
+            standby = None
         for start, stop in self.chunks[fragment]:
             size = self.down.nbytes(stop - start)
             anchor = self.anchors[fragment][start:stop]
             before = anchor.clone() if standby is not None else anchor
             self.down.apply_update_(anchor, update[at : at + size])
             if standby is not None and step is not None:
-                followed_(standby[start:stop], anchor - before, *self._rates(step))
+                followed_(standby.momentum[start:stop], anchor - before, *self._rates(step))
             at += size
+        if standby is not None:
+            standby.version += 1
         return self.digest(fragment)
 
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
@@ -241,12 +251,13 @@ class Replica:
         """Whether the outer state follows from the updates."""
         return self.settings.optimizer == "nesterov" and self.settings.momentum > 0
 
-    def stand_by(self, fragment: int, momentum: Tensor | None = None) -> None:
-        """Become backup: follow the momentum from here on, which at version 0 is zero."""
-        self.standby[fragment] = torch.zeros_like(self.anchors[fragment]) if momentum is None else momentum
+    def stand_by(self, fragment: int, version: int = 0, momentum: Tensor | None = None) -> None:
+        """Become backup: follow the momentum from this version on; at version 0 it is zero."""
+        momentum = torch.zeros_like(self.anchors[fragment]) if momentum is None else momentum
+        self.standby[fragment] = Standby(version, momentum)
 
     def stand_down(self, fragment: int) -> None:
-        """Be backup no more, or for an anchor that did not come by an update: the momentum is not known now."""
+        """Be backup no more."""
         self.standby.pop(fragment, None)
 
     def hold(self, fragment: int, master: Tensor | None = None, momentum: Tensor | None = None) -> None:
@@ -257,7 +268,8 @@ class Replica:
         if fragment in self.outer and master is None:
             return
         anchor = self.anchors[fragment]
-        momentum = standby if momentum is None else momentum
+        if momentum is None and standby is not None:
+            momentum = standby.momentum
         self.outer[fragment] = OuterState(
             master=anchor.clone() if master is None else master,
             momentum=torch.zeros_like(anchor) if momentum is None else momentum,

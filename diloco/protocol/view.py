@@ -144,12 +144,16 @@ class View:
                 return False
         return True
 
-    def first_position(self) -> int:
-        """Inner steps of its first cycle that this peer leaves out, because the others are in the middle of theirs."""
+    def first_position(self, now: float | None = None) -> int:
+        """Inner steps of its first cycle that this peer leaves out, because the others are in the middle of theirs.
+
+        They have gone on since they said where they are: with staggered fragments, who begins behind them is too late
+        for every one.
+        """
         if self.outer.quorum is not None:
             return 0
         ahead = [
-            m.status.inner_step
+            m.status.inner_step + (0 if now is None else round((now - m.heard_at) * m.status.steps_per_s))
             for m in self.members.all()
             if m.trains
             and m.status.state in ("training", "exchanging")

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 LEAVE_FLOOR_S = 10.0
 ACQUAINTANCE_S = 20.0
 CLOSE_S = 5.0
+STALE_VERSIONS = 4  # a momentum as old as that is fetched anew: it costs three times the fragment in fp32
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Node:
             raise SwarmError(self._refusal)
         if self._interrupted:
             return None
-        position = self.protocol.first_position()
+        position = self.protocol.first_position(self.now())
         await self.enter("training")
         await self.rounds.load()
         return position
@@ -176,21 +177,30 @@ class Node:
             await self.until(lambda: self._interrupted or self.rounds.arrived(fragments))
         waited_s = self.now() - begun_at
         position = 0
-        if not self._interrupted and self.protocol.lockstep and not self.protocol.in_step(self.now()):
-            self.note("out_of_step", versions=list(self.protocol.versions))
-            await self.enter("starting")
-            await self.until(lambda: self._interrupted or self.protocol.may_train())
-            position = self.protocol.first_position()
+        if self.protocol.lockstep and not self._interrupted and self.rounds.out_of_step():
+            position = await self._get_in_step()
         if self._interrupted:
             await self.rounds.cancel()
             return None
         discarded, seconds = self.rounds.take(fragments)
+        if not self.protocol.lockstep and self.rounds.out_of_step():
+            await self.rounds.cancel()
+            position = max(1, await self._get_in_step())
         begun_at, in_step_s = self.now(), self.now() - begun_at - waited_s
         await self.rounds.load(fragments if position == 0 else None, self.replica.settings.mixing)
         # Only what the training loop waited for counts as its time; with overlap that is less than the exchange took.
         comm_s = min(seconds.comm, waited_s)
         spent = Seconds(comm_s, waited_s - comm_s + in_step_s, self.now() - begun_at)
         return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, discarded, spent, position)
+
+    async def _get_in_step(self) -> int:
+        """Begin a round anew with the others, at a barrier from their anchors; returns at which inner step they are."""
+        self.note("out_of_step", versions=list(self.protocol.versions))
+        if self.protocol.lockstep:
+            await self.enter("starting")
+            await self.until(lambda: self._interrupted or self.protocol.may_train())
+        self.rounds.in_step()
+        return self.protocol.first_position(self.now())
 
     async def turn(self, counts: Mapping[int, Count]) -> Exchanged | None:
         """Receive what was sent a round ago, and send this round's; the next begins from the anchor that is here then.
@@ -333,9 +343,10 @@ class Node:
         """A fragment that had another syncer goes on with the momentum that is known here, or with none."""
         fragment = action.fragment
         if action.term > 1:
-            known = fragment in self.replica.outer or fragment in self.replica.standby
-            momentum = "kept" if known else "restarted"
-            version = self.protocol.versions[fragment]
+            version, standby = self.protocol.versions[fragment], self.replica.standby.get(fragment)
+            momentum = "kept" if fragment in self.replica.outer else "restarted"
+            if standby is not None:
+                momentum = "kept" if standby.version == version else "stale"
             self.note("takeover", fragment=fragment, term=action.term, version=version, momentum=momentum)
         self.replica.hold(fragment)
 
@@ -346,7 +357,9 @@ class Node:
         wanted = self.protocol.backs_up()
         for fragment in self.replica.standby.keys() - wanted:
             self.replica.stand_down(fragment)
-        for fragment in wanted - self.replica.standby.keys() - self._standing_by:
+        versions = self.protocol.versions
+        behind = {f for f, standby in self.replica.standby.items() if versions[f] - standby.version >= STALE_VERSIONS}
+        for fragment in wanted - (self.replica.standby.keys() - behind) - self._standing_by:
             self._standing_by.add(fragment)
             self.spawn(self._begin_standby(fragment))
 

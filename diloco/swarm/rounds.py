@@ -21,7 +21,7 @@ from diloco.outer.replica import OuterStep
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Record
-from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.protocol.peer import CONTROL_FRAGMENT, MERGED_MEMORY
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState, Seconds
 from diloco.swarm.download import fetch, further_donors
@@ -34,6 +34,7 @@ __all__ = ["Exchanged", "Rounds"]
 
 logger = logging.getLogger(__name__)
 
+REALIGN_AFTER = 2  # contributions in a row that came too late
 RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 
 
@@ -76,6 +77,20 @@ class Rounds:
         self._moving = [asyncio.Lock() for _ in self.replica.fragments]  # who holds it reads or writes the anchor
         self.loaded = list(self.protocol.versions)  # which anchors the local parameters started from
         self._flights: dict[int, asyncio.Task[Flight]] = {}
+        self._applied: dict[int, int] = {}  # base version -> tokens of this peer that are in the control fragment
+        self._lost_tokens = 0  # of these, in a history that another one replaced
+        self._another_history = False
+        self._late = 0  # exchanges in a row in which something came too late
+
+    def out_of_step(self) -> bool:
+        """Whether this peer's rounds are not the others': they wait for nothing from it, or it comes late each time."""
+        if self.protocol.lockstep:
+            return self._another_history or not self.protocol.in_step(self._host.now())
+        return self._settings.quorum is None and self._late >= REALIGN_AFTER
+
+    def in_step(self) -> None:
+        """This peer begins anew where the others are."""
+        self._another_history, self._late = False, 0
 
     @property
     def flying(self) -> list[int]:
@@ -227,10 +242,11 @@ class Rounds:
                 raise PayloadError(f"version {header.version} is not newer than what is here")
             self._about_to_move(fragment)
             self.replica.anchors[fragment].copy_(state.anchor)
-            self.replica.stand_down(fragment)
             if state.master is not None and state.momentum is not None:
                 self.replica.hold(fragment, state.master, state.momentum)
             outer = state.master is not None
+            if fragment == CONTROL_FRAGMENT:
+                self._recount(header.merged)
             self._moved(fragment, header.version, digest, header.applied_tokens, outer, merged=header.merged)
 
     async def stand_by(self, fragment: int) -> None:
@@ -250,14 +266,31 @@ class Rounds:
         async with self._moving[fragment]:
             if not isinstance(fetched, FetchedState) or fetched.momentum is None:
                 return
-            current = fetched.header.version == self.protocol.versions[fragment]
-            if current and fragment not in self.protocol.syncers:
-                self.replica.stand_by(fragment, fetched.momentum)
+            if fragment not in self.protocol.syncers:
+                self.replica.stand_by(fragment, fetched.header.version, fetched.momentum)
 
     def _about_to_move(self, fragment: int) -> None:
         """Where a contribution may be late, what was learned from this anchor still counts when it has moved on."""
         if self._settings.staleness_limit and self.protocol.trains:
             self.replica.keep_base(fragment)
+
+    def _recount(self, merged: Mapping[str, int]) -> None:
+        """The anchor comes from elsewhere: what it lacks of this peer's tokens is discarded (the swarm was split)."""
+        newest = merged.get(self.protocol.me, -1)
+        lost = {base: tokens for base, tokens in self._applied.items() if base > newest}
+        for base, tokens in lost.items():
+            del self._applied[base]
+            self._lost_tokens += tokens
+        if lost:
+            self._host.note("discarded", tokens=sum(lost.values()), base_version=min(lost), why="another history won")
+
+    def _of_another_history(self, exchange: Exchange) -> bool:
+        """Whether what was learned cannot be merged, because the syncer's anchor of that version is another one."""
+        lease, fragment = self._live_lease(exchange.fragment), exchange.fragment
+        if lease is None or lease.holder == self.protocol.me:
+            return False
+        same_version = lease.version == exchange.base_version == self.protocol.versions[fragment]
+        return same_version and lease.digest != self.protocol.digests[fragment]
 
     def _check_free(self, fragment: int) -> None:
         if self.protocol.merging(fragment):
@@ -327,10 +360,16 @@ class Rounds:
     def take(self, fragments: Sequence[int]) -> tuple[int, Seconds]:
         """End the exchanges of these fragments, which are over: discarded tokens, and where the time went."""
         flights = [self._flights.pop(fragment).result() for fragment in fragments]
-        discarded = 0
+        discarded, self._lost_tokens = self._lost_tokens, 0
+        self._late = self._late + 1 if any(exchange.discarded for exchange, _ in flights) else 0
         for exchange, _ in flights:
-            if exchange.fragment == CONTROL_FRAGMENT and exchange.discarded:
-                discarded = exchange.tokens
+            if exchange.fragment != CONTROL_FRAGMENT:
+                continue
+            if not exchange.discarded:
+                self._applied[exchange.base_version] = exchange.tokens
+                self._applied.pop(exchange.base_version - MERGED_MEMORY, None)
+            else:
+                discarded += exchange.tokens
                 self._host.note("discarded", tokens=exchange.tokens, base_version=exchange.base_version)
         return discarded, max((f.seconds for f in flights), key=lambda s: s.comm + s.wait)  # they travel side by side
 
@@ -347,6 +386,12 @@ class Rounds:
 
     async def _exchange_fragment(self, exchange: Exchange) -> Seconds:
         protocol, fragment, seconds, retry_at = self.protocol, exchange.fragment, Seconds(), 0.0
+        if self._of_another_history(exchange):
+            self._host.note("another_history", fragment=fragment, version=exchange.base_version)
+            exchange.discarded = self._another_history = True
+            lease = protocol.leases.get(fragment)
+            await self.catch_up(fragment, () if lease is None else (lease.holder,), outer=False, whole=True)
+            return seconds
         while True:
             lease = self._live_lease(fragment)
             merged = protocol.merged(fragment).get(protocol.me, -1)

@@ -20,7 +20,6 @@ from diloco.errors import PayloadError
 from diloco.outer.replica import OuterStep
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
-from diloco.protocol.ledger import Units
 from diloco.protocol.messages import Record
 from diloco.protocol.peer import CONTROL_FRAGMENT, MERGED_MEMORY
 from diloco.protocol.syncer import Close, Syncer
@@ -375,7 +374,7 @@ class Rounds:
         for exchange, _ in flights:
             if exchange.fragment != CONTROL_FRAGMENT:
                 continue
-            self._settle(exchange.units)
+            self._settle(exchange)
             if not exchange.discarded:
                 self._applied[exchange.base_version] = exchange.tokens
                 self._applied.pop(exchange.base_version - MERGED_MEMORY, None)
@@ -384,12 +383,13 @@ class Rounds:
                 self._host.note("discarded", tokens=exchange.tokens, base_version=exchange.base_version)
         return discarded, max((f.seconds for f in flights), key=lambda s: s.comm + s.wait)  # they travel side by side
 
-    def _settle(self, units: Units) -> None:
-        """In the model or discarded: if this peer has them no more, others can have what was discarded."""
-        if units:
-            self._host.reserve.settle(units)
+    def _settle(self, exchange: Exchange) -> None:
+        """The units are not this peer's any more: when it asks for more, those that were discarded go to others."""
+        if exchange.units:
+            self._host.reserve.settle(exchange.units)
             self.protocol.units = self._host.reserve.all
-            self._host.note("units", contributed=[list(unit) for unit in units])
+            units = [list(unit) for unit in exchange.units]
+            self._host.note("units", base_version=exchange.base_version, discarded=exchange.discarded, units=units)
 
     async def cancel(self) -> None:
         """Give up what is under way."""

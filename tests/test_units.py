@@ -305,8 +305,8 @@ def test_two_real_peers_contribute_what_they_learned_from_different_units(tmp_pa
         "train.step_delay_s=0.05",
     )
     with command("-m", "diloco", *both, "run.dir=a", "run.name=a", directory=tmp_path) as first:
-        address = eventually(lambda: first.messages("ready"), "an address")[0]["address"]
-        joining = ("run.dir=b", "run.name=b", f"swarm.initial_peers=[{address}]")
+        eventually((tmp_path / "a" / "address").exists, "an address")
+        joining = ("run.dir=b", "run.name=b", "swarm.initial_peers=@a/address")
         with command("-m", "diloco", *both, *joining, directory=tmp_path) as second:
             first.done()
             second.done()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,8 @@ from diloco.sim.bare import BareNode, Swarm
 from diloco.sim.lineage import digest_of
 from diloco.sim.transfers import CHUNKS, MANIFEST
 from diloco.swarm.units import Reserve
+from diloco.train.checkpoint import Checkpoint
+from diloco.train.session import Session
 from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
 
 seeds = st.integers(0, 10**9)
@@ -293,31 +296,43 @@ def test_a_reserve_has_no_more_pieces_than_can_be_told() -> None:
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(2 * DEADLINE_S)
-def test_two_real_peers_contribute_what_they_learned_from_different_units(tmp_path: Path) -> None:
-    both = (
-        "train",
-        *SMOKE,
-        "budget.outer_steps=6",
-        "swarm.min_peers=2",
-        "checkpoint.every=1",
-        "train.step_delay_s=0.05",
-    )
-    with command("-m", "diloco", *both, "run.dir=a", "run.name=a", directory=tmp_path) as first:
-        eventually((tmp_path / "a" / "address").exists, "an address")
+@pytest.mark.parametrize("known", [True, False])
+def test_a_checkpoint_brings_the_word_back_and_an_old_one_has_none(known: bool) -> None:
+    word = {"units": [9, [[2, 4]]]} if known else {}
+    state = {"versions": [3], "terms": [1], "applied_tokens": 5, **word}
+    tensors = {"anchor": {"0": torch.zeros(1)}, "outer": {}, "residual": {}}
+    session = Session.__new__(Session)
+    session.checkpoint = Checkpoint(Path("step-3"), 3, state, tensors)
+    saved = session.outer()
+    assert saved is not None and tuple(saved.units) == ((9, [[2, 4]]) if known else (0, ()))
+
+
+def train_two(directory: Path, outer_steps: int) -> None:
+    """Two peers of one run, each a process with a directory of its own, to that outer step."""
+    both = ("-m", "diloco", "train", *SMOKE, f"budget.outer_steps={outer_steps}", "swarm.min_peers=2")
+    both = (*both, "checkpoint.every=1", "train.step_delay_s=0.05", "inner.schedule=constant")
+    (directory / "a" / "address").unlink(missing_ok=True)
+    with command(*both, "run.dir=a", "run.name=a", directory=directory) as first:
+        eventually((directory / "a" / "address").exists, "an address")
         joining = ("run.dir=b", "run.name=b", "swarm.initial_peers=@a/address")
-        with command("-m", "diloco", *both, *joining, directory=tmp_path) as second:
+        with command(*both, *joining, directory=directory) as second:
             first.done()
             second.done()
-    events = [event for peer in "ab" for event in json_lines(tmp_path / peer / "events.jsonl")]
-    units = {peer: [e["units"] for e in events if e["kind"] == "units" and e["peer"] == peer] for peer in "ab"}
-    everything = [unit for one in units.values() for contributed in one for unit in contributed]
-    assert all(len(contributed) >= 5 for contributed in units.values())
-    assert count(everything) == count(union(everything)) >= 2 * 5 * 4 * 2
-    assert not [event for event in events if event["kind"] == "units_twice"]
-    states = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/checkpoints/*/step-*6/state.json"))]
-    for state in states:
-        cursor, open_ = state["state"]["units"] if "state" in state else state["units"]
-        assert union(open_, everything) == [(0, cursor)] and not intersection(open_, everything)
-    assert len(states) == 2
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_two_real_peers_learn_from_different_units_and_so_they_do_after_a_restart(tmp_path: Path) -> None:
+    for outer_steps in (4, 8):
+        train_two(tmp_path, outer_steps)
+        events = [event for peer in "ab" for event in json_lines(tmp_path / peer / "events.jsonl")]
+        told = {peer: [e["units"] for e in events if e["kind"] == "units" and e["peer"] == peer] for peer in "ab"}
+        units = [unit for contributions in told.values() for contributed in contributions for unit in contributed]
+        assert all(len(contributions) >= outer_steps - 2 for contributions in told.values())
+        assert count(units) == count(union(units)) >= 2 * (outer_steps - 2) * 4 * 2
+        assert not [event for event in events if event["kind"] == "units_twice"]
+        for peer in "ab":
+            [file] = tmp_path.glob(f"{peer}/checkpoints/*/step-*{outer_steps}/state.json")
+            content = json.loads(file.read_text())
+            cursor, open_ = content.get("state", content)["units"]
+            assert union(open_, units) == [(0, cursor)] and not intersection(open_, units)

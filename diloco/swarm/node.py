@@ -183,6 +183,7 @@ class Node:
             await self.rounds.cancel()
             return None
         discarded, seconds = self.rounds.take(fragments)
+        await self.rounds.catch_up_left_out()
         if not self.protocol.lockstep and self.rounds.out_of_step():
             await self.rounds.cancel()
             position = max(1, await self._get_in_step())

@@ -177,6 +177,10 @@ def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
         one, two = await asyncio.gather(shared.get(make), shared.get(make))
         assert one is two and len(made) == 1
         del one, two
+        for _ in range(1000):  # a worker thread lets go of what it was given a moment later
+            if shared._kept is None or shared._kept() is None:
+                break
+            await asyncio.sleep(0.001)
         await shared.get(make)
         assert len(made) == 2
         with pytest.raises(PayloadError, match="no inner optimizer state is here"):
@@ -220,23 +224,22 @@ def test_a_joiner_begins_with_the_moments_of_a_donor(
 def test_a_joiner_s_first_round_is_better_than_with_empty_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loss at the end of that round, just before it contributes."""
-    joins = ("local.peers=2", "outer.sync_every=10", "budget.outer_steps=5", "sim.events=[join:2@30.5]")
-    more = ("train.log_every=1", "inner.lr=0.003", "eval.every=0", "inner.warmup_steps=0")
+    """Over 3 seeds, 3 learning rates and joins at versions 4 and 12, 14 of 18 were; by 0.06 on average."""
+    joins = ("local.peers=2", "outer.sync_every=10", "budget.outer_steps=14", "sim.events=[join:2@120.5]")
+    rate = ("inner.lr=0.003", "inner.schedule=constant", "inner.warmup_steps=0")
+    more = ("sim.latency_s=0", "train.log_every=1", "eval.every=0")
 
     def losses(run_dir: Path) -> list[float]:
-        simulated(run_dir, *joins, *more)
-        return [
-            line["loss"] for line in json_lines(run_dir / "metrics.jsonl") if line["peer"] == "p2" and "loss" in line
-        ]
+        simulated(run_dir, *joins, *rate, *more)
+        lines = [line for line in json_lines(run_dir / "metrics.jsonl") if line["peer"] == "p2" and "loss" in line]
+        return [line["loss"] for line in lines if line["version"] == 12]  # before its first contribution is merged
 
     warm = losses(tmp_path / "warm")
     monkeypatch.setattr(api, "load_moments_", lambda optimizer, state: None)
     monkeypatch.setattr(api, "moments", lambda optimizer: [])
     empty = losses(tmp_path / "empty")
-    assert len(warm) == len(empty) and warm[0] == empty[0], "the same batches and anchor"
-    first_round = 8
-    assert sum(warm[1:first_round]) < sum(empty[1:first_round])
+    assert len(warm) == len(empty) == 9 and warm[0] == empty[0], "the same batches and anchor"
+    assert sum(warm[1:]) < sum(empty[1:])
 
 
 def spoiled_numels(header: InnerHeader, values: Tensor) -> tuple[InnerHeader, Tensor]:
@@ -319,7 +322,7 @@ def test_a_donor_whose_moments_diverged_says_so_and_goes_on(tmp_path: Path, monk
 def test_a_cold_joiner_s_first_round_weighs_nothing_and_nobody_waits_for_it(tmp_path: Path) -> None:
     """Until it takes part, every anchor is the one of a run without it."""
     cold = ("swarm.inner_state=cold", "budget.outer_steps=6", "sim.step_s=[1,1,1,1.7]", "sim.latency_s=0")
-    without = simulated(tmp_path / "without", *LATE[:1], *cold[:2], "sim.step_s=1", "sim.latency_s=0")
+    without = simulated(tmp_path / "without", *LATE, *cold, "sim.events=[join:3@6.5,crash:3@6.6]")
     outcome = simulated(tmp_path / "with", *LATE, *cold)
     [event] = said(tmp_path / "with", "cold_start")
     [discarded] = said(tmp_path / "with", "discarded")
@@ -338,15 +341,8 @@ def test_a_cold_joiner_s_first_round_weighs_nothing_and_nobody_waits_for_it(tmp_
 @pytest.mark.parametrize("outer", ["streaming", "async"])
 def test_a_cold_joiner_comes_to_take_part_without_a_barrier_too(tmp_path: Path, outer: str) -> None:
     small = ["outer.overlap=1", "outer.fragments=2"] if outer == "streaming" else []
-    outcome = simulated(
-        tmp_path,
-        *LATE,
-        f"outer={outer}",
-        "outer.sync_every=4",
-        *small,
-        "budget.outer_steps=12",
-        "swarm.inner_state=cold",
-    )
+    every = ("outer.sync_every=4", "budget.outer_steps=12", "swarm.inner_state=cold")
+    outcome = simulated(tmp_path, *LATE, f"outer={outer}", *every, *small)
     assert [event["peer"] for event in said(tmp_path, "cold_start")] == ["p3"]
     [first, *_] = said(tmp_path, "discarded")
     assert first["peer"] == "p3" and first["tokens"] == 4 * 64
@@ -366,13 +362,8 @@ def test_without_a_donor_that_answers_a_joiner_starts_cold(tmp_path: Path, monke
 
 
 def test_a_cold_joiner_may_leave_in_its_first_round(tmp_path: Path) -> None:
-    outcome = simulated(
-        tmp_path,
-        "local.peers=3",
-        "budget.outer_steps=4",
-        "swarm.inner_state=cold",
-        "sim.events=[join:3@6.5,leave:3@8.5]",
-    )
+    leaves = "sim.events=[join:3@6.5,leave:3@8.5]"
+    outcome = simulated(tmp_path, *LATE[:2], "swarm.inner_state=cold", leaves)
     peers = {peer.name: peer for peer in outcome.summary.peers}
     assert peers["p3"].steps in (2, 3) and outcome.summary.tokens.discarded == 0
     assert len({peers[name].anchor_digest for name in ("p0", "p1", "p2")}) == 1
@@ -396,11 +387,10 @@ def test_a_real_joiner_gets_the_state_from_a_peer_that_trains(tmp_path: Path) ->
     run = (*SMOKE, "run.report=true", "outer.sync_every=10", "budget.outer_steps=40", "train.step_delay_s=0.02")
     first, second = (f"run.dir={tmp_path / name}" for name in ("one", "two"))
     with command("-m", "diloco", "train", *run, first, "run.name=one", directory=tmp_path) as donor:
-        address = eventually(
-            lambda: (tmp_path / "one/address").exists() and (tmp_path / "one/address").read_text(), "it"
-        )
+        written = tmp_path / "one" / "address"
+        address = eventually(lambda: written.exists() and written.read_text().strip(), "the donor's address")
         eventually(lambda: len(anchors(tmp_path / "one", "one")) >= 2, "two outer steps")
-        seeds = f"swarm.initial_peers=[{str(address).strip()}]"
+        seeds = f"swarm.initial_peers=[{address}]"
         with command("-m", "diloco", "train", *run, second, seeds, "run.name=two", directory=tmp_path) as joiner:
             assert joiner.wait() == 0, joiner.stderr
         assert donor.wait() == 0, donor.stderr

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from diloco import data
 from diloco.config import DataConfig
-from diloco.data.memory import MemoryStream
+from diloco.data.memory import LeasedStream, MemoryStream
 from diloco.data.packing import Packer, is_held_out, token_dtype
 from diloco.data.shuffle import permuted
 from diloco.data.sources import documents
@@ -203,6 +203,36 @@ def test_resuming_is_quick_however_far_the_stream_was() -> None:
     started = time.perf_counter()
     next(stream)
     assert time.perf_counter() - started < 1
+
+
+@given(batch_size=st.integers(1, 7), number=st.integers(0, 12))
+@settings(max_examples=25, deadline=None)
+def test_leased_units_in_order_are_the_list_that_shards_are_cut_from(batch_size: int, number: int) -> None:
+    array = numbered(17)
+    at = 0
+
+    def take(wanted: int) -> list[tuple[int, int]]:
+        nonlocal at
+        at += wanted
+        return [(at - wanted, at - wanted // 2), (at - wanted // 2, at)]
+
+    leased = LeasedStream(array, batch_size, 5, take, MemoryStream(array, batch_size, 5, 3, None))
+    assert rows_of(leased, number) == rows_of(MemoryStream(array, batch_size, 5, 0, 1), number)
+
+
+def test_without_units_training_goes_on_in_an_order_of_its_own_which_resumes() -> None:
+    array, units = numbered(17), [None, [(40, 43)], None, None]
+
+    def stream(units: list[list[tuple[int, int]] | None]) -> LeasedStream:
+        left = iter(units)
+        return LeasedStream(array, 3, 5, lambda wanted: next(left), MemoryStream(array, 3, 5, 8, None))
+
+    own, common = rows_of(MemoryStream(array, 3, 5, 8, None), 3), rows_of(MemoryStream(array, 1, 5, 0, 1), 43)
+    one = stream(units)
+    assert rows_of(one, 2) == own[:3] + common[40:]
+    resumed = stream(units[2:])
+    resumed.restore(json.loads(json.dumps(one.state())))
+    assert rows_of(one, 2) == rows_of(resumed, 2) == own[3:]
 
 
 def test_fewer_peers_go_on_where_all_of_them_stopped() -> None:

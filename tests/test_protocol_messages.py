@@ -18,6 +18,8 @@ from diloco.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_MOMENTS,
     MAX_PARTS,
+    MAX_RANGES,
+    MAX_UNIT_RANGES,
     Claim,
     Contribution,
     Hello,
@@ -35,6 +37,8 @@ from diloco.protocol.messages import (
     StateHeader,
     StateRequest,
     Status,
+    UnitGrant,
+    UnitRequest,
     Verdict,
     decode,
     encode,
@@ -48,6 +52,7 @@ fragments = st.integers(0, 2**20 - 1)
 names = st.text(max_size=128)
 rates = st.floats(0, allow_nan=False, allow_infinity=False)
 states = st.sampled_from(["starting", "ready", "training", "exchanging", "leaving", "done"])
+units = st.lists(st.tuples(counts, counts).filter(lambda unit: unit[0] < unit[1]).map(list), max_size=3)
 statuses = st.builds(
     Status,
     state=states,
@@ -56,10 +61,12 @@ statuses = st.builds(
     target_steps=counts,
     steps_per_s=rates,
     tokens=counts,
+    units=units,
 )
-claims = st.builds(Claim, fragment=fragments, term=terms, version=counts, digest=digests)
+word = {"cursor": counts, "open": units}
+claims = st.builds(Claim, fragment=fragments, term=terms, version=counts, digest=digests, **word)
 published = {"fragment": fragments, "term": terms, "version": counts, "digest": digests}
-shared = {"contributors": st.lists(names, max_size=3), "applied_tokens": counts}
+shared = {"contributors": st.lists(names, max_size=3), "applied_tokens": counts, **word}
 ANY = st.one_of(
     statuses,
     claims,
@@ -85,6 +92,7 @@ ANY = st.one_of(
         base_version=counts,
         steps=st.integers(1, 2**40 - 1),
         tokens=st.integers(1, 2**48 - 1),
+        units=units,
     ),
     st.builds(
         Verdict,
@@ -111,6 +119,7 @@ ANY = st.one_of(
         digest=digests,
         applied_tokens=counts,
         parts=st.lists(digests, min_size=1, max_size=3),
+        **word,
     ),
     st.builds(
         PartRequest, manifest_hash=digests, fragment=fragments, digest=digests, part=st.integers(0, MAX_PARTS - 1)
@@ -125,14 +134,18 @@ ANY = st.one_of(
         numels=st.lists(counts, max_size=3),
         steps=st.lists(st.integers(1, 2**40 - 1), max_size=3),
     ),
+    st.builds(UnitRequest, manifest_hash=digests, wanted=st.integers(1, 2**20), has=units),
+    st.builds(UnitGrant, units=units),
     st.builds(ManifestRequest),
     st.builds(ManifestReply, text=st.text(max_size=1000)),
     st.builds(Refusal, reason=st.text(max_size=2048)),
 )
 
 D = "0123456789abcdef" * 4
-STATUS = Status(state="training", versions=[3, 4], inner_step=5, target_steps=6, steps_per_s=0.5, tokens=7)
-CLAIM = Claim(fragment=1, term=2, version=3, digest=D)
+STATUS = Status(
+    state="training", versions=[3, 4], inner_step=5, target_steps=6, steps_per_s=0.5, tokens=7, units=[[8, 9]]
+)
+CLAIM = Claim(fragment=1, term=2, version=3, digest=D, cursor=9, open=[[0, 4], [6, 9]])
 HELLO = Hello(
     wire_version=1,
     run_id="run",
@@ -148,8 +161,10 @@ EXAMPLES: list[Message] = [
     STATUS,
     CLAIM,
     HELLO,
-    Published(fragment=1, term=2, version=3, digest=D, contributors=["a", "b"], applied_tokens=4),
-    Contribution(manifest_hash=D, fragment=1, term=2, base_version=3, steps=4, tokens=5),
+    Published(
+        fragment=1, term=2, version=3, digest=D, contributors=["a", "b"], applied_tokens=4, cursor=9, open=[[6, 9]]
+    ),
+    Contribution(manifest_hash=D, fragment=1, term=2, base_version=3, steps=4, tokens=5, units=[[0, 2**61]]),
     Verdict(accepted=False, first_chunk=1, record_follows=True, reason="why", version=2, term=3),
     Receipt(),
     Record(fragment=1, term=2, version=3, digest_before=D, digest=D, contributors=["a"], applied_tokens=4),
@@ -159,6 +174,8 @@ EXAMPLES: list[Message] = [
     StateHeader(fragment=1, version=2, digest=D, applied_tokens=3, outer=True),
     InnerRequest(manifest_hash=D),
     InnerHeader(names=["0.0.exp_avg"], numels=[4], steps=[2]),
+    UnitRequest(manifest_hash=D, wanted=2**20, has=[[0, 1]]),
+    UnitGrant(units=[[0, 1]]),
     ManifestRequest(),
     ManifestReply(text="{}"),
     Refusal(reason="no"),
@@ -185,7 +202,7 @@ def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         if key == "merged":
             wrong = [*(one for one in wrong if one != {}), {"a": -1}, {"a": "1"}, {"a": None}, {"a" * 129: 1}]
         yield from ((key, {**fields, key: other}) for other in wrong)
-        inner = value[0] if isinstance(value, list) and isinstance(value[0], dict) else value
+        inner = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else value
         if isinstance(inner, dict) and key != "merged":
             for path, broken in corruptions(inner):
                 yield f"{key}.{path}", {**fields, key: [broken] if isinstance(value, list) else broken}
@@ -256,6 +273,25 @@ def test_a_list_of_parts_is_neither_empty_nor_longer_than_a_frame() -> None:
     assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
     for parts in ([], [D] * (MAX_PARTS + 1), [D, D[1:]]):
         assert refusal_of(pack({**listed.model_dump(), "parts": parts})).startswith("a message does not fit its schema")
+
+
+@pytest.mark.parametrize("unit", [[1, 1], [2, 1], [1], [1, 2, 3], [-1, 2], [0, 2**62], [0.0, 1], [True, 2], ["0", 1]])
+def test_a_range_of_sequences_is_two_ascending_numbers(unit: list[object]) -> None:
+    for example, field in ((STATUS, "units"), (CLAIM, "open"), (UnitGrant(units=[]), "units")):
+        refusal_of(pack({**example.model_dump(), field: [[4, 5], unit]}))
+
+
+def test_nobody_has_or_leaves_open_more_ranges_than_a_peer_can_keep_track_of() -> None:
+    ranges = [[2 * number, 2 * number + 1] for number in range(MAX_RANGES + 1)]
+    for example, field, limit in (
+        (STATUS, "units", MAX_UNIT_RANGES),
+        (UnitRequest(manifest_hash=D, wanted=1, has=[]), "has", MAX_UNIT_RANGES),
+        (CLAIM, "open", MAX_RANGES),
+    ):
+        decode(pack({**example.model_dump(), field: ranges[:limit]}))
+        refusal_of(pack({**example.model_dump(), field: ranges[: limit + 1]}))
+    for wanted in (0, 2**20 + 1):
+        refusal_of(pack({**UnitRequest(manifest_hash=D, wanted=1, has=[]).model_dump(), "wanted": wanted}))
 
 
 @given(st.binary(max_size=200))

@@ -19,6 +19,7 @@ from diloco.protocol.messages import Claim, Hello, Record, StateHeader, Status
 from diloco.protocol.peer import Peer
 from diloco.swarm.bulk import FetchedRecord, FetchedState
 from diloco.swarm.rounds import Rounds
+from diloco.swarm.units import Reserve
 
 ME, OTHER, MANIFEST = "me", "other", "0" * 64
 
@@ -50,6 +51,7 @@ class StubHost:
         self.replica = Replica(self.parameters, fragments, settings)
         self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings)
         self.records: dict[int, FetchedRecord] = {}
+        self.reserve = Reserve()
         self.notes: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.client = StubClient()

@@ -16,10 +16,11 @@ made again, under the next term.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from diloco.protocol.leases import Lease
+from diloco.protocol.ledger import Units
 from diloco.protocol.messages import Contribution, Verdict
 
 __all__ = ["Exchange", "Step"]
@@ -49,6 +50,7 @@ class Exchange:
     manifest_hash: str
     staleness_limit: int = 0
     discarded: bool = False
+    units: Units = field(default_factory=list)
     _offered: bool = False
     _recorded: bool = False
     _failed_term: int = 0
@@ -102,6 +104,7 @@ class Exchange:
             base_version=self.base_version,
             steps=self.steps,
             tokens=self.tokens,
+            units=[list(unit) for unit in self.units],
         )
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:

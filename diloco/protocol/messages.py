@@ -3,8 +3,11 @@
 Two kinds of streams carry these messages, each as one msgpack map behind a 4-byte length:
 
 - *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`;
-- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest` or `ManifestRequest`
-  and the answers to it, each followed by raw payload whose length both sides know beforehand.
+- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest` or
+  `ManifestRequest` and the answers to it, each followed by raw payload whose length both sides know beforehand.
+
+What speaks of a version of the control fragment carries the ledger's *word* on it: `cursor` and `open` (see `ledger`);
+for other fragments they are empty.
 
 Nothing read from the network becomes an object without passing its schema: unknown fields, wrong types, values out of
 range and unknown kinds all raise `PayloadError`.
@@ -15,7 +18,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from diloco.errors import PayloadError
 
@@ -23,6 +26,9 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_MOMENTS",
     "MAX_PARTS",
+    "MAX_RANGES",
+    "MAX_UNITS_WANTED",
+    "MAX_UNIT_RANGES",
     "Claim",
     "Contribution",
     "Hello",
@@ -41,6 +47,8 @@ __all__ = [
     "StateHeader",
     "StateRequest",
     "Status",
+    "UnitGrant",
+    "UnitRequest",
     "Verdict",
     "decode",
     "encode",
@@ -50,6 +58,9 @@ __all__ = [
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
 MAX_PARTS = 2**13  # whose digests fill half a frame; a fragment of more than 32 GiB comes in one piece
 MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state, whose names and sizes fill half a frame
+MAX_UNIT_RANGES = 64  # that a peer has at a time
+MAX_RANGES = 2**10  # of all peers together
+MAX_UNITS_WANTED = 2**20  # sequences of one request
 
 State = Literal["starting", "ready", "training", "exchanging", "leaving", "done"]
 Name = Annotated[str, Field(max_length=128)]
@@ -61,6 +72,17 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Names = Annotated[list[Name], Field(max_length=4096), FailFast()]
 Merged = Annotated[dict[Name, Count], Field(max_length=4096)]
 Versions = Annotated[list[Count], Field(max_length=2**20), FailFast()]
+
+
+def _ascending(unit: list[int]) -> list[int]:
+    if unit[0] >= unit[1]:
+        raise ValueError("a range of sequences is not empty and does not run backwards")
+    return unit
+
+
+Unit = Annotated[list[Count], Field(min_length=2, max_length=2), FailFast(), AfterValidator(_ascending)]
+Units = Annotated[list[Unit], Field(max_length=MAX_RANGES), FailFast()]
+FewUnits = Annotated[list[Unit], Field(max_length=MAX_UNIT_RANGES), FailFast()]
 
 
 class Message(BaseModel):
@@ -77,6 +99,7 @@ class Status(Message):
         inner_step, target_steps: inner steps done since the last exchange, and how many there will be before the next.
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
+        units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
     """
 
     kind: Literal["status"] = "status"
@@ -86,6 +109,7 @@ class Status(Message):
     target_steps: Count = 0
     steps_per_s: Rate = 0.0
     tokens: Count = 0
+    units: FewUnits = Field(default_factory=list)
 
 
 class Claim(Message):
@@ -96,6 +120,8 @@ class Claim(Message):
     term: Annotated[int, Field(ge=1, lt=2**62)]
     version: Count
     digest: Digest
+    cursor: Count = 0
+    open: Units = Field(default_factory=list)
 
 
 class Hello(Message):
@@ -126,10 +152,15 @@ class Published(Message):
     digest: Digest
     contributors: Names
     applied_tokens: Count
+    cursor: Count = 0
+    open: Units = Field(default_factory=list)
 
 
 class Contribution(Message):
-    """Header of a contribution; the encoded pseudo-gradient follows once the syncer has accepted it."""
+    """Header of a contribution; the encoded pseudo-gradient follows once the syncer has accepted it.
+
+    `units`, for the control fragment, is the leased data that it was learned from.
+    """
 
     kind: Literal["contribution"] = "contribution"
     manifest_hash: Digest
@@ -138,6 +169,7 @@ class Contribution(Message):
     base_version: Count
     steps: Annotated[int, Field(ge=1, lt=2**40)]
     tokens: Annotated[int, Field(ge=1, lt=2**48)]
+    units: Units = Field(default_factory=list)
 
 
 class Verdict(Message):
@@ -176,6 +208,8 @@ class Record(Message):
     digest: Digest
     contributors: Names
     applied_tokens: Count
+    cursor: Count = 0
+    open: Units = Field(default_factory=list)
 
 
 class StateRequest(Message):
@@ -202,6 +236,8 @@ class PartList(Message):
     digest: Digest
     applied_tokens: Count
     merged: Merged = Field(default_factory=dict)
+    cursor: Count = 0
+    open: Units = Field(default_factory=list)
     parts: Annotated[list[Digest], Field(min_length=1, max_length=MAX_PARTS), FailFast()]
 
 
@@ -231,6 +267,24 @@ class StateHeader(Message):
     applied_tokens: Count
     outer: bool
     merged: Merged = Field(default_factory=dict)
+    cursor: Count = 0
+    open: Units = Field(default_factory=list)
+
+
+class UnitRequest(Message):
+    """Asks the control fragment's syncer to lease that many sequences; `has` is all that the asker has left."""
+
+    kind: Literal["unit_request"] = "unit_request"
+    manifest_hash: Digest
+    wanted: Annotated[int, Field(ge=1, le=MAX_UNITS_WANTED)]
+    has: FewUnits
+
+
+class UnitGrant(Message):
+    """These sequences are the asker's, until they are in the model or it is lost."""
+
+    kind: Literal["unit_grant"] = "unit_grant"
+    units: Units
 
 
 class InnerRequest(Message):
@@ -286,6 +340,8 @@ _Any = Annotated[
     | StateHeader
     | InnerRequest
     | InnerHeader
+    | UnitRequest
+    | UnitGrant
     | ManifestRequest
     | ManifestReply
     | Refusal,

@@ -15,11 +15,25 @@ of a peer:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.dealer import Dealer, Word, fields_of
+from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Member
-from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, State, Status, Verdict
+from diloco.protocol.messages import (
+    Claim,
+    Contribution,
+    Hello,
+    Message,
+    Published,
+    Record,
+    State,
+    StateHeader,
+    Status,
+    Verdict,
+)
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.syncer import Syncer
 from diloco.protocol.view import WIRE_VERSION, View
@@ -28,7 +42,7 @@ __all__ = ["WIRE_VERSION", "Peer"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 MERGED_MEMORY = 1024  # versions after which it is forgotten who contributed to one
-CONTROL_FRAGMENT = 0  # its update records carry the swarm clock
+CONTROL_FRAGMENT = 0  # its update records carry the swarm clock and the word on the data; its syncer deals out units
 
 
 class Peer(View):
@@ -55,6 +69,7 @@ class Peer(View):
         self._myself: Member | None = None
         self._opened = False
         self.warming = False  # a cold peer trains by itself: the others expect nothing of one that is starting
+        self.dealer = Dealer(self.versions[CONTROL_FRAGMENT])
 
     # -- events from the network --------------------------------------------------------------------------------------
 
@@ -63,6 +78,7 @@ class Peer(View):
         actions: list[Action] = []
         if self.members.join(peer, hello, now):
             actions.append(Note("join", {"peer": peer, "name": hello.name, "live": len(self.members) + 1}))
+        self._heard_units(peer, hello.status)
         claimed = {(claim.fragment, claim.term) for claim in hello.claims}
         for lease in self.leases.held_by(peer):
             if (lease.fragment, lease.term) not in claimed:
@@ -81,6 +97,7 @@ class Peer(View):
             case Status():
                 if len(message.versions) == len(self.versions):
                     member.hear(message, now)
+                    self._heard_units(peer, message)
             case Claim():
                 actions += self._heard_claim(peer, message)
             case Published():
@@ -98,6 +115,7 @@ class Peer(View):
         if member is None:
             return []
         self.members.remove(peer)
+        self.dealer.give_back(peer)
         kind = "leave" if member.status.state in ("leaving", "done") else "lost"
         note = Note(kind, {"peer": peer, "name": member.name, "why": why, "live": len(self.members) + 1})
         return [note, *self.tick(now)]
@@ -121,7 +139,11 @@ class Peer(View):
         if claim.fragment >= len(self.versions):
             return []
         before = self.leases.get(claim.fragment)
-        if not self.leases.claim(peer, claim):
+        changed = self.leases.claim(peer, claim)
+        lease = self.leases.get(claim.fragment)
+        if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
+            self.hear_word(claim)
+        if not changed:
             return []
         actions: list[Action] = [
             Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
@@ -129,6 +151,8 @@ class Peer(View):
         if before is not None and before.holder == self.me and peer != self.me:
             del self.syncers[claim.fragment]
             self._merging.discard(claim.fragment)
+            if claim.fragment == CONTROL_FRAGMENT:
+                self.dealer.step_down()
             actions.append(Release(claim.fragment))
         return actions
 
@@ -138,6 +162,7 @@ class Peer(View):
             return []
         if self.leases.published(message.fragment, message.term, message.version, message.digest):
             self._contributors[message.fragment] = tuple(message.contributors)
+            self.hear_word(message)
             if message.fragment == CONTROL_FRAGMENT:
                 self.swarm_tokens = max(self.swarm_tokens, message.applied_tokens)
         return []
@@ -184,7 +209,8 @@ class Peer(View):
                 version, self._merged.get(fragment)
             )  # what was collected went with the anchor that it was relative to
             self._merging.discard(fragment)
-            claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest)
+            self._deal(fragment)
+            claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest, **self.word(fragment))
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by what the syncer says it stands on
         return [*actions, *self.tick(now)]
@@ -218,7 +244,10 @@ class Peer(View):
         if syncer is None:
             term = self.leases.term(header.fragment)
             return Verdict(accepted=False, reason=f"not the syncer of fragment {header.fragment}", term=term)
-        return syncer.offer(peer, header)
+        verdict = syncer.offer(peer, header)
+        if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
+            self.dealer.offered(peer, header.units)
+        return verdict
 
     def arrived(self, peer: str, fragment: int, now: float) -> list[Action]:
         """The whole payload of a contribution is folded in."""
@@ -245,6 +274,7 @@ class Peer(View):
         self.leases.published(fragment, syncer.term, syncer.version, digest)
         self._contributors[fragment] = tuple(sorted(contributors))
         self._merged.setdefault(fragment, {}).update(dict.fromkeys(contributors, syncer.version - 1))
+        twice = self._apply_units(syncer.version, contributors) if fragment == CONTROL_FRAGMENT else []
         message = Published(
             fragment=fragment,
             term=syncer.term,
@@ -252,8 +282,9 @@ class Peer(View):
             digest=digest,
             contributors=sorted(contributors),
             applied_tokens=self.applied_tokens,
+            **self.word(fragment),
         )
-        return [Broadcast(message), Broadcast(self.status()), *self.tick(now)]
+        return [*twice, Broadcast(message), Broadcast(self.status()), *self.tick(now)]
 
     def _close_rounds(self, now: float) -> list[Action]:
         if not self.syncers:
@@ -278,6 +309,49 @@ class Peer(View):
                 actions.append(Note("missing", {"fragment": fragment, "peers": list(close.missing)}))
             actions.append(Merge(close))
         return actions
+
+    # -- work units ---------------------------------------------------------------------------------------------------
+
+    def lease_units(self, peer: str, wanted: int, has: Iterable[Sequence[int]]) -> Units | None:
+        """Lease that many sequences more to a member, or to this peer, who has no others than `has`.
+
+        None when another peer deals them out, and for who is no member (nobody would notice that it is gone).
+        """
+        member = peer == self.me or peer in self.members
+        return self.dealer.lease(peer, wanted, has) if member else None
+
+    def word(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
+        if fragment != CONTROL_FRAGMENT:
+            return {}
+        if contributors is not None and self.dealer.ledger is not None:  # of the version that they are about to make
+            return fields_of(self.dealer.after(contributors))
+        return fields_of(self.dealer.word(self.versions[fragment]))
+
+    def hear_word(self, said: Claim | Published | Record | StateHeader) -> None:
+        """What the author of a version says of the data."""
+        if said.fragment == CONTROL_FRAGMENT:
+            self.dealer.hear(said)
+
+    def restore_word(self, word: Word) -> None:
+        """What the word on this peer's version was when a checkpoint was written."""
+        self.dealer.know(self.versions[CONTROL_FRAGMENT], word)
+
+    def _heard_units(self, peer: str, status: Status) -> None:
+        if status.state in ("leaving", "done"):
+            self.dealer.give_back(peer)
+        else:
+            self.dealer.has(peer, status.units)
+
+    def _deal(self, fragment: int) -> None:
+        """As syncer of the control fragment, deal out units behind what is in the anchor here."""
+        if fragment == CONTROL_FRAGMENT:
+            said = {member.peer: member.status.units for member in self.members.all() if self._live(member.peer)}
+            self.dealer.resume(self.versions[fragment], {**said, self.me: self.units})
+
+    def _apply_units(self, version: int, contributors: Collection[str]) -> list[Action]:
+        live = {self.me, *(member.peer for member in self.members.all() if self._live(member.peer))}
+        twice = self.dealer.published(version, contributors, live)
+        return [Note("units_twice", {"count": twice, "version": version})] if twice else []
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -337,7 +411,9 @@ class Peer(View):
         if term > 1:
             self.takeovers += 1
         version = self.versions[fragment]
-        claim = Claim(fragment=fragment, term=term, version=version, digest=self.digests[fragment])
+        self._deal(fragment)
+        digest = self.digests[fragment]
+        claim = Claim(fragment=fragment, term=term, version=version, digest=digest, **self.word(fragment))
         actions = self._heard_claim(self.me, claim)
         self.syncers[fragment] = Syncer(
             fragment, term, version, self.outer, self._contributors.get(fragment, ()),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from diloco.config import OuterConfig
 from diloco.protocol.leases import Lease, LeaseTable
+from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
-from diloco.protocol.messages import Claim, Hello, State, Status
+from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Hello, State, Status
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 
@@ -62,11 +66,18 @@ class View:
         self.members = Membership()
         self.leases = LeaseTable()
         self.state: State = "starting"
+        self.units: Units = []  # leased to this peer; its owner keeps them up to date
         self._progress = (0, 0, 0.0, 0)
         self._begin()
 
     def _begin(self) -> None:
         """Further state of a subclass."""
+
+    def word(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
+        """Fields of a message about this peer's version of a fragment, or about the next one, which these contributors
+        make: what of the data is handed out, and what of it is not in the model. Only the control fragment has any.
+        """
+        return {}
 
     # -- what this peer says ------------------------------------------------------------------------------------------
 
@@ -80,6 +91,7 @@ class View:
             target_steps=target_steps,
             steps_per_s=steps_per_s,
             tokens=tokens,
+            units=[list(unit) for unit in self.units[:MAX_UNIT_RANGES]],
         )
 
     def hello(self) -> Hello:
@@ -93,8 +105,13 @@ class View:
             holds=self.holds,
             peers=[member.peer for member in self.members.all()],
             status=self.status(),
-            claims=[claim_of(lease) for lease in self.leases.held_by(self.me)],
+            claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
         )
+
+    def claim_of(self, lease: Lease) -> Claim:
+        """What this peer says of a lease that it holds."""
+        fragment, word = lease.fragment, self.word(lease.fragment)
+        return Claim(fragment=fragment, term=lease.term, version=lease.version, digest=lease.digest, **word)
 
     def objection(self, hello: Hello) -> str | None:
         """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
@@ -224,8 +241,3 @@ class View:
         return all(map(self.agrees, range(len(self.versions)))) and all(
             m.status.versions == self.versions for m in trainers
         )
-
-
-def claim_of(lease: Lease) -> Claim:
-    """What the holder says of its lease."""
-    return Claim(fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from diloco.config import OuterConfig
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Note, Release
 from diloco.protocol.exchange import Exchange
-from diloco.protocol.peer import Peer
+from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.schedule import Schedule
-from diloco.sim.lineage import digest_of
+from diloco.sim.lineage import Contributed, digest_of
 from diloco.sim.transfers import MANIFEST, Arena, Transfers
 from diloco.sim.world import Clock, Conversation, Violation
 
@@ -100,6 +100,7 @@ class BareNode(Transfers):
         outer: OuterConfig | None = None,
         saved: Checkpoint | None = None,
         clock: Clock | None = None,
+        batch_size: int = 0,
         **settings: object,
     ) -> None:
         outer = outer or OuterConfig(method="diloco", sync_every=steps)
@@ -111,6 +112,8 @@ class BareNode(Transfers):
         self.outer_steps, self.step_s, self.heartbeat_s = outer_steps, step_s, heartbeat_s
         self.notes: list[Note] = []
         self.began(outer)
+        self.batch_size = batch_size  # leased sequences per step; 0: this node trains on data of its own
+        self.reserve.expect(batch_size * outer.sync_every)
         if saved is not None:
             self.peer.restore_merged(saved.merged)
         for fragment in range(world.fragments):
@@ -158,6 +161,7 @@ class BareNode(Transfers):
         """Says that this node lives, and lets time pass for its protocol."""
         while True:
             self.do([Broadcast(self.peer.status()), *self.peer.tick(self.now())])
+            self.ask_for_units()
             yield self.heartbeat_s / self.clock.rate
 
     def train(self) -> Conversation:
@@ -175,6 +179,7 @@ class BareNode(Transfers):
                 return
             due = schedule.advance()
             self.steps += 1
+            self.reserve.take(self.batch_size)
             pace = 1 / (self.step_s * self.clock.rate)
             peer.progress(schedule.inner_step, schedule.target_steps, pace, self.steps * TOKENS_PER_STEP)
             if outer.quorum is not None:
@@ -204,9 +209,13 @@ class BareNode(Transfers):
                 fragment, self.loaded[fragment], steps, steps * TOKENS_PER_STEP, MANIFEST,
                 staleness_limit=self.peer.outer.staleness_limit,
             )  # fmt: skip
+            if fragment == CONTROL_FRAGMENT:
+                exchange.units = self.reserve.send()
+                self.world.learned_from[Contributed(self.name, exchange.base_version)] = exchange.units
             self.exchanges.append(exchange)
             self.flying[fragment] = exchange
             self.world.spawn(self, self.exchange(exchange))
+        self.ask_for_units()
 
     def receive(self, fragments: Sequence[int]) -> Generator[float | Callable[[], bool], None, int]:
         """Wait for the updates of these fragments and go on from them; returns where in the cycle."""

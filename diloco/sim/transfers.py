@@ -12,14 +12,16 @@ from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from diloco.config import OuterConfig
-from diloco.protocol.actions import Action
+from diloco.protocol.actions import Action, Broadcast
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
-from diloco.protocol.messages import Contribution, Record, Verdict
+from diloco.protocol.ledger import Units
+from diloco.protocol.messages import Contribution, Record, StateHeader, Verdict
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.syncer import Close, Syncer
 from diloco.sim.lineage import Contributed, Lineage, Made, digest_of, repeated
 from diloco.sim.world import Clock, Conversation, Violation, World
+from diloco.swarm.units import Reserve
 
 __all__ = ["CHUNKS", "MANIFEST", "Arena", "Transfers"]
 
@@ -38,6 +40,7 @@ class State(NamedTuple):
     applied_tokens: int
     merged: dict[str, int]
     momentum: tuple[int, ...] | None
+    header: StateHeader
 
 
 class Answer(NamedTuple):
@@ -62,6 +65,7 @@ class Arena(World):
         self.nodes: dict[str, Transfers] = {}
         self.records: list[Record] = []
         self.lineage = Lineage()
+        self.learned_from: dict[Contributed, Units] = {}  # of contributions to the control fragment
 
 
 class Stream:
@@ -118,6 +122,7 @@ class Transfers:
         momentum: versions that went into the outer state of the fragments held.
         folded: chunks in the sum of the fragments held.
         records: the newest update of fragments held. moving: fragments whose anchor is being read or written.
+        reserve: work units, if the node was told to train on any.
         loaded: versions that the local parameters started from. flying: exchanges under way.
     """
 
@@ -141,6 +146,8 @@ class Transfers:
         self.exchanges: list[Exchange] = []
         self.flying: dict[int, Exchange] = {}
         self._late = outer.overlap == outer.sync_every
+        self.reserve = Reserve()
+        self._asking = False
 
     def now(self) -> float:
         """What this node's clock shows."""
@@ -163,6 +170,28 @@ class Transfers:
         """Whether the exchanges of these fragments are over."""
         return not any(fragment in self.flying for fragment in fragments)
 
+    # -- work units ---------------------------------------------------------------------------------------------------
+
+    def ask_for_units(self) -> None:
+        """When they run short, one request at a time."""
+        if self.reserve.missing and not self._asking:
+            self._asking = True
+            self.world.spawn(self, self._fetch_units())
+
+    def _fetch_units(self) -> Conversation:
+        lease, wanted, has = self._live_lease(CONTROL_FRAGMENT), self.reserve.missing, self.reserve.all
+        if lease is not None:
+            server = self.world.nodes[lease.holder]
+            stream = Stream(self.world, self, server)
+            yield from stream.pass_over(self, server, stream.broken)
+            granted = None if stream.broken() else server.peer.lease_units(self.name, wanted, has)
+            yield from stream.pass_over(server, self, stream.broken)
+            if granted and not stream.broken():
+                self.reserve.add(granted)
+                self.peer.units = self.reserve.all
+                self.do([Broadcast(self.peer.status())])
+        self._asking = False
+
     # -- contributor --------------------------------------------------------------------------------------------------
 
     def exchange(self, exchange: Exchange) -> Conversation:
@@ -174,6 +203,8 @@ class Transfers:
             match exchange.next_step(lease, self.peer.versions[fragment], self.now(), retry_at, merged):
                 case Step.DONE:
                     self.flying.pop(fragment, None)
+                    self.reserve.settle(exchange.units)
+                    self.peer.units = self.reserve.all
                     return
                 case Step.WAIT:
                     yield 0.2
@@ -313,19 +344,21 @@ class Transfers:
         self._check_whole(close, chunks, syncer.staged)
         before, momentum, version = self.anchors[fragment], self.momentum[fragment], close.base_version + 1
         digest_before, clock = peer.digests[fragment], peer.applied_tokens
+        word = peer.word(fragment, close.contributors)
         yield 0.02 + self.world.latency()
         digest = self.anchors[fragment] = digest_of(before, chunks, momentum)
         self.moving.discard(fragment)
         clock += close.tokens if fragment == CONTROL_FRAGMENT else 0
         self.world.lineage.add(digest, Made(before, fragment, version, self.name, syncer.term, chunks))
-        if peer.syncers.get(fragment) is not syncer:  # a version of the side that lost, which others adopt or replace
-            merged = peer.merged(fragment) | dict.fromkeys(close.contributors, version - 1)
-            self._moved(fragment, State(version, digest, digest, clock, merged, None), None)
-            return
+        lost = peer.syncers.get(fragment) is not syncer
         record = Record(
             fragment=fragment, term=syncer.term, version=version, digest_before=digest_before, digest=digest,
             contributors=list(close.contributors), applied_tokens=clock,
+            **(word if lost else peer.word(fragment, close.contributors)),
         )  # fmt: skip
+        if lost:  # a version of the side that lost, which others adopt or replace
+            self._moved(fragment, record, None)
+            return
         self.records[fragment] = record
         self.momentum[fragment] = (*momentum, version)
         self.world.records.append(record)
@@ -376,9 +409,13 @@ class Transfers:
     def _state(self, fragment: int, outer: bool) -> State:
         peer = self.peer
         momentum = self.momentum.get(fragment) if outer and peer.state == "leaving" else None
+        header = StateHeader(
+            fragment=fragment, version=peer.versions[fragment], digest=peer.digests[fragment],
+            applied_tokens=peer.applied_tokens, outer=outer, **peer.word(fragment),
+        )  # fmt: skip
         return State(
-            peer.versions[fragment], peer.digests[fragment], self.anchors[fragment], peer.applied_tokens,
-            peer.merged(fragment), momentum,
+            header.version, header.digest, self.anchors[fragment], header.applied_tokens, peer.merged(fragment),
+            momentum, header,
         )  # fmt: skip
 
     def _adopt(self, fragment: int, update: Record | State) -> Generator[float | Callable[[], bool], None, bool]:
@@ -416,4 +453,5 @@ class Transfers:
         digest = self.anchors[fragment]
         contributors, merged = (update.contributors, None) if isinstance(update, Record) else (None, update.merged)
         now, tokens = self.now(), update.applied_tokens
+        self.peer.hear_word(update if isinstance(update, Record) else update.header)
         self.do(self.peer.adopted(fragment, update.version, digest, tokens, now, contributors, merged))

@@ -31,6 +31,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
 from diloco.protocol.download import MAX_DONORS
 from diloco.protocol.leases import Lease
+from diloco.protocol.ledger import Units, count, union
 from diloco.protocol.messages import (
     MAX_PARTS,
     Contribution,
@@ -43,6 +44,8 @@ from diloco.protocol.messages import (
     Refusal,
     StateHeader,
     StateRequest,
+    UnitGrant,
+    UnitRequest,
     Verdict,
     expect,
 )
@@ -193,6 +196,19 @@ class BulkClient:
         finally:
             if not kept:
                 stream.close()
+
+    async def request_units(self, syncer: str, wanted: int, has: Units) -> Units:
+        """Ask the control fragment's syncer for that many sequences more; `PayloadError` when it refuses."""
+        stream = await self.open(syncer)
+        try:
+            hash_ = self._protocol.manifest_hash
+            await stream.send(UnitRequest(manifest_hash=hash_, wanted=wanted, has=[list(unit) for unit in has]))
+            granted = union(expect(await stream.receive(), UnitGrant).units)
+            if count(granted) > wanted:
+                raise PayloadError(f"asked for {wanted} sequences, got {count(granted)}")
+            return granted
+        finally:
+            stream.close()
 
     async def open(self, donor: str) -> Stream:
         """A stream to a donor; the caller closes it."""

@@ -160,7 +160,7 @@ class _Download:
                 stream.close()
             if not self._plan.complete:
                 self._keep()
-        named = self._list.model_dump(include={"fragment", "version", "digest", "applied_tokens", "merged"})
+        named = self._list.model_dump(exclude={"kind", "parts"})
         return FetchedState(StateHeader(**named, outer=False), self._anchor, None, None, verified=True)
 
     def _donors(self) -> list[str]:

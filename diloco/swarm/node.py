@@ -13,19 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import DilocoError, SwarmError
+from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
-from diloco.protocol.messages import Message, State
-from diloco.protocol.peer import Peer
+from diloco.protocol.ledger import union
+from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message, State
+from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, Seconds, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
 from diloco.swarm.inner import InnerState, Layout, Snapshot, fetch_inner
 from diloco.swarm.rounds import Count, Exchanged, Rounds
 from diloco.swarm.serve import BulkServer
-from diloco.swarm.snapshot import Saved
+from diloco.swarm.snapshot import Saved, Word
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from diloco.swarm.transport import Reader, Transport, Writer
+from diloco.swarm.units import Reserve
 
 __all__ = ["Connect", "Exchanged", "Node", "NodeOptions", "OnEvent"]
 
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 LEAVE_FLOOR_S = 10.0
 ACQUAINTANCE_S = 20.0
 CLOSE_S = 5.0
+FIRST_UNITS_S = 2.0
 STALE_VERSIONS = 4  # a momentum as old as that is fetched anew: it costs three times the fragment in fp32
 
 
@@ -56,6 +59,7 @@ class NodeOptions:
     versions: Sequence[int] | None = None
     terms: Sequence[int] | None = None
     applied_tokens: int = 0
+    units: Word = (0, ())
     explain: Callable[[str], list[str]] = field(
         default=lambda text: []
     )  # manifest text of another peer -> differing keys
@@ -78,6 +82,7 @@ class Node:
         self.replica = replica
         self.manifest_text = options.manifest_text
         self.records: dict[int, FetchedRecord] = {}
+        self.reserve = Reserve()
         self.traffic = Traffic(upload_limit=options.upload_limit)
         self.addresses: list[str] = []
         self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
@@ -92,6 +97,7 @@ class Node:
         self._changed = asyncio.Event()
         self._refusal: str | None = None
         self._standing_by: set[int] = set()  # being fetched
+        self._asking = False  # for units
 
     # -- what the training loop asks for ------------------------------------------------------------------------------
 
@@ -113,6 +119,7 @@ class Node:
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
         )
+        self.protocol.restore_word((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
         self._server = BulkServer(self)
         self.rounds = Rounds(self, self._client)
@@ -176,6 +183,7 @@ class Node:
         await self.comes_late()
         if self._interrupted:
             return None
+        await self._first_units()
         position = 0 if cold else self.protocol.first_position(self.now())
         self.protocol.warming = cold
         await self.enter("starting" if cold else "training")
@@ -199,6 +207,7 @@ class Node:
         if self.protocol.lockstep:
             await self.enter("exchanging")
         await self.rounds.send(counts)
+        self._ask_for_units()
 
     async def receive(self, fragments: Sequence[int]) -> Exchanged | None:
         """Wait for the updates of these fragments, and load them into the parameters; `send` came before.
@@ -251,6 +260,7 @@ class Node:
             return None
         discarded, _ = self.rounds.take(flying) if flying else (0, None)
         await self.rounds.turn(counts)
+        self._ask_for_units()
         seconds = Seconds(comm=0.0, wait=waited_s, outer=self.now() - begun_at)
         return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, discarded, seconds)
 
@@ -287,6 +297,7 @@ class Node:
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""
         await self.rounds.cancel()
+        self.reserve.expect(0)
         await self.enter("done" if finished else "leaving")
         patience_s = LEAVE_FLOOR_S + 3 * self.rounds.longest_exchange_s
         if finished:
@@ -342,6 +353,7 @@ class Node:
             self._mesh.broadcast(self.protocol.status())
             self.do(self.protocol.tick(self.now()))
             self._stand_by()
+            self._ask_for_units()
             if self.now() - last_record_at >= RECORD_PERIOD_S:
                 last_record_at = self.now()
                 for lease in self.protocol.leases.held_by(self.protocol.me):
@@ -404,6 +416,41 @@ class Node:
             await self.rounds.stand_by(fragment)
         finally:
             self._standing_by.discard(fragment)
+
+    # -- work units ---------------------------------------------------------------------------------------------------
+
+    def _ask_for_units(self) -> None:
+        """When they run short, one request at a time; one that fails is made again at the next heartbeat."""
+        if self.reserve.missing and not self._asking and not self._closed:
+            self._asking = True
+            self.spawn(self._fetch_units())
+
+    async def _fetch_units(self) -> None:
+        lease, me = self.protocol.leases.get(CONTROL_FRAGMENT), self.protocol.me
+        wanted, has = min(self.reserve.missing, MAX_UNITS_WANTED), self.reserve.all[:MAX_UNIT_RANGES]
+        try:
+            if lease is None:
+                return
+            if lease.holder == me:
+                granted = self.protocol.lease_units(me, wanted, has) or []
+            else:
+                granted = await self._client.request_units(lease.holder, wanted, has)
+            self.reserve.add(granted)
+            self.protocol.units = self.reserve.all
+            self.do([Broadcast(self.protocol.status())])  # at once: only this tells a successor what is not free
+        except (*BROKEN, PayloadError) as error:
+            logger.debug("no units were leased to this peer: %r", error)
+        finally:
+            self._asking = False
+            self.notify()
+
+    async def _first_units(self) -> None:
+        """What the first batches come from. Without an answer in time, training begins with data of its own order."""
+        self._ask_for_units()
+        try:
+            await asyncio.wait_for(self.until(lambda: self._interrupted or not self._asking), FIRST_UNITS_S)
+        except asyncio.TimeoutError:
+            logger.debug("no units yet")
 
     def _forget_records(self) -> None:
         """An update that every connected peer has adopted serves nobody any more; who comes later gets the state."""

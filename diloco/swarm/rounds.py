@@ -137,7 +137,8 @@ class Rounds:
                     outer[fragment] = (kept(state.master), kept(state.momentum))
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
         residuals = {fragment: kept(residual) for fragment, residual in replica.residuals.items()}
-        return Saved(anchors, versions, terms, protocol.applied_tokens, outer, residuals)
+        word = protocol.dealer.word(versions[CONTROL_FRAGMENT])
+        return Saved(anchors, versions, terms, protocol.applied_tokens, outer, residuals, word)
 
     async def merge(self, close: Close) -> None:
         """Make the next version out of what was collected, unless the syncer caught up with a later one meanwhile."""
@@ -159,6 +160,7 @@ class Rounds:
         fragment, before = close.fragment, self.protocol.digests[close.fragment]
         update = short_lived(self.replica.update_nbytes(fragment))
         step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
+        word = self.protocol.word(fragment, close.contributors)  # goes with the version, even if the lease is lost
 
         def work() -> str:
             at = 0
@@ -170,9 +172,7 @@ class Rounds:
 
         digest = await asyncio.to_thread(work)
         clock = self.protocol.applied_tokens + (close.tokens if fragment == CONTROL_FRAGMENT else 0)
-        if self.protocol.syncers.get(fragment) is not syncer:  # a version of the side that lost
-            self._moved(fragment, close.base_version + 1, digest, clock, contributors=close.contributors)
-            return False
+        lost = self.protocol.syncers.get(fragment) is not syncer
         header = Record(
             fragment=fragment,
             term=syncer.term,
@@ -181,7 +181,12 @@ class Rounds:
             digest=digest,
             contributors=list(close.contributors),
             applied_tokens=clock,
+            **(word if lost else self.protocol.word(fragment, close.contributors)),
         )
+        if lost:  # a version of the side that lost
+            self.protocol.hear_word(header)
+            self._moved(fragment, header.version, digest, clock, contributors=close.contributors)
+            return False
         self._host.records[fragment] = FetchedRecord(header, update)
         self._host.do(self.protocol.published(fragment, digest, close.tokens, close.contributors, self._host.now()))
         return True
@@ -228,6 +233,7 @@ class Rounds:
                     f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
                 )
             self._about_to_move(fragment)
+            self.protocol.hear_word(header)
             step = OuterStep(header.version - 1, len(header.contributors))
             digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update, step)
             self._moved(fragment, header.version, digest, header.applied_tokens, contributors=header.contributors)
@@ -257,6 +263,7 @@ class Rounds:
             outer = state.master is not None
             if fragment == CONTROL_FRAGMENT:
                 self._recount(header.merged)
+                self.protocol.hear_word(header)
             self._moved(fragment, header.version, digest, header.applied_tokens, outer, merged=header.merged)
 
     async def stand_by(self, fragment: int) -> None:
@@ -336,6 +343,8 @@ class Rounds:
             exchange = Exchange(
                 fragment, self.loaded[fragment], steps, tokens, self.protocol.manifest_hash, staleness_limit=limit
             )
+            if fragment == CONTROL_FRAGMENT:
+                exchange.units = self._host.reserve.send()
             if not captured and (self._settings.overlap or self._settings.error_feedback):
                 async with self._moving[fragment]:
                     await asyncio.to_thread(self.replica.capture, fragment)
@@ -377,6 +386,7 @@ class Rounds:
         for exchange, _ in flights:
             if exchange.fragment != CONTROL_FRAGMENT:
                 continue
+            self._settle(exchange)
             if not exchange.discarded:
                 self._applied[exchange.base_version] = exchange.tokens
                 self._applied.pop(exchange.base_version - MERGED_MEMORY, None)
@@ -384,6 +394,14 @@ class Rounds:
                 discarded += exchange.tokens
                 self._host.note("discarded", tokens=exchange.tokens, base_version=exchange.base_version)
         return discarded, max((f.seconds for f in flights), key=lambda s: s.comm + s.wait)  # they travel side by side
+
+    def _settle(self, exchange: Exchange) -> None:
+        """The units are not this peer's any more: when it asks for more, those that were discarded go to others."""
+        if exchange.units:
+            self._host.reserve.settle(exchange.units)
+            self.protocol.units = self._host.reserve.all
+            units = [list(unit) for unit in exchange.units]
+            self._host.note("units", base_version=exchange.base_version, discarded=exchange.discarded, units=units)
 
     async def cancel(self) -> None:
         """Give up what is under way."""

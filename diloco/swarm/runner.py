@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from diloco.outer.replica import Replica
+from diloco.protocol.ledger import Units
 from diloco.protocol.messages import State
 from diloco.protocol.peer import Peer
 from diloco.swarm.daemon import Libp2p
@@ -134,6 +135,14 @@ class NodeRunner:
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
         """Figures for the next heartbeat; does not block."""
         self.loop.call_soon_threadsafe(self.protocol.progress, inner_step, target_steps, steps_per_s, tokens)
+
+    def expect_units(self, sequences_per_round: int) -> None:
+        """As `Reserve.expect`, also before `start`."""
+        self.node.reserve.expect(sequences_per_round)
+
+    def take_units(self, number: int) -> Units | None:
+        """As `Reserve.take`; does not block."""
+        return self.node.reserve.take(number)
 
     def leave(self, finished: bool) -> None:
         """As `Node.leave`."""

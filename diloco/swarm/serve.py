@@ -18,6 +18,7 @@ from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
 from diloco.protocol.messages import (
+    MAX_RANGES,
     Contribution,
     InnerRequest,
     ManifestReply,
@@ -28,6 +29,8 @@ from diloco.protocol.messages import (
     Receipt,
     StateHeader,
     StateRequest,
+    UnitGrant,
+    UnitRequest,
     expect,
 )
 from diloco.protocol.peer import Peer
@@ -35,6 +38,7 @@ from diloco.protocol.syncer import Syncer
 from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, send_state
 from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
 from diloco.swarm.streams import BROKEN, Stream
+from diloco.swarm.units import Reserve
 
 __all__ = ["BulkServer", "Host"]
 
@@ -58,6 +62,7 @@ class Host(Protocol):
     records: dict[int, FetchedRecord]
     manifest_text: str
     inner_state: Snapshot
+    reserve: Reserve
 
     @property
     def rounds(self) -> RoundsOf: ...
@@ -119,10 +124,21 @@ class BulkServer:
             case InnerRequest():
                 self._check_run(request)
                 await send_inner(stream, await self._inner.get(self._host.inner_state))
+            case UnitRequest():
+                await self._units(stream, request)
             case ManifestRequest():
                 await stream.send(ManifestReply(text=self._host.manifest_text))
             case _:
                 raise PayloadError(f"a bulk stream cannot begin with {type(request).__name__}")
+
+    async def _units(self, stream: Stream, request: UnitRequest) -> None:
+        granted = None
+        if request.manifest_hash == self._host.protocol.manifest_hash:
+            granted = self._host.protocol.lease_units(stream.peer, request.wanted, request.has)
+        if granted is None:  # no event: right after a takeover, it asks here once too often
+            await refuse(stream, "no units for this peer here")
+            return
+        await stream.send(UnitGrant(units=[list(unit) for unit in granted[:MAX_RANGES]]))
 
     async def _contribution(self, stream: Stream, header: Contribution) -> None:
         host, fragment = self._host, header.fragment
@@ -213,7 +229,7 @@ class BulkServer:
         """List the parts of the anchor as it is now, and send those that are asked for."""
         still = await self._still(fragment)
         parts = await asyncio.to_thread(part_digests, still.anchor)
-        named = still.header.model_dump(include={"fragment", "version", "digest", "applied_tokens", "merged"})
+        named = still.header.model_dump(exclude={"kind", "outer"})
         await stream.send(PartList(**named, parts=list(parts)))
         await self._part_by_part(stream, expect(await stream.receive(), PartRequest), still)
 
@@ -264,6 +280,7 @@ class BulkServer:
             applied_tokens=host.protocol.applied_tokens,
             outer=outer is not None,
             merged=host.protocol.merged(fragment),
+            **host.protocol.word(fragment),
         )
         return header, vectors
 

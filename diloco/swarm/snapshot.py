@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["Saved"]
+Word = tuple[int, Sequence[Sequence[int]]]
+
+__all__ = ["Saved", "Word"]
 
 
 @dataclass(frozen=True)
 class Saved:
     """What a peer needs to go on where it stopped: anchors (flat fp32) and their versions, and outer states it held.
 
-    `residuals` are what error feedback still has to send, by fragment.
+    `residuals` are what error feedback still has to send, by fragment. `units` is the word on the data: the first
+    sequence that nobody was given, and the ranges before it that are not in the anchors.
     """
 
     anchors: Sequence[Tensor]
@@ -23,3 +26,4 @@ class Saved:
     applied_tokens: int
     outer: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # fragment -> master, momentum
     residuals: Mapping[int, Tensor] = field(default_factory=dict)
+    units: Word = (0, ())

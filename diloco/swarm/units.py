@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from diloco.protocol.ledger import Units, count, difference, union
+from diloco.protocol.messages import MAX_UNIT_RANGES
 
 __all__ = ["Reserve"]
 
@@ -35,7 +36,7 @@ class Reserve:
         """Sequences to ask for; 0 where nobody takes units, or enough are there."""
         with self._lock:
             ahead = count(self._ahead)
-            return self._wanted - ahead if 2 * ahead < self._wanted else 0
+            return self._wanted - ahead if 2 * ahead <= self._wanted else 0
 
     def expect(self, sequences_per_round: int) -> None:
         """The training loop is going to take so many in a round."""
@@ -43,9 +44,14 @@ class Reserve:
             self._wanted = ROUNDS_AHEAD * sequences_per_round
 
     def add(self, granted: Units) -> None:
-        """The syncer leased these."""
+        """The syncer leased these. What is in too many pieces to tell the others is left to them."""
         with self._lock:
-            self._ahead = union(self._ahead, granted)
+            has = union(self._ahead, self._used, self._sent)
+            for unit in granted:
+                has = union(has, [unit])
+                if len(has) > MAX_UNIT_RANGES:
+                    return
+                self._ahead = union(self._ahead, [unit])
 
     def take(self, number: int) -> Units | None:
         """The next sequences to train on; None when there are not enough."""

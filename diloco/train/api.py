@@ -31,6 +31,7 @@ from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.rates import dylu_steps
 from diloco.outer.replica import Replica
+from diloco.protocol.ledger import Units
 from diloco.protocol.schedule import Due, Schedule
 from diloco.swarm.inner import InnerState
 from diloco.swarm.node import NodeOptions
@@ -196,6 +197,7 @@ class Swarm:
             versions=saved.versions if saved else None,
             terms=saved.terms if saved else None,
             applied_tokens=saved.applied_tokens if saved else 0,
+            units=saved.units if saved else (0, ()),
             explain=lambda theirs: _differences(text, theirs),
         )
 
@@ -393,6 +395,16 @@ class Attachment:
     def target_steps(self) -> int:
         """Inner steps of the cycle under way."""
         return self._schedule.target_steps
+
+    def lease_units(self, sequences_per_round: int) -> Callable[[int], Units | None]:
+        """Take part in the run's common list of sequences, so many in a round; call it before entering.
+
+        Returns what gives the next ranges of that list to train on, or None while there are not enough. Every sequence
+        is in one peer's hands at a time; those of a peer that dies, or whose contribution is discarded, go to others.
+        """
+        assert self.node is not None
+        self.node.expect_units(sequences_per_round)
+        return self.node.take_units
 
     def count(self, tokens: int) -> None:
         """Tell how many tokens the coming inner step is made of (of the whole island).

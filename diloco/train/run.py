@@ -21,7 +21,7 @@ from diloco import model as models
 from diloco.config import Config
 from diloco.errors import CheckpointError, UnsavedError
 from diloco.swarm.daemon import identity_number
-from diloco.train.api import Swarm
+from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
 from diloco.train.files import exclusive, prepare_run_directory, write_atomic
 from diloco.train.inner import inner_optimizer
@@ -93,7 +93,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     ).to(island.device)
     wrapped = island.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
-    stream = dataset.batches(config.inner.batch_size, shard=_shard(config, island), shards=_shards(config, island))
+    shard = _shard(config, island)
 
     if island.leads and config.run.lead:
         _write_settings(config)
@@ -103,6 +103,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         tell = _teller(listen, name)
         phases = Phases(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
+        stream = _stream(config, dataset, shard, island, sync)
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(
             config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases,
@@ -240,6 +241,19 @@ def _shard(config: Config, island: Island) -> int:
     # Nobody deals out shards here, so each identity has an order of its own over all the data.
     shard = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
     return int(island.agree([shard])[0])
+
+
+def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, sync: Sync) -> data.Stream:
+    """Leased units, where several peers share one list of sequences and nobody has cut it into shards.
+
+    A hub stream has no numbered sequences. The ranks of an island each need a part of every batch, and only the first
+    one has a node, so an island goes on in an order of its own.
+    """
+    batch_size = config.inner.batch_size
+    if isinstance(sync, Attachment) and config.data.shard is None and config.data.source != "hub" and island.size == 1:
+        take = sync.lease_units(batch_size * config.outer.sync_every)
+        return dataset.leased(batch_size, take, shard=shard)
+    return dataset.batches(batch_size, shard=shard, shards=_shards(config, island))
 
 
 def _shards(config: Config, island: Island) -> int | None:

@@ -83,6 +83,7 @@ class Session:
             versions=state["versions"],
             terms=state["terms"],
             applied_tokens=state["applied_tokens"],
+            units=state.get("units", (0, ())),  # checkpoints before there were units have none
             outer={fragment: (outer[f"{fragment}.master"], outer[f"{fragment}.momentum"]) for fragment in held},
             residuals={int(name): residual for name, residual in self.checkpoint.tensors["residual"].items()},
         )
@@ -117,12 +118,13 @@ class Session:
             return
         inner, inner_json = flatten_optimizer(optimizer)
         rng, rng_json = rng_state()
-        anchors, outer, residuals, versions, terms = _swarm_tensors(sync, model)
+        anchors, outer, residuals, versions, terms, units = _swarm_tensors(sync, model)
         state: dict[str, Any] = {
             "manifest": self.config.manifest().to_json(),
             "versions": versions,
             "terms": terms,
             "applied_tokens": sync.applied_tokens,
+            "units": units,
             "counters": [sync.steps, sync.tokens, sync.discarded_tokens],
             "stream": stream.state(),
             "inner": inner_json,
@@ -138,13 +140,16 @@ class Session:
 Tensors = dict[str, Tensor]
 
 
-def _swarm_tensors(sync: Sync, model: nn.Module) -> tuple[Tensors, Tensors, Tensors, list[int], list[int]]:
+def _swarm_tensors(sync: Sync, model: nn.Module) -> tuple[Tensors, Tensors, Tensors, list[int], list[int], list[Any]]:
     if isinstance(sync, DataParallel):
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}, {}, {}, [sync.version], [0]
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return parameters, {}, {}, [sync.version], [0], [0, []]
     saved = sync.saved()
     anchors = {str(fragment): anchor for fragment, anchor in enumerate(saved.anchors)}
     residuals = {str(fragment): residual for fragment, residual in saved.residuals.items()}
     outer = {}
     for fragment, (master, momentum) in saved.outer.items():
         outer[f"{fragment}.master"], outer[f"{fragment}.momentum"] = master, momentum
-    return anchors, outer, residuals, list(saved.versions), list(saved.terms)
+    cursor, open_ = saved.units
+    units = [cursor, [list(unit) for unit in open_]]
+    return anchors, outer, residuals, list(saved.versions), list(saved.terms), units

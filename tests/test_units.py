@@ -1,0 +1,338 @@
+"""Work units on their way: no sequence is in the model twice, and those of the dead are handed out again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.config import OuterConfig
+from diloco.protocol.actions import Action, Broadcast, Note
+from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
+from diloco.protocol.messages import (
+    MAX_UNIT_RANGES,
+    Claim,
+    Contribution,
+    Hello,
+    Published,
+    Record,
+    StateHeader,
+    Status,
+)
+from diloco.protocol.peer import CONTROL_FRAGMENT, WIRE_VERSION, Peer
+from diloco.sim.bare import BareNode, Swarm
+from diloco.sim.lineage import digest_of
+from diloco.sim.transfers import CHUNKS, MANIFEST
+from diloco.swarm.units import Reserve
+from diloco.train.checkpoint import Checkpoint
+from diloco.train.session import Session
+from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
+
+seeds = st.integers(0, 10**9)
+BATCH = {"batch_size": 2, "outer_steps": 6}
+
+
+def dealer_of(swarm: Swarm) -> BareNode:
+    """The syncer of the control fragment."""
+    [node] = [node for node in swarm.alive_nodes() if CONTROL_FRAGMENT in node.peer.syncers]
+    return node
+
+
+def merged_units(swarm: Swarm) -> list[Units]:
+    """What each contribution that is in the surviving control fragment was learned from."""
+    digest = swarm.alive_nodes()[0].peer.digests[CONTROL_FRAGMENT]
+    return [swarm.learned_from[whose] for whose in swarm.lineage.merged(digest, CHUNKS)]
+
+
+def twice(swarm: Swarm) -> int:
+    """Sequences that are in the model more than once."""
+    merged = merged_units(swarm)
+    return sum(map(count, merged)) - count(union(*merged))
+
+
+@given(seeds)
+@settings(max_examples=20)
+def test_peers_that_live_train_on_disjoint_units_that_leave_no_gap(seed: int) -> None:
+    swarm = Swarm(seed, min_peers=3, break_rate=0.1, **BATCH)
+    swarm.start("abc")
+    swarm.run_to_the_end()
+    assert twice(swarm) == 0
+    applied = union(*merged_units(swarm))
+    ledger = dealer_of(swarm).peer.dealer.ledger
+    assert ledger is not None
+    assert count(applied) >= 3 * 6 * 2 * 4 * 0.5  # the rest, right after the start or a broken stream, is their own
+    assert union(applied, ledger.open) == [(0, ledger.cursor)] and not intersection(applied, ledger.open)
+
+
+@given(seeds, st.booleans())
+@settings(max_examples=40)
+def test_units_of_the_dead_are_handed_out_again_and_nothing_is_applied_twice(seed: int, deals: bool) -> None:
+    swarm = Swarm(seed, min_peers=4, break_rate=0.1, **BATCH)
+    swarm.start("abcd")
+    swarm.run_for(4.0 + seed % 40 / 10)
+    dealer = dealer_of(swarm)
+    victim = dealer if deals else next(node for node in swarm.alive_nodes() if node is not dealer)
+    swarm.kill(victim.name)
+    swarm.run_to_the_end()
+    ledger = dealer_of(swarm).peer.dealer.ledger
+    assert ledger is not None
+    applied = union(*merged_units(swarm))
+    assert twice(swarm) == 0
+    assert not intersection(applied, ledger.open)
+    assert not difference([(0, ledger.cursor)], union(applied, ledger.open))
+    assert not intersection(victim.reserve.all, ledger.free)  # they go before any new ones
+
+
+def test_a_simulated_swarm_with_lossy_quorums_applies_nothing_twice() -> None:
+    outer = OuterConfig(method="diloco", sync_every=4, quorum=1, grace_s=1.0, staleness_limit=4)
+    for seed in range(8):
+        swarm = Swarm(seed, min_peers=3, break_rate=0.1, outer=outer, **BATCH)
+        swarm.start("abc")
+        swarm.run_for(5.0)
+        swarm.kill(dealer_of(swarm).name)
+        swarm.run_to_the_end()
+        assert twice(swarm) == 0
+
+
+# -- one peer, by hand ------------------------------------------------------------------------------------------------
+
+
+def hello_of(name: str, version: int = 0, units: Sequence[Sequence[int]] = (), **word: Any) -> Hello:
+    status = Status(state="training", versions=[version], units=[list(unit) for unit in units])
+    digest = digest_of(version) if version else digest_of(0)
+    claims = [Claim(fragment=0, term=1, version=version, digest=digest, **word)] if word else []
+    return Hello(
+        wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True, peers=[],
+        status=status, claims=claims,
+    )  # fmt: skip
+
+
+def follower(version: int = 0, **word: Any) -> Peer:
+    """A peer that knows the syncer `s`, and `b`, who trains."""
+    peer = Peer("a", "a", "run", MANIFEST, [digest_of(version)], versions=[version], newcomer=True)
+    peer.connected("s", hello_of("s", version, **({"cursor": 0} | word)), 0.0)
+    peer.connected("b", hello_of("b", version), 0.0)
+    peer.acquainted(0.0)
+    return peer
+
+
+def take_over(peer: Peer) -> Ledger:
+    peer.lost("s", 1.0, "connection reset")
+    for now in (2.0, 6.0, 9.0):
+        peer.heard("b", peer.members.get("b").status, now)  # type: ignore[union-attr]
+        peer.tick(now)
+    assert peer.dealer.ledger is not None
+    return peer.dealer.ledger
+
+
+def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
+    """A contribution, whole, and the version that it makes."""
+    syncer = peer.syncers[0]
+    header = Contribution(
+        manifest_hash=MANIFEST, fragment=0, term=syncer.term, base_version=syncer.version, steps=1, tokens=1,
+        units=[list(unit) for unit in units],
+    )  # fmt: skip
+    assert peer.offer(sender, header).accepted
+    syncer.folded(sender)
+    peer.arrived(sender, 0, 10.0)
+    return peer.published(0, digest_of(syncer.version + 1), 1, [sender], 10.0)
+
+
+def twice_noted(actions: list[Action]) -> list[object]:
+    return [action.fields["count"] for action in actions if isinstance(action, Note) and action.kind == "units_twice"]
+
+
+def said(actions: list[Action]) -> Published:
+    [message] = [
+        action.message for action in actions if isinstance(action, Broadcast) and isinstance(action.message, Published)
+    ]
+    return message
+
+
+def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> None:
+    peer = follower()
+    assert peer.lease_units("b", 4, []) is None
+    take_over(peer)
+    assert peer.lease_units("b", 4, []) == [(0, 4)]
+    assert peer.lease_units("a", 4, []) == [(4, 8)]
+    assert peer.lease_units("stranger", 4, []) is None
+    assert said(contribute(peer, "b", [(0, 2)])).model_dump(include={"cursor", "open"}) == {
+        "cursor": 8,
+        "open": [[2, 8]],
+    }
+    assert peer.hello().claims[0].open == [[2, 8]]
+    peer.heard("s2", Status(state="ready", versions=[1]), 10.0)
+    peer.connected("s2", hello_of("s2", 1), 10.0)
+    claim = Claim(fragment=0, term=9, version=1, digest=peer.digests[0], cursor=9, open=[[2, 9]])
+    peer.heard("s2", claim, 10.0)
+    assert peer.lease_units("b", 4, []) is None and peer.dealer.word(1) == (9, [(2, 9)])
+
+
+def test_a_successor_hands_out_what_the_dead_had_and_not_what_the_living_have() -> None:
+    peer = follower(version=3, cursor=16, open=[[4, 16]])
+    peer.units = [(4, 8)]
+    peer.heard("b", Status(state="training", versions=[3], units=[[10, 12], [20, 24]]), 0.5)
+    take_over(peer)
+    assert peer.lease_units("b", 14, [(10, 12), (20, 24)]) == [(8, 10), (12, 20), (24, 28)]
+
+
+@pytest.mark.parametrize("heard", ["published", "record", "state"])
+def test_what_a_version_holds_is_not_handed_out_again_whoever_still_claims_it(heard: str) -> None:
+    """1. s merges b's units 0 to 4 into version 1. 2. It dies before b has said that they are not its any more."""
+    peer = follower(cursor=8, open=[[0, 8]])
+    peer.heard("b", Status(state="training", versions=[0], units=[[0, 8]]), 0.5)
+    named: dict[str, Any] = {"fragment": 0, "version": 1, "digest": digest_of(1), "applied_tokens": 1}
+    word: dict[str, Any] = {"cursor": 8, "open": [[4, 8]]}
+    match heard:
+        case "published":
+            peer.heard("s", Published(term=1, contributors=["b"], **named, **word), 0.6)
+        case "record":
+            peer.hear_word(Record(term=1, digest_before=digest_of(0), contributors=["b"], **named, **word))
+        case "state":
+            peer.hear_word(StateHeader(outer=False, **named, **word))
+    peer.adopted(0, 1, digest_of(1), 1, 0.7, contributors=["b"])
+    ledger = take_over(peer)
+    assert ledger.open == [(4, 8)] and ledger.leased == {"b": [(4, 8)]}
+
+
+def test_a_version_that_died_with_its_author_takes_no_units_with_it() -> None:
+    peer = follower(cursor=8, open=[[0, 8]])
+    published = Published(
+        fragment=0, term=1, version=1, digest=digest_of(1), contributors=["b"], applied_tokens=1, cursor=8, open=[]
+    )
+    peer.heard("s", published, 0.6)
+    peer.catch_up_failed(0)
+    assert take_over(peer).free == [(0, 8)] and peer.versions == [0]
+
+
+def test_units_in_a_contribution_that_is_here_are_not_handed_out_when_its_sender_dies() -> None:
+    peer = follower()
+    take_over(peer)
+    assert peer.lease_units("b", 8, []) == [(0, 8)]
+    header = Contribution(
+        manifest_hash=MANIFEST, fragment=0, term=peer.syncers[0].term, base_version=0, steps=1, tokens=1, units=[[0, 4]]
+    )
+    peer.enter("exchanging", 9.0)
+    assert peer.offer("b", header).accepted
+    peer.lost("b", 9.5, "connection reset")
+    assert peer.lease_units("a", 6, []) == [(4, 10)]
+    peer.published(0, digest_of(1), 1, ["a"], 10.0)  # it never became whole
+    assert peer.lease_units("a", 4, [(4, 10)]) == [(0, 4)]
+
+
+def test_units_of_one_that_was_given_up_and_comes_back_are_its_again_or_counted() -> None:
+    peer = follower()
+    take_over(peer)
+    assert peer.lease_units("b", 8, []) == [(0, 8)]
+    peer.lost("b", 9.0, "silent")
+    assert peer.lease_units("a", 4, []) == [(0, 4)]
+    peer.connected("b", hello_of("b", units=[(0, 8)]), 9.5)
+    assert peer.dealer.ledger is not None and peer.dealer.ledger.leased["b"] == [(4, 8)]
+    assert twice_noted(contribute(peer, "b", [(2, 8)])) == [2]
+    assert twice_noted(contribute(peer, "a", [(0, 2)])) == []
+
+
+def test_one_message_does_not_use_up_the_list() -> None:
+    peer = follower()
+    take_over(peer)
+    peer.heard("b", Status(state="training", versions=[0], units=[[2**60, 2**61]]), 9.5)
+    assert peer.lease_units("b", 4, []) == [(0, 4)]
+
+
+def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
+    peer = Peer("a", "a", "run", MANIFEST, [digest_of(7)], versions=[7])
+    peer.restore_word((12, [(2, 4), (8, 12)]))
+    peer.tick(0.0)
+    assert peer.lease_units("a", 8, []) == [(2, 4), (8, 14)]
+
+
+# -- what a peer has --------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["add", "take", "send", "settle", "forget"]), st.integers(1, 9)), max_size=60)
+)
+def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(steps: list[tuple[str, int]]) -> None:
+    reserve, ledger = Reserve(), Ledger()
+    reserve.expect(8)
+    taken: list[Units] = []
+    sent: Units = []
+    settled: Units = []
+    for what, number in steps:
+        match what:
+            case "add":
+                reserve.add(ledger.grant("a", reserve.missing or number, reserve.all))
+                assert reserve.missing == 0
+            case "take":
+                units = reserve.take(number)
+                if units is not None:
+                    assert count(units) == number and not intersection(units, union(*taken))
+                    taken.append(units)
+            case "send":
+                sent = reserve.send()
+                assert sent == difference(union(*taken), settled)
+            case "settle":
+                reserve.settle(sent)
+                settled = union(settled, sent)
+            case "forget":
+                ledger.grant("b", number, [])
+        assert not intersection(reserve.all, settled)
+        assert reserve.all == difference(ledger.leased.get("a", []), settled)
+
+
+def test_a_reserve_has_no_more_pieces_than_can_be_told() -> None:
+    reserve = Reserve()
+    reserve.add([(2 * number, 2 * number + 1) for number in range(100)])
+    assert len(reserve.all) == MAX_UNIT_RANGES and reserve.take(MAX_UNIT_RANGES + 1) is None
+    assert reserve.take(MAX_UNIT_RANGES) is not None
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_checkpoint_brings_the_word_back_and_an_old_one_has_none(known: bool) -> None:
+    word = {"units": [9, [[2, 4]]]} if known else {}
+    state = {"versions": [3], "terms": [1], "applied_tokens": 5, **word}
+    tensors = {"anchor": {"0": torch.zeros(1)}, "outer": {}, "residual": {}}
+    session = Session.__new__(Session)
+    session.checkpoint = Checkpoint(Path("step-3"), 3, state, tensors)
+    saved = session.outer()
+    assert saved is not None and tuple(saved.units) == ((9, [[2, 4]]) if known else (0, ()))
+
+
+def train_two(directory: Path, outer_steps: int) -> None:
+    """Two peers of one run, each a process with a directory of its own, to that outer step."""
+    both = ("-m", "diloco", "train", *SMOKE, f"budget.outer_steps={outer_steps}", "swarm.min_peers=2")
+    both = (*both, "checkpoint.every=1", "train.step_delay_s=0.05", "inner.schedule=constant")
+    (directory / "a" / "address").unlink(missing_ok=True)
+    with command(*both, "run.dir=a", "run.name=a", directory=directory) as first:
+        eventually((directory / "a" / "address").exists, "an address")
+        joining = ("run.dir=b", "run.name=b", "swarm.initial_peers=@a/address")
+        with command(*both, *joining, directory=directory) as second:
+            first.done()
+            second.done()
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_two_real_peers_learn_from_different_units_and_so_they_do_after_a_restart(tmp_path: Path) -> None:
+    for outer_steps in (4, 8):
+        train_two(tmp_path, outer_steps)
+        events = [event for peer in "ab" for event in json_lines(tmp_path / peer / "events.jsonl")]
+        told = {peer: [e["units"] for e in events if e["kind"] == "units" and e["peer"] == peer] for peer in "ab"}
+        units = [unit for contributions in told.values() for contributed in contributions for unit in contributed]
+        assert all(len(contributions) >= outer_steps - 2 for contributions in told.values())
+        assert count(units) == count(union(units)) >= 2 * (outer_steps - 2) * 4 * 2
+        assert not [event for event in events if event["kind"] == "units_twice"]
+        for peer in "ab":
+            [file] = tmp_path.glob(f"{peer}/checkpoints/*/step-*{outer_steps}/state.json")
+            content = json.loads(file.read_text())
+            cursor, open_ = content.get("state", content)["units"]
+            assert union(open_, units) == [(0, cursor)] and not intersection(open_, units)

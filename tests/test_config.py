@@ -110,6 +110,7 @@ CHANGES: dict[str, list[str]] = {
     "sim.events": ["sim.events=['crash:3@120']"],
     "swarm.upload_limit": ["swarm.upload_limit=1e6"],
     "swarm.heartbeat_s": ["swarm.heartbeat_s=0.5"],
+    "swarm.inner_state": ["swarm.inner_state=cold"],
     "train.device": ["train.device=cuda:1"],
     "train.threads": ["train.threads=2"],
     "train.precision": ["train.precision=bf16"],

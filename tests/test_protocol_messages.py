@@ -16,12 +16,15 @@ from diloco.errors import PayloadError
 from diloco.protocol import messages
 from diloco.protocol.messages import (
     MAX_FRAME_BYTES,
+    MAX_MOMENTS,
     MAX_PARTS,
     MAX_RANGES,
     MAX_UNIT_RANGES,
     Claim,
     Contribution,
     Hello,
+    InnerHeader,
+    InnerRequest,
     ManifestReply,
     ManifestRequest,
     Message,
@@ -124,6 +127,13 @@ ANY = st.one_of(
     st.builds(
         StateHeader, fragment=fragments, version=counts, digest=digests, applied_tokens=counts, outer=st.booleans()
     ),
+    st.builds(InnerRequest, manifest_hash=digests),
+    st.builds(
+        InnerHeader,
+        names=st.lists(st.text(max_size=32), max_size=3),
+        numels=st.lists(counts, max_size=3),
+        steps=st.lists(st.integers(1, 2**40 - 1), max_size=3),
+    ),
     st.builds(UnitRequest, manifest_hash=digests, wanted=st.integers(1, 2**20), has=units),
     st.builds(UnitGrant, units=units),
     st.builds(ManifestRequest),
@@ -162,6 +172,8 @@ EXAMPLES: list[Message] = [
     PartList(fragment=1, version=2, digest=D, applied_tokens=3, parts=[D, D]),
     PartRequest(manifest_hash=D, fragment=1, digest=D, part=MAX_PARTS - 1),
     StateHeader(fragment=1, version=2, digest=D, applied_tokens=3, outer=True),
+    InnerRequest(manifest_hash=D),
+    InnerHeader(names=["0.0.exp_avg"], numels=[4], steps=[2]),
     UnitRequest(manifest_hash=D, wanted=2**20, has=[[0, 1]]),
     UnitGrant(units=[[0, 1]]),
     ManifestRequest(),
@@ -242,6 +254,18 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_parsed() -> None:
     frame = encode(ManifestReply(text="x" * (MAX_FRAME_BYTES // 2)))
     assert isinstance(decode(frame), ManifestReply)
     assert "over the limit" in refusal_of(bytes(MAX_FRAME_BYTES + 1))
+
+
+def test_the_largest_inner_state_has_a_header_that_fits_a_frame() -> None:
+    count = MAX_MOMENTS
+    header = InnerHeader(
+        names=[f"0.{index}.exp_avg_sq" for index in range(count)], numels=[2**34] * count, steps=[2**39] * (count // 2)
+    )
+    assert len(encode(header)) < MAX_FRAME_BYTES / 2
+    for key, value in (("names", "x" * 33), ("names", ""), ("numels", 1), ("steps", 1)):
+        too_much = [value] * (1 if len(str(value)) > 32 else count + 1)
+        refusal_of(pack({**header.model_dump(), key: too_much}))
+    refusal_of(pack({**header.model_dump(), "steps": [0]}))
 
 
 def test_a_list_of_parts_is_neither_empty_nor_longer_than_a_frame() -> None:

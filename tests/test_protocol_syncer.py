@@ -387,7 +387,8 @@ def test_momentum_is_due_after_as_many_contributions_as_there_were_active_peers(
     assert close is not None and (close.delay, close.flush) == (2, False)
 
 
-def test_staggered_newcomers_are_waited_for_from_their_first_contribution_on() -> None:
+@pytest.mark.parametrize(("at", "waited_for"), [(0, False), (3, True)])
+def test_staggered_newcomers_are_waited_for_from_their_first_contribution_on(at: int, waited_for: bool) -> None:
     syncer = Syncer(0, TERM, VERSION, OuterConfig.parse({"method": "diloco", "sync_every": 4, "staggered": True}))
     two = members(member("a"), member("b"))
     for peer in two:
@@ -395,10 +396,16 @@ def test_staggered_newcomers_are_waited_for_from_their_first_contribution_on() -
     assert syncer.poll(two, 0.0) is not None
     syncer.advance(VERSION + 1)
     three = members(*(member(peer, version=VERSION + 1) for peer in "abc"))
+    there = three["c"].status.model_copy(update={"inner_step": at, "target_steps": 4})
+    three["c"].hear(there, 0.0)
     for peer in two:
         send(syncer, peer)
     close = syncer.poll(three, 0.0)
-    assert close is not None and close.contributors == ("a", "b")
+    if waited_for:  # it is about to send, and would be a step too late each time
+        assert close is None
+        assert syncer.poll(three, 3.0) is not None, "it did not"
+    else:
+        assert close is not None and close.contributors == ("a", "b")
 
 
 def test_a_slow_stream_is_not_taken_for_the_contribution_after_it() -> None:

@@ -11,6 +11,7 @@ from swarm_helpers import DEADLINE_S, SMOKE, diloco, json_lines
 
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError, SwarmError
+from diloco.protocol.view import View
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
 
@@ -118,3 +119,30 @@ def test_four_real_peers_and_their_simulation_have_the_same_anchors(tmp_path: Pa
     assert {peer["anchor_digest"] for peer in real["peers"]} == {peer["anchor_digest"] for peer in simulation["peers"]}
     assert real["eval"] == simulation["eval"]
     assert real["manifest_hash"] == simulation["manifest_hash"]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "sync_every", "joins_at", "realigned"), [(4, 8, 17, 0), (4, 8, 18, 0), (1, 16, 23, 1)]
+)
+def test_a_joiner_that_is_late_for_every_fragment_gets_in_step(
+    fragments: int, sync_every: int, joins_at: int, realigned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    position = View.first_position
+    asked = 0
+
+    def behind(self: View, now: float | None = None) -> int:
+        nonlocal asked
+        asked += self.me == "p4"
+        return 0 if self.me == "p4" and asked == 1 else position(self, now)
+
+    monkeypatch.setattr(View, "first_position", behind)
+    cycle = (
+        f"outer.fragments={fragments}",
+        f"outer.sync_every={sync_every}",
+        "outer.staggered=true",
+        "outer.overlap=2",
+    )
+    simulated(tmp_path, *cycle, "budget.outer_steps=8", f"sim.events=[join:4@{joins_at}]", "sim.latency_s=0.01")
+    assert len(said(tmp_path, "out_of_step")) == realigned
+    late = [event["time"] for event in said(tmp_path, "discarded") if event["peer"] == "p4"]
+    assert late and max(late) < joins_at + (1 + realigned) * sync_every

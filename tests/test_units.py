@@ -280,7 +280,7 @@ def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(st
                 assert sent == difference(union(*taken), settled)
             case "settle":
                 reserve.settle(sent)
-                ledger.apply("a", sent)
+                ledger.apply("a", sent)  # what is discarded instead may come back with the next grant
                 settled = union(settled, sent)
             case "forget":
                 ledger.grant("b", number, [])

@@ -197,7 +197,7 @@ class InnerConfig(RunOwned):
     """The optimizer that every peer runs on its own batches."""
 
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="The inner optimizer; its state never leaves the peer. muon: on matrices inside the model."
+        "adamw", description="The inner optimizer; its state is never averaged. muon: on matrices inside the model."
     )
     lr: float = Field(gt=0, le=10, description="Peak learning rate of the inner optimizer.")
     batch_size: int = Field(ge=1, le=1 << 20, description="Sequences per inner step and peer.")
@@ -388,6 +388,9 @@ class SwarmConfig(PeerLocal):
         None, gt=0, le=1e12, description="Bytes per second that this peer sends of payload; null is no limit."
     )
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
+    inner_state: Literal["donor", "cold"] = Field(
+        "donor", description="A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."
+    )
 
 
 class TrainConfig(PeerLocal):

@@ -3,8 +3,8 @@
 Two kinds of streams carry these messages, each as one msgpack map behind a 4-byte length:
 
 - *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`;
-- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `UnitRequest` or `ManifestRequest`
-  and the answers to it, each followed by raw payload whose length both sides know beforehand.
+- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest` or
+  `ManifestRequest` and the answers to it, each followed by raw payload whose length both sides know beforehand.
 
 What speaks of a version of the control fragment carries the ledger's *word* on it: `cursor` and `open` (see `ledger`);
 for other fragments they are empty.
@@ -24,6 +24,7 @@ from diloco.errors import PayloadError
 
 __all__ = [
     "MAX_FRAME_BYTES",
+    "MAX_MOMENTS",
     "MAX_PARTS",
     "MAX_RANGES",
     "MAX_UNITS_WANTED",
@@ -31,6 +32,8 @@ __all__ = [
     "Claim",
     "Contribution",
     "Hello",
+    "InnerHeader",
+    "InnerRequest",
     "ManifestReply",
     "ManifestRequest",
     "Message",
@@ -54,6 +57,7 @@ __all__ = [
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
 MAX_PARTS = 2**13  # whose digests fill half a frame; a fragment of more than 32 GiB comes in one piece
+MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state, whose names and sizes fill half a frame
 MAX_UNIT_RANGES = 64  # that a peer has at a time
 MAX_RANGES = 2**10  # of all peers together
 MAX_UNITS_WANTED = 2**20  # sequences of one request
@@ -283,6 +287,24 @@ class UnitGrant(Message):
     units: Units
 
 
+class InnerRequest(Message):
+    """Asks for the state of the inner optimizer; a newcomer's first question once it has the anchor."""
+
+    kind: Literal["inner_request"] = "inner_request"
+    manifest_hash: Digest
+
+
+class InnerHeader(Message):
+    """Header of an inner optimizer's state: names and elements of its tensors, whose fp32 values follow, and the inner
+    steps that it has counted for each parameter.
+    """
+
+    kind: Literal["inner"] = "inner"
+    names: Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=MAX_MOMENTS), FailFast()]
+    numels: Annotated[list[Count], Field(max_length=MAX_MOMENTS), FailFast()]
+    steps: Annotated[list[Annotated[int, Field(ge=1, lt=2**40)]], Field(max_length=MAX_MOMENTS), FailFast()]
+
+
 class ManifestRequest(Message):
     """Asks for the manifest of the run; needs no manifest hash, for it is how a newcomer learns it."""
 
@@ -316,6 +338,8 @@ _Any = Annotated[
     | PartList
     | PartRequest
     | StateHeader
+    | InnerRequest
+    | InnerHeader
     | UnitRequest
     | UnitGrant
     | ManifestRequest

@@ -68,6 +68,7 @@ class Peer(View):
         self._vacant_since: dict[int, float] = {}
         self._myself: Member | None = None
         self._opened = False
+        self.warming = False  # a cold peer trains by itself: the others expect nothing of one that is starting
         self.dealer = Dealer(self.versions[CONTROL_FRAGMENT])
 
     # -- events from the network --------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class Peer(View):
         actions = self._claim_vacant(now)
         actions += self._close_rounds(now)
         actions += self._catch_up()
-        if self.state == "starting" or (self.state == "ready" and self.trains):
+        if (self.state == "starting" and not self.warming) or (self.state == "ready" and self.trains):
             agrees = all(map(self.near, range(len(self.versions))))
             state: State = "ready" if self._opened and agrees and self.in_step(now) else "starting"
             if state != self.state:

@@ -249,10 +249,22 @@ class Syncer:
         base = status.versions[self.fragment]
         known = member.peer in self.last_contributors
         if base == self.version:
-            # With staggered fragments a newcomer may have come too late for this version, so it counts from its first.
-            return known or not (self._settings.staggered and self.last_contributors)
+            return (
+                known or not (self._settings.staggered and self.last_contributors) or self._about_to_send(member, now)
+            )
         # Right after a publication the contributors' statuses still name the version before.
         return known and base == self.version - 1
+
+    def _about_to_send(self, member: Member, now: float) -> bool:
+        """Whether a newcomer is near the step at which this fragment is due.
+
+        With staggered fragments it may have come too late for this version, and counts from its first contribution. But
+        one that is a step behind the others would never get it in, so it is waited for as long as overlap hides.
+        """
+        status, settings = member.status, self._settings
+        due_at = -(-(self.fragment + 1) * status.target_steps // settings.fragments)
+        left = due_at - status.inner_step - (now - member.heard_at) * status.steps_per_s
+        return status.steps_per_s > 0 and abs(left) <= settings.overlap + 1
 
     def advance(self, version: int, merged: Mapping[str, int] | None = None) -> None:
         """The next version is published (or was caught up with): forget what is in it, collect the one after it.

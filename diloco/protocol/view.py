@@ -164,8 +164,8 @@ class View:
     def first_position(self, now: float | None = None) -> int:
         """Inner steps of its first cycle that this peer leaves out, because the others are in the middle of theirs.
 
-        They have gone on since they said where they are: with staggered fragments, who begins behind them is too late
-        for every one.
+        They have gone on since they said where they are. With staggered fragments, who begins behind them is too late
+        for every one, and who begins ahead waits a little once, so a step is left out for good measure.
         """
         if self.outer.quorum is not None:
             return 0
@@ -176,7 +176,8 @@ class View:
             and m.status.state in ("training", "exchanging")
             and (not self.lockstep or m.status.versions == self.versions)
         ]
-        return min(max(ahead, default=0), self.outer.sync_every - 1)
+        margin = 1 if self.outer.staggered and now is not None and ahead else 0
+        return min(max(ahead, default=0) + margin, self.outer.sync_every - 1)
 
     def num_trainers(self) -> int:
         """Peers that train now, this one included."""

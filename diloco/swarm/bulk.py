@@ -226,7 +226,7 @@ class BulkClient:
         if (header.fragment, header.digest) != (listed.fragment, listed.digest):
             there = f"{'another anchor of ' * (header.version == listed.version)}version {header.version}"
             raise PayloadError(f"version {listed.version} is asked for, and {there} is there")
-        await _receive_vector(stream, out, PIECE)
+        await receive_vector(stream, out, PIECE)
 
     async def _receive_state(self, stream: Stream, fragment: int, header: StateHeader) -> FetchedState:
         if header.fragment != fragment:
@@ -234,7 +234,7 @@ class BulkClient:
         vectors = []
         for _ in range(3 if header.outer else 1):
             vectors.append(torch.empty(self._replica.fragments[fragment].numel))
-            await _receive_vector(stream, vectors[-1])
+            await receive_vector(stream, vectors[-1])
         return FetchedState(header, vectors[0], *(vectors[1:] if header.outer else (None, None)))
 
 
@@ -286,7 +286,8 @@ async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK) -> None
         await stream.send_payload(payload)
 
 
-async def _receive_vector(stream: Stream, out: Tensor, size: int = CHUNK) -> None:
+async def receive_vector(stream: Stream, out: Tensor, size: int = CHUNK) -> None:
+    """Fill a tensor with fp32 values, so many at a time; `PayloadError` for values that are not finite."""
     for start in range(0, out.numel(), size):
         values = out[start : start + size]
         payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)

@@ -21,6 +21,7 @@ from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message,
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, Seconds, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
+from diloco.swarm.inner import InnerState, Layout, Snapshot, fetch_inner
 from diloco.swarm.rounds import Count, Exchanged, Rounds
 from diloco.swarm.serve import BulkServer
 from diloco.swarm.snapshot import Saved, Word
@@ -84,6 +85,7 @@ class Node:
         self.reserve = Reserve()
         self.traffic = Traffic(upload_limit=options.upload_limit)
         self.addresses: list[str] = []
+        self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
         self._options = options
         self._on_event = on_event
         self._connect = connect
@@ -146,11 +148,9 @@ class Node:
         if transport.seeds:
             self.spawn(self._get_acquainted())
 
-    async def begin(self) -> int | None:
-        """Wait until this peer agrees with the swarm, then enter `training`.
-
-        Returns where in its cycle it begins; None when `interrupt` came first. The local parameters are the anchors'
-        afterwards.
+    async def comes_late(self) -> bool:
+        """Wait until this peer agrees with the swarm; whether outer steps were taken before. False when `interrupt`
+        came first.
         """
 
         def refused_or_may_train() -> bool:
@@ -159,13 +159,48 @@ class Node:
         await self.until(refused_or_may_train)
         if self._refusal is not None:
             raise SwarmError(self._refusal)
+        return not self._interrupted and self.protocol.swarm_clock()[0] > 0
+
+    async def fetch_inner(self, layout: Layout) -> InnerState | None:
+        """The inner optimizer's state of a peer that trains; None when nobody has any, or `interrupt` came first.
+
+        The others' rounds wait for this peer meanwhile, as for any that is slow but gets on (see `Member.stalled`).
+        """
+        fetching = asyncio.ensure_future(fetch_inner(self, self._client, layout))
+        fetching.add_done_callback(lambda _: self.notify())
+        try:
+            await self.until(lambda: self._interrupted or fetching.done())
+            return fetching.result() if fetching.done() else None
+        finally:
+            fetching.cancel()
+
+    async def begin(self, cold: bool = False) -> int | None:
+        """Wait until this peer agrees with the swarm, then enter `training`.
+
+        Returns where in its cycle it begins; None when `interrupt` came first. The local parameters are the anchors'
+        afterwards. A `cold` peer trains beside the swarm, which waits for nothing from it, until `take_part`.
+        """
+        await self.comes_late()
         if self._interrupted:
             return None
         await self._first_units()
-        position = self.protocol.first_position(self.now())
-        await self.enter("training")
+        position = 0 if cold else self.protocol.first_position(self.now())
+        self.protocol.warming = cold
+        await self.enter("starting" if cold else "training")
         await self.rounds.load()
         return position
+
+    async def take_part(self, tokens: int) -> Exchanged | None:
+        """A cold peer's first round, of so many tokens, is over and left out; it begins anew with the others."""
+        begun_at, base_version = self.now(), min(self.rounds.loaded)
+        self.protocol.warming = False
+        await self.enter("starting")
+        position = await self.begin()
+        if position is None:
+            return None
+        self.note("discarded", tokens=tokens, base_version=base_version)
+        seconds = Seconds(wait=self.now() - begun_at)
+        return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, tokens, seconds, position)
 
     async def send(self, counts: Mapping[int, Count]) -> None:
         """Begin to exchange fragments, given the inner steps and tokens of each since it was sent last."""
@@ -192,6 +227,7 @@ class Node:
             await self.rounds.cancel()
             return None
         discarded, seconds = self.rounds.take(fragments)
+        await self.rounds.catch_up_left_out()
         if not self.protocol.lockstep and self.rounds.out_of_step():
             await self.rounds.cancel()
             position = max(1, await self._get_in_step())
@@ -242,7 +278,7 @@ class Node:
         """What a checkpoint holds. At a barrier nothing moves meanwhile and the tensors are live, so write them before
         going on; else they are copies.
         """
-        return await self.rounds.snapshot(copies=not self.protocol.lockstep)
+        return await self.rounds.snapshot(copies=not self.protocol.lockstep or self.protocol.warming)
 
     async def settle(self) -> int:
         """At the very end, the local parameters become the anchors; returns their version."""

@@ -34,7 +34,6 @@ __all__ = ["Exchanged", "Rounds"]
 
 logger = logging.getLogger(__name__)
 
-REALIGN_AFTER = 2  # contributions in a row that came too late
 RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 
 
@@ -80,13 +79,15 @@ class Rounds:
         self._applied: dict[int, int] = {}  # base version -> tokens of this peer that are in the control fragment
         self._lost_tokens = 0  # of these, in a history that another one replaced
         self._another_history = False
+        self._left_out: list[int] = []
         self._late = 0  # exchanges in a row in which something came too late
 
     def out_of_step(self) -> bool:
         """Whether this peer's rounds are not the others': they wait for nothing from it, or it comes late each time."""
         if self.protocol.lockstep:
             return self._another_history or not self.protocol.in_step(self._host.now())
-        return self._settings.quorum is None and self._late >= REALIGN_AFTER
+        # Late for every fragment, it is expected for none, so nobody waits for what it gives up.
+        return self._settings.quorum is None and self._late >= len(self.replica.fragments)
 
     def in_step(self) -> None:
         """This peer begins anew where the others are."""
@@ -103,6 +104,15 @@ class Rounds:
             async with self._moving[fragment]:
                 await asyncio.to_thread(self.replica.load_local_, [fragment], mixing)
                 self.loaded[fragment] = self.protocol.versions[fragment]
+
+    async def catch_up_left_out(self) -> None:
+        """Who came too late adopted the version that it missed, and others may be there since: to begin from an old one
+        would be too late again.
+        """
+        for fragment in self._left_out:
+            if self.protocol.behind(fragment):
+                donors = self.protocol.members.donors(fragment, self.protocol.versions[fragment] + 1)
+                await self.catch_up(fragment, donors, outer=False)
 
     async def show(self) -> None:
         """The parameters become the anchors, but are not counted as loaded."""
@@ -370,7 +380,9 @@ class Rounds:
         """End the exchanges of these fragments, which are over: discarded tokens, and where the time went."""
         flights = [self._flights.pop(fragment).result() for fragment in fragments]
         discarded, self._lost_tokens = self._lost_tokens, 0
-        self._late = self._late + 1 if any(exchange.discarded for exchange, _ in flights) else 0
+        self._left_out = [exchange.fragment for exchange, _ in flights if exchange.discarded]
+        for exchange, _ in flights:
+            self._late = self._late + 1 if exchange.discarded else 0
         for exchange, _ in flights:
             if exchange.fragment != CONTROL_FRAGMENT:
                 continue

@@ -13,6 +13,7 @@ from diloco.protocol.ledger import Units
 from diloco.protocol.messages import State
 from diloco.protocol.peer import Peer
 from diloco.swarm.daemon import Libp2p
+from diloco.swarm.inner import InnerState, Layout
 from diloco.swarm.memory import give_back
 from diloco.swarm.node import Node, NodeOptions, OnEvent
 from diloco.swarm.rounds import Count, Exchanged
@@ -73,9 +74,21 @@ class NodeRunner:
         self._thread.start()
         self.call(self.node.start())
 
-    def begin(self) -> int | None:
+    def comes_late(self) -> bool:
+        """As `Node.comes_late`."""
+        return self.call(self.node.comes_late())
+
+    def fetch_inner(self, layout: Layout) -> InnerState | None:
+        """As `Node.fetch_inner`."""
+        return self.call(self.node.fetch_inner(layout))
+
+    def begin(self, cold: bool = False) -> int | None:
         """As `Node.begin`."""
-        return self.call(self.node.begin())
+        return self.call(self.node.begin(cold))
+
+    def take_part(self, tokens: int) -> Exchanged | None:
+        """As `Node.take_part`."""
+        return self.call(self.node.take_part(tokens))
 
     def send(self, counts: Mapping[int, Count]) -> None:
         """As `Node.send`."""

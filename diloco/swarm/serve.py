@@ -20,6 +20,7 @@ from diloco.protocol.actions import Action
 from diloco.protocol.messages import (
     MAX_RANGES,
     Contribution,
+    InnerRequest,
     ManifestReply,
     ManifestRequest,
     Message,
@@ -35,6 +36,7 @@ from diloco.protocol.messages import (
 from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, send_state
+from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
 from diloco.swarm.streams import BROKEN, Stream
 from diloco.swarm.units import Reserve
 
@@ -59,6 +61,7 @@ class Host(Protocol):
     replica: Replica
     records: dict[int, FetchedRecord]
     manifest_text: str
+    inner_state: Snapshot
     reserve: Reserve
 
     @property
@@ -90,6 +93,7 @@ class BulkServer:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._stills: WeakValueDictionary[tuple[int, str], Still] = WeakValueDictionary()
+        self._inner = SharedSnapshot()
         self.serving = 0
 
     async def serve(self, stream: Stream) -> None:
@@ -117,6 +121,9 @@ class BulkServer:
                 await self._state(stream, request)
             case PartRequest():
                 await self._part_by_part(stream, request)
+            case InnerRequest():
+                self._check_run(request)
+                await send_inner(stream, await self._inner.get(self._host.inner_state))
             case UnitRequest():
                 await self._units(stream, request)
             case ManifestRequest():
@@ -210,10 +217,13 @@ class BulkServer:
             await self._send_state(stream, fragment, outer=request.outer)
 
     def _check(self, request: StateRequest | PartRequest) -> None:
-        if request.manifest_hash != self._host.protocol.manifest_hash:
-            raise PayloadError(f"the manifest {request.manifest_hash[:12]} is not the one here")
+        self._check_run(request)
         if request.fragment >= len(self._host.replica.fragments):
             raise PayloadError(f"fragment {request.fragment} does not exist")
+
+    def _check_run(self, request: StateRequest | PartRequest | InnerRequest) -> None:
+        if request.manifest_hash != self._host.protocol.manifest_hash:
+            raise PayloadError(f"the manifest {request.manifest_hash[:12]} is not the one here")
 
     async def _offer(self, stream: Stream, fragment: int) -> None:
         """List the parts of the anchor as it is now, and send those that are asked for."""

@@ -32,12 +32,14 @@ from diloco.outer.fragments import partition
 from diloco.outer.rates import dylu_steps
 from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
-from diloco.protocol.schedule import Schedule
+from diloco.protocol.schedule import Due, Schedule
+from diloco.swarm.inner import InnerState
 from diloco.swarm.node import NodeOptions
 from diloco.swarm.rounds import Exchanged
 from diloco.swarm.runner import NodeRunner
 from diloco.swarm.snapshot import Saved
 from diloco.train.island import Island
+from diloco.train.moments import layout_of, load_moments_, moments, snapshot
 from diloco.train.summary import Phases
 
 __all__ = ["Attachment", "Saved", "Swarm"]
@@ -59,6 +61,8 @@ class Swarm:
         announce: multiaddrs to tell others, where they differ from `listen`.
         min_peers: peers, this one included, that must be there before the first inner step.
         upload_limit: bytes per second of payload that this peer sends at most.
+        inner_state: where the inner optimizer's state of a peer that joins comes from: `donor`, another peer's; `cold`,
+            nowhere, and what it learns in its first round is left out.
         manifest: the run-owned settings; peers with another manifest are refused. The default is made of `run_id`, the
             outer settings and the shapes of the parameters.
         on_event: called with kind and fields of everything that happens in the swarm (default: the log).
@@ -83,6 +87,7 @@ class Swarm:
         min_peers: int = 1,
         heartbeat_s: float = 1.0,
         upload_limit: float | None = None,
+        inner_state: str = "donor",
         manifest: Manifest | None = None,
         on_event: Callable[[str, dict[str, object]], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
@@ -98,6 +103,7 @@ class Swarm:
             "min_peers": min_peers,
             "heartbeat_s": heartbeat_s,
             "upload_limit": upload_limit,
+            "inner_state": inner_state,
         }
         self.network = SwarmConfig.parse(network)
         self.manifest = manifest
@@ -128,6 +134,7 @@ class Swarm:
             min_peers=config.swarm.min_peers,
             heartbeat_s=config.swarm.heartbeat_s,
             upload_limit=config.swarm.upload_limit,
+            inner_state=config.swarm.inner_state,
             manifest=manifest,
             on_event=on_event,
             on_ready=on_ready,
@@ -221,6 +228,11 @@ class Attachment:
 
     If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. `interrupt` ends any
     wait; the inner steps since the last exchange are then lost to the swarm, not to the checkpoint before them.
+
+    A peer that joins a run past version 0, with nothing saved, gets the optimizer's state (AdamW, Adam, Muon, SGD) from
+    a donor: its memory again on both sides, while it is under way. When nobody has any (or the optimizer is another
+    one) it starts cold: its first H inner steps warm the optimizer up, the swarm does not wait for them, and their
+    tokens count as discarded.
     """
 
     def __init__(
@@ -251,8 +263,11 @@ class Attachment:
         self._paced = (0, 0.0)
         self._steps_per_s = 0.0
         self._hook: Any = None
+        self._joins = saved is None
+        self._cold = False  # in a first round that is left out
         if island.leads:
             self.node = self._make_node(saved)
+            self.node.node.inner_state = self._snapshot
 
     def _make_node(self, saved: Saved | None) -> NodeRunner:
         outer = self.swarm.outer
@@ -306,18 +321,52 @@ class Attachment:
 
     def begin(self) -> None:
         """Wait for the swarm and adopt its anchor (second half of entering)."""
-        numbers: list[float] = [0, 0, 0, 0]
+        numbers: list[float] = [0] * 6
+        state = None
         if self.node is not None:
-            position = self.node.begin()
+            state, alone = self._inner_state(self.node)
+            position = self.node.begin(cold=alone)
             if position is not None:
-                numbers = [1, position, min(self.node.protocol.versions), self.node.protocol.applied_tokens]
-        begun, position, version, applied = (int(number) for number in self.island.agree(numbers))
-        self.interrupted = not begun
+                protocol = self.node.protocol
+                numbers = [1, position, min(protocol.versions), protocol.applied_tokens, alone, state is not None]
+        begun, position, version, applied, cold, fetched = (int(number) for number in self.island.agree(numbers))
+        self.interrupted, self._cold = not begun, bool(cold)
         self.island.share_(self.parameters.values())
+        if fetched:
+            self._take_over(state)
         self.version, self.applied_tokens = version, applied
         self._schedule.begin(position)
         self._sent = [(self.steps, self.tokens)] * self.swarm.outer.fragments
         self._paced = (self.steps, time.monotonic())
+
+    def _inner_state(self, node: NodeRunner) -> tuple[InnerState | None, bool]:
+        """What a donor has for a peer that comes late, and whether this one starts cold."""
+        if not self._joins or not node.comes_late():
+            return None, False
+        why = "swarm.inner_state=cold"
+        if self.swarm.network.inner_state == "donor":
+            layout = layout_of(self._optimizer)
+            if layout is not None and not layout.names:
+                return None, False
+            state = None if layout is None else node.fetch_inner(layout)
+            if state is not None or self._asked_to_stop:
+                return state, False
+            why = "no donor has any" if layout else f"{type(self._optimizer).__name__} keeps what is not known here"
+        self.swarm.on_event("cold_start", {"why": why})
+        return None, True
+
+    def _take_over(self, state: InnerState | None) -> None:
+        """All ranks: a donor's inner state, which rank 0 has."""
+        layout = layout_of(self._optimizer)
+        assert layout is not None, "ranks have different optimizers"
+        state = state or InnerState(layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels)))
+        steps = tuple(int(step) for step in self.island.agree(state.steps))
+        load_moments_(self._optimizer, InnerState(layout, steps, state.values))
+        self.island.share_(moments(self._optimizer))
+
+    def _snapshot(self) -> InnerState | None:
+        """This peer's inner state for a joiner, from another thread; before its first step there is none."""
+        return snapshot(self._optimizer) if self.steps else None
 
     def close(self) -> None:
         """Drop out of the swarm without a word; for what failed."""
@@ -366,7 +415,7 @@ class Attachment:
 
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
-        due = self._schedule.advance()
+        due = Due((), ()) if self._cold else self._schedule.advance()
         self.steps += 1
         self.tokens += tokens
         self.exchanged = False
@@ -377,6 +426,8 @@ class Attachment:
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
         (interrupted,) = self.island.agree([self._asked_to_stop])
         self.interrupted = bool(interrupted)
+        if self._cold and not self.interrupted:
+            self._warm_up()
         if (due.send or due.receive) and not self.interrupted:
             self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
             with self.phases.during("comm"):
@@ -390,6 +441,18 @@ class Attachment:
                     self._mark_sent(due.send)
                 if due.receive:
                     self._adopt(lambda node: node.receive(due.receive))
+
+    def _warm_up(self) -> None:
+        """A step of a cold peer's first round; after the last one it takes part."""
+        self._schedule.inner_step += 1
+        if self._schedule.inner_step < self.target_steps:
+            return
+        self._cold = False
+        self._schedule.begin()
+        self._optimizer.zero_grad(set_to_none=True)
+        with self.phases.during("comm"):
+            self._adopt(lambda node: node.take_part(self.tokens - self._sent[0][1]))
+        self._mark_sent(range(self.swarm.outer.fragments))
 
     def _follow_clock(self) -> None:
         """Without a barrier the run goes on, and ends, while this peer trains."""

@@ -77,6 +77,10 @@ def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
     assert len({peers[name].anchor_digest for name in ("p0", "p2", "p3", "p4")}) == 1
     assert peers["p4"].steps < peers["p0"].steps
     assert {event["subject"] for event in said(tmp_path, "leave")} >= {"p1"}
+    accounts = [line for line in json_lines(tmp_path / "metrics.jsonl") if "live" in line and line["peer"] == "p0"]
+    counted = [(line["live"], line["training"], line["merged"]) for line in accounts]
+    assert counted[0] == (5, 5, 5)
+    assert counted[1] == (4, 4, 4) == counted[-1]
 
 
 def test_a_thin_link_costs_utilization_and_moves_no_anchor(tmp_path: Path) -> None:

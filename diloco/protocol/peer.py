@@ -226,6 +226,10 @@ class Peer(View):
         """What `merged` was for each fragment when a checkpoint was written."""
         self._merged = {fragment: dict(known) for fragment, known in enumerate(merged)}
 
+    def num_merged(self) -> int:
+        """How many peers the control fragment's newest version is made of, as far as this peer has heard."""
+        return len(self._contributors.get(CONTROL_FRAGMENT, ()))
+
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
         self._catching_up.discard(fragment)

@@ -69,6 +69,11 @@ class NodeRunner:
         """Connected peers, this one included."""
         return 1 + (len(self.protocol.members) if hasattr(self.node, "protocol") else 0)
 
+    def membership(self) -> dict[str, int]:
+        """Peers that are connected (`live`), that train, and that the newest version of fragment 0 is made of."""
+        protocol = self.protocol
+        return {"live": self.num_peers, "training": protocol.num_trainers(), "merged": protocol.num_merged()}
+
     def start(self) -> None:
         """As `Node.start`."""
         self._thread.start()

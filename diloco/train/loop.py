@@ -131,8 +131,11 @@ class Trainer:
         return every > 0 and self.sync.version // every > self._boundary_version // every
 
     def _account(self) -> None:
-        """One line per outer step: where the time and the bytes have gone so far, and which anchors are here."""
-        self.most_peers = max(self.most_peers, self.island.size if self.sync.node is None else self.sync.node.num_peers)
+        """One line per outer step: where the time and the bytes have gone so far, which anchors are here, and of how
+        many peers that are connected how many train and how many were merged.
+        """
+        node = self.sync.node
+        self.most_peers = max(self.most_peers, self.island.size if node is None else node.num_peers)
         if self.log is not None:
             sync, seconds = self.sync, self.phases.seconds()
             self.log.metric(
@@ -141,6 +144,7 @@ class Trainer:
                 tokens=sync.applied_tokens,
                 bytes_sent=self.traffic()[0],
                 anchors=self._moved_anchors(),
+                **({} if node is None else node.membership()),
                 **{f"{phase}_s": round(getattr(seconds, phase), 3) for phase in ("compute", "wait", "comm", "outer")},
             )
 

@@ -76,6 +76,17 @@ def test_a_backup_holds_the_syncers_momentum_as_well_as_the_codec_shows_it(codec
     assert torch.equal(backup.outer[0].master, syncer.anchors[0])
 
 
+def test_a_successor_follows_a_version_that_the_syncer_before_it_made() -> None:
+    syncer, backup = rounds("int8", 6)
+    backup.hold(0)
+    update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)
+    syncer.parameters["w"].copy_(syncer.anchors[0] - 0.01)
+    syncer.fold_own(0, 0, 1.0)
+    syncer.merge_chunk_(0, 0, OuterStep(6, 2), update)
+    backup.apply_update_(0, update, OuterStep(6, 2))
+    assert distance(backup.outer[0].momentum, syncer.outer[0].momentum) < 0.0125
+
+
 def test_a_backup_that_missed_an_update_stays_at_its_version() -> None:
     syncer, backup = rounds("int8", 3)
     known, version = backup.standby[0].momentum.clone(), backup.standby[0].version

@@ -174,16 +174,19 @@ class Replica:
         """
         if update.numel() != self.update_nbytes(fragment):
             raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
-        standby, at = self.standby.get(fragment), 0
+        standby, outer, at = self.standby.get(fragment), self.outer.get(fragment), 0
         if standby is not None and (step is None or step.version != standby.version):
             standby = None
+        momentum = None if standby is None else standby.momentum
+        if outer is not None and step is not None and self.can_stand_by:
+            momentum = outer.momentum  # the syncer before this one published once more
         for start, stop in self.chunks[fragment]:
             size = self.down.nbytes(stop - start)
             anchor = self.anchors[fragment][start:stop]
-            before = anchor.clone() if standby is not None else anchor
+            before = anchor.clone() if momentum is not None else anchor
             self.down.apply_update_(anchor, update[at : at + size])
-            if standby is not None and step is not None:
-                followed_(standby.momentum[start:stop], anchor - before, *self._rates(step))
+            if momentum is not None and step is not None:
+                followed_(momentum[start:stop], anchor - before, *self._rates(step))
             at += size
         if standby is not None:
             standby.version += 1

@@ -59,6 +59,7 @@ class Peer(View):
         self.takeovers = 0
         self._catching_up: set[int] = set()
         self._merging: set[int] = set()
+        self._handed_over: set[int] = set()
         self._closed_at: dict[int, float] = {}
         self._contributors: dict[int, tuple[str, ...]] = {}  # of each fragment's newest version
         self._merged: dict[
@@ -234,6 +235,11 @@ class Peer(View):
         """No donor answered; the next tick asks again."""
         self._catching_up.discard(fragment)
 
+    def handed_over(self, fragment: int) -> None:
+        """This peer leaves, and gave the fragment's outer state away: a version made after that would not be in it."""
+        if self.state == "leaving":
+            self._handed_over.add(fragment)
+
     def merging(self, fragment: int) -> bool:
         """Whether a `Merge` of this fragment has been asked for and not reported as published."""
         return fragment in self._merging
@@ -299,7 +305,7 @@ class Peer(View):
         members = {member.peer: member for member in (*self.members.all(), self._myself)}
         actions: list[Action] = []
         for fragment, syncer in sorted(self.syncers.items()):
-            if fragment in self._merging or fragment in self._catching_up:
+            if fragment in self._merging or fragment in self._catching_up or fragment in self._handed_over:
                 continue
             close = syncer.poll(members, now, self.sync_s)
             if close is None:

@@ -403,6 +403,8 @@ class Transfers:
         record = donor.records.get(fragment)
         missing = record is not None and record.version == have + 1 and not outer
         fetched = record if missing else donor._state(fragment, outer)
+        if outer:
+            donor.peer.handed_over(fragment)
         yield from stream.pass_over(donor, self, given_up)
         return None if given_up() else fetched
 
@@ -448,6 +450,8 @@ class Transfers:
             self.momentum[fragment] = momentum
         if fragment in self.peer.syncers:
             self.folded[fragment] = []
+            if isinstance(update, Record):
+                self.momentum[fragment] = (*self.momentum[fragment], update.version)
         elif momentum is None:
             self.momentum.pop(fragment, None)
         digest = self.anchors[fragment]

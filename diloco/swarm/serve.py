@@ -270,6 +270,8 @@ class BulkServer:
     def _copy_state(self, fragment: int, with_outer: bool) -> tuple[StateHeader, list[Tensor]]:
         host = self._host
         outer = host.replica.outer.get(fragment) if with_outer else None
+        if outer is not None:
+            host.protocol.handed_over(fragment)
         vectors = [host.replica.anchors[fragment].clone()]  # a copy, for the anchor moves on while a slow peer reads
         if outer is not None:
             vectors += [outer.master.clone(), outer.momentum.clone()]

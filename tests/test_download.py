@@ -20,7 +20,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.messages import Message, PartList, PartRequest, Refusal, StateHeader, StateRequest, expect
 from diloco.sim.loop import VirtualLoop, virtual_time
 from diloco.sim.network import Link, Network, SimTransport
-from diloco.swarm import bulk, download, rounds
+from diloco.swarm import anchors, bulk, download
 from diloco.swarm.bulk import BULK, BulkClient, open_bulk
 from diloco.swarm.node import Node, NodeOptions
 from diloco.swarm.streams import Stream, Traffic
@@ -212,7 +212,7 @@ def test_a_donor_that_serves_wrong_bytes_is_found_out_and_left_alone(
         liars.append(arguments[-1])
         return await download.fetch(*arguments)
 
-    monkeypatch.setattr(rounds, "fetch", watched)
+    monkeypatch.setattr(anchors, "fetch", watched)
     donors = village.donors(3)
     right = donors[0].replica.anchors[0].clone()
     lying = donors[0 if liar == "syncer" else 1]

@@ -1,152 +1,32 @@
-"""The swarm node: protocol core, tensors and streams together, in one event loop.
+"""The swarm node: what a training loop asks of its presence in the swarm.
 
-Everything happens in that loop, where the protocol core is driven: nothing in it needs a lock. `runner.NodeRunner` has
-a thread with such a loop beside the training loop; a simulator can have many nodes in one loop of virtual time.
+All of it are coroutines of one event loop. `runner.NodeRunner` has a thread with such a loop beside the training loop;
+a simulator can have many nodes in one loop of virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from diloco.errors import DilocoError, PayloadError, SwarmError
-from diloco.outer.replica import Replica
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
-from diloco.protocol.ledger import union
-from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message, State
-from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
-from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, Seconds, request_manifest
-from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
-from diloco.swarm.inner import InnerState, Layout, Snapshot, fetch_inner
-from diloco.swarm.rounds import Count, Exchanged, Rounds
-from diloco.swarm.serve import BulkServer
-from diloco.swarm.snapshot import Saved, Word
-from diloco.swarm.streams import BROKEN, Stream, Traffic
-from diloco.swarm.transport import Reader, Transport, Writer
-from diloco.swarm.units import Reserve
+from diloco.errors import SwarmError
+from diloco.swarm.bulk import Seconds
+from diloco.swarm.inner import InnerState, Layout, fetch_inner
+from diloco.swarm.presence import Connect, NodeOptions, OnEvent, Presence
+from diloco.swarm.rounds import Count, Exchanged
+from diloco.swarm.snapshot import Saved
 
 __all__ = ["Connect", "Exchanged", "Node", "NodeOptions", "OnEvent"]
 
 logger = logging.getLogger(__name__)
 
 LEAVE_FLOOR_S = 10.0
-ACQUAINTANCE_S = 20.0
-CLOSE_S = 5.0
 FIRST_UNITS_S = 2.0
-STALE_VERSIONS = 4  # a momentum as old as that is fetched anew: it costs three times the fragment in fp32
 
 
-@dataclass(frozen=True)
-class NodeOptions:
-    """Peer-local settings of a node, and the run it belongs to."""
-
-    run_id: str
-    manifest_hash: str
-    manifest_text: str
-    name: str
-    initial_peers: Sequence[str]
-    listen: Sequence[str]
-    announce: Sequence[str]
-    identity_path: Path
-    min_peers: int = 1
-    heartbeat_s: float = 1.0
-    upload_limit: float | None = None
-    trains: bool = True
-    versions: Sequence[int] | None = None
-    terms: Sequence[int] | None = None
-    applied_tokens: int = 0
-    units: Word = (0, ())
-    explain: Callable[[str], list[str]] = field(
-        default=lambda text: []
-    )  # manifest text of another peer -> differing keys
-
-
-OnEvent = Callable[[str, dict[str, object]], None]
-Connect = Callable[[NodeOptions], Awaitable[Transport]]
-
-
-class Node:
-    """One peer's presence in the swarm: coroutines of one event loop, over whatever transport `connect` opens.
-
-    On failure: peers that vanish are dealt with by the protocol and become events; a swarm that cannot be reached or
-    that refuses this peer raises `SwarmError` from `start`; a task of the node that fails re-raises in whoever waits.
-    """
-
-    protocol: Peer
-
-    def __init__(self, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect) -> None:
-        self.replica = replica
-        self.manifest_text = options.manifest_text
-        self.records: dict[int, FetchedRecord] = {}
-        self.reserve = Reserve()
-        self.traffic = Traffic(upload_limit=options.upload_limit)
-        self.addresses: list[str] = []
-        self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
-        self._options = options
-        self._on_event = on_event
-        self._connect = connect
-        self._transport: Transport | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._closed = False
-        self._interrupted = False
-        self._failure: BaseException | None = None
-        self._changed = asyncio.Event()
-        self._refusal: str | None = None
-        self._standing_by: set[int] = set()  # being fetched
-        self._asking = False  # for units
-
-    # -- what the training loop asks for ------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        """Listen, connect and learn where the swarm is; `SwarmError` when it cannot be reached or refuses this peer."""
-        options = self._options
-        transport = self._transport = await self._connect(options)
-        self.addresses = transport.addresses
-        self.protocol = Peer(
-            me=transport.me,
-            name=options.name,
-            run_id=options.run_id,
-            manifest_hash=options.manifest_hash,
-            digests=self.replica.digests(),
-            versions=None if options.versions is None else list(options.versions),
-            applied_tokens=options.applied_tokens,
-            trains=options.trains,
-            min_peers=options.min_peers,
-            newcomer=bool(transport.seeds),
-            outer=self.replica.settings,
-        )
-        self.protocol.restore_word((options.units[0], union(options.units[1])))
-        self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
-        self._server = BulkServer(self)
-        self.rounds = Rounds(self, self._client)
-        await self._learn_terms()
-        await transport.handle(BULK, self._serve)
-        self._mesh = ControlMesh(
-            transport,
-            self.protocol,
-            self.traffic,
-            on_hello=lambda peer, hello: self.do(self.protocol.connected(peer, hello, self.now())),
-            on_message=self._heard,
-            on_lost=lambda peer, why: self.do(self.protocol.lost(peer, self.now(), why)),
-            on_refused=self._refused,
-            on_call_ended=self.notify,
-        )
-        answered = await self._mesh.start()
-        if self._refusal is not None:
-            raise SwarmError(self._refusal)
-        if transport.seeds and not answered:
-            raise SwarmError(
-                f"swarm.initial_peers={list(options.initial_peers)} answer, but no diloco peer of "
-                f"run.id={options.run_id} is there"
-            )
-        self.spawn(transport.failed())
-        self.spawn(self._heartbeat())
-        if transport.seeds:
-            self.spawn(self._get_acquainted())
+class Node(Presence):
+    """One peer in the swarm. On failure as `Presence`; whatever waits for others ends with `interrupt`."""
 
     async def comes_late(self) -> bool:
         """Wait until this peer agrees with the swarm; whether outer steps were taken before. False when `interrupt`
@@ -290,10 +170,6 @@ class Node:
         self._interrupted = True
         self.notify()
 
-    async def enter(self, state: State) -> None:
-        """Tell the swarm what this peer is doing."""
-        self.do(self.protocol.enter(state, self.now()))
-
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""
         await self.rounds.cancel()
@@ -312,138 +188,6 @@ class Node:
             await self._until_or(handed_over, patience_s, "fragments to be taken over")
         await self._until_or(lambda: self._server.serving == 0, LEAVE_FLOOR_S, "peers to read the last update")
 
-    async def close(self) -> None:
-        """End every stream and the transport. Can be called after a failed `start`."""
-        self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_S)
-        self.notify()
-        if hasattr(self, "_mesh"):
-            await self._mesh.close()
-        if self._transport is not None:
-            await self._transport.close()
-
-    async def _get_acquainted(self) -> None:
-        """A newcomer hears every peer that it can reach before it believes anything about who holds what."""
-
-        def heard_all() -> bool:
-            return self._mesh.settled() and len(self.protocol.members) > 0
-
-        await self._until_or(heard_all, ACQUAINTANCE_S, "hellos of the swarm")
-        self.do(self.protocol.acquainted(self.now()))
-
-    async def _refused(self, peer: str, reason: str) -> None:
-        assert self._transport is not None
-        self.note("refused_us", peer=peer, why=reason)
-        if "manifest" in reason:
-            try:
-                differing = self._options.explain(await request_manifest(self._transport, peer))
-                reason = f"the run there has other settings: {'; '.join(differing[:5])}; use the same"
-            except (*BROKEN, DilocoError) as error:
-                logger.debug("the manifest of %s could not be compared: %r", peer, error)
-        self._refusal = f"the swarm refused this peer: {reason}"
-        self.notify()
-
-    async def _heartbeat(self) -> None:
-        last_record_at = -RECORD_PERIOD_S
-        while True:
-            self._mesh.broadcast(self.protocol.status())
-            self.do(self.protocol.tick(self.now()))
-            self._stand_by()
-            self._ask_for_units()
-            if self.now() - last_record_at >= RECORD_PERIOD_S:
-                last_record_at = self.now()
-                for lease in self.protocol.leases.held_by(self.protocol.me):
-                    self.spawn(self._store_lease(lease.fragment, lease.term))
-            await asyncio.sleep(self._options.heartbeat_s)
-
-    # -- the protocol's actions ---------------------------------------------------------------------------------------
-
-    def do(self, actions: list[Action]) -> None:
-        """Carry out what the protocol asks for; long work becomes a task that reports back to the protocol."""
-        for action in actions:
-            match action:
-                case Broadcast():
-                    self._mesh.broadcast(action.message)
-                case Disconnect():
-                    self._mesh.disconnect(action.peer)
-                case Note():
-                    self.note(action.kind, **action.fields)
-                case Hold():
-                    self._take_over(action)
-                    self.spawn(self._store_lease(action.fragment, action.term))
-                case Release():
-                    self.replica.release(action.fragment)
-                    self.records.pop(action.fragment, None)
-                case Merge():
-                    self.spawn(self.rounds.merge(action.close))
-                case Wake():
-                    asyncio.get_running_loop().call_at(action.at, self._wake)
-                case CatchUp():
-                    self.spawn(self.rounds.catch_up(action.fragment, action.donors, action.outer))
-        self._forget_records()
-        self.notify()
-
-    def _take_over(self, action: Hold) -> None:
-        """A fragment that had another syncer goes on with the momentum that is known here, or with none."""
-        fragment = action.fragment
-        if action.term > 1:
-            version, standby = self.protocol.versions[fragment], self.replica.standby.get(fragment)
-            momentum = "kept" if fragment in self.replica.outer else "restarted"
-            if standby is not None:
-                momentum = "kept" if standby.version == version else "stale"
-            self.note("takeover", fragment=fragment, term=action.term, version=version, momentum=momentum)
-        self.replica.hold(fragment)
-
-    def _stand_by(self) -> None:
-        """Follow the outer state of the fragments that would come to this peer."""
-        if not self.replica.can_stand_by:
-            return
-        wanted = self.protocol.backs_up()
-        for fragment in self.replica.standby.keys() - wanted:
-            self.replica.stand_down(fragment)
-        versions = self.protocol.versions
-        behind = {f for f, standby in self.replica.standby.items() if versions[f] - standby.version >= STALE_VERSIONS}
-        for fragment in wanted - (self.replica.standby.keys() - behind) - self._standing_by:
-            self._standing_by.add(fragment)
-            self.spawn(self._begin_standby(fragment))
-
-    async def _begin_standby(self, fragment: int) -> None:
-        try:
-            await self.rounds.stand_by(fragment)
-        finally:
-            self._standing_by.discard(fragment)
-
-    # -- work units ---------------------------------------------------------------------------------------------------
-
-    def _ask_for_units(self) -> None:
-        """When they run short, one request at a time; one that fails is made again at the next heartbeat."""
-        if self.reserve.missing and not self._asking and not self._closed:
-            self._asking = True
-            self.spawn(self._fetch_units())
-
-    async def _fetch_units(self) -> None:
-        lease, me = self.protocol.leases.get(CONTROL_FRAGMENT), self.protocol.me
-        wanted, has = min(self.reserve.missing, MAX_UNITS_WANTED), self.reserve.all[:MAX_UNIT_RANGES]
-        try:
-            if lease is None:
-                return
-            if lease.holder == me:
-                granted = self.protocol.lease_units(me, wanted, has) or []
-            else:
-                granted = await self._client.request_units(lease.holder, wanted, has)
-            self.reserve.add(granted)
-            self.protocol.units = self.reserve.all
-            self.do([Broadcast(self.protocol.status())])  # at once: only this tells a successor what is not free
-        except (*BROKEN, PayloadError) as error:
-            logger.debug("no units were leased to this peer: %r", error)
-        finally:
-            self._asking = False
-            self.notify()
-
     async def _first_units(self) -> None:
         """What the first batches come from. Without an answer in time, training begins with data of its own order."""
         self._ask_for_units()
@@ -451,95 +195,3 @@ class Node:
             await asyncio.wait_for(self.until(lambda: self._interrupted or not self._asking), FIRST_UNITS_S)
         except asyncio.TimeoutError:
             logger.debug("no units yet")
-
-    def _forget_records(self) -> None:
-        """An update that every connected peer has adopted serves nobody any more; who comes later gets the state."""
-        members = self.protocol.members.all()
-        for fragment, record in list(self.records.items()):
-            adopted = all(member.status.versions[fragment] >= record.header.version for member in members)
-            if adopted and self._server.serving == 0:
-                del self.records[fragment]
-
-    # -- small things -------------------------------------------------------------------------------------------------
-
-    def note(self, kind: str, **fields: object) -> None:
-        """Hand one event to whoever keeps the log."""
-        self._on_event(kind, fields)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition that can change with any event.
-
-        Raises `ConnectionError` when the node is closed meanwhile, and whatever made a task of the node fail.
-        """
-        while not condition():
-            if self._failure is not None:
-                raise self._failure
-            if self._closed:
-                raise ConnectionError("this node is closed")
-            await self._changed.wait()
-
-    async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        try:
-            await asyncio.wait_for(self.until(condition), timeout_s)
-        except asyncio.TimeoutError:
-            culprits = [m.name for m in self.protocol.members.all()]
-            self.note("gave_up_waiting", what=what, timeout_s=round(timeout_s, 1), peers=culprits)
-
-    async def pause(self, timeout_s: float) -> None:
-        """Wait for the next event, or for a while."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            return
-
-    def notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _wake(self) -> None:
-        if not self._closed:
-            self.do(self.protocol.tick(self.now()))
-
-    def _heard(self, peer: str, message: Message) -> None:
-        self.do(self.protocol.heard(peer, message, self.now()))
-
-    async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
-        await self._server.serve(Stream(peer, reader, writer, self.traffic))
-        self._forget_records()
-        self.notify()
-
-    async def _store_lease(self, fragment: int, term: int) -> None:
-        assert self._transport is not None
-        value = [self.protocol.me, term]
-        try:
-            await self._transport.store(f"{self.protocol.run_id}/leases", str(fragment), value, RECORD_LIFE_S)
-        except BROKEN as error:
-            logger.debug("the DHT did not take the lease of fragment %d: %r", fragment, error)
-
-    async def _learn_terms(self) -> None:
-        """Terms from the checkpoint and the DHT, so that a claim of ours is above any that was made."""
-        assert self._transport is not None
-        for fragment, term in enumerate(self._options.terms or ()):
-            self.protocol.leases.see_term(fragment, term)
-        records = await self._transport.get(f"{self.protocol.run_id}/leases")
-        for fragment in range(len(self.protocol.versions)):
-            record = records.get(str(fragment))
-            if isinstance(record, list | tuple) and len(record) == 2:
-                term = record[1]
-                if isinstance(term, int) and 0 < term < 2**62:
-                    self.protocol.leases.see_term(fragment, term)
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
-            logger.debug("a task of the swarm node failed", exc_info=self._failure)
-            self.notify()

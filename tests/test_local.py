@@ -230,7 +230,7 @@ def test_control_c_while_the_peers_still_start_ends_it(tmp_path: Path) -> None:
         started.process.send_signal(signal.SIGINT)
         assert started.wait(20) == 0, started.stderr
         assert started.family() == []
-    assert started.stdout.splitlines()[-1] == "stopped before the first outer step"
+    assert started.stdout.splitlines()[-1] == "stopped before the first outer step", started.stdout
     assert not (run_dir / "summary.json").exists() and not (run_dir / "model").exists()
 
 

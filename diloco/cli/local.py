@@ -83,8 +83,13 @@ def _run(config: Config) -> int:
     console = Console()
     said: queue.Queue[tuple[_Child, Mapping[str, Any] | None]] = queue.Queue()
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_peer(config, base, index, names, said)) for index in range(len(names))]
-        stop = stack.enter_context(_signals(children))
+        children: list[_Child] = []
+        stop = stack.enter_context(_signals(children))  # before the first peer, which would not hear of a Ctrl+C else
+        for index in range(len(names)):
+            children.append(stack.enter_context(_peer(config, base, index, names, said)))
+            if stop:
+                children[-1].process.send_signal(signal.SIGINT)
+                break
         with LiveView(console, names, config.budget.outer_steps, title) as view:
             _follow(children, said, view)
         return _conclude(config, children, bool(stop), time.monotonic() - began_at, console)

@@ -415,3 +415,12 @@ def test_a_slow_stream_is_not_taken_for_the_contribution_after_it() -> None:
     closed(syncer)
     assert syncer.offer("a", contribution(VERSION + 1)).accepted
     assert not syncer.wants("a", 0, VERSION) and syncer.wants("a", 0, VERSION + 1)
+
+
+def test_what_is_on_its_way_is_dropped_when_the_version_that_was_caught_up_with_holds_it() -> None:
+    syncer = quick(staleness_limit=9)
+    assert syncer.offer("a", contribution(VERSION)).accepted
+    assert syncer.offer("b", contribution(VERSION)).accepted
+    syncer.advance(VERSION + 1, {"a": VERSION})
+    assert not syncer.wants("a", 0, VERSION) and syncer.wants("b", 0, VERSION)
+    assert syncer.offer("a", contribution(VERSION)).merged

@@ -281,7 +281,12 @@ class Syncer:
             self.last_contributors = frozenset(peer for peer, base in self._merged.items() if base == version - 1)
         self.version = version
         # What is still on its way is no part of the version that closed, unless its first chunks were.
-        self._offers = {p: o for p, o in self._offers.items() if self.staged and not o.whole}
+        # A version that was caught up with may hold what is on its way here as well.
+        self._offers = {
+            peer: offer
+            for peer, offer in self._offers.items()
+            if self.staged and not offer.whole and offer.base_version > self._merged.get(peer, -1)
+        }
         self._unit = 0.0
         self._closing = False
         self.grace_until = None

@@ -303,6 +303,8 @@ class World:
             self.events += 1
             if self.events >= MAX_EVENTS:
                 raise Violation(f"still busy after {self.events} events and {self.now:.3f} s")
+            if not self._heap and not self._living:
+                return  # the last one left, or died
             if not self._heap:
                 raise Violation("nothing happens any more")
             at, number, node, work = heapq.heappop(self._heap)

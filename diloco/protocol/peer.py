@@ -206,9 +206,8 @@ class Peer(View):
         actions: list[Action] = [Broadcast(self.status())]
         syncer = self.syncers.get(fragment)
         if syncer is not None and version >= syncer.version:
-            syncer.advance(
-                version, self._merged.get(fragment)
-            )  # what was collected went with the anchor that it was relative to
+            # What was collected went with the anchor that it was relative to.
+            syncer.advance(version, self._merged.get(fragment))
             self._merging.discard(fragment)
             self._deal(fragment)
             claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest, **self.word(fragment))

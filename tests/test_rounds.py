@@ -261,3 +261,23 @@ def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
         assert host.rounds._lost_tokens == 0
 
     run(scene)
+
+
+def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_them_won() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        await host.rounds.load()
+        theirs = torch.full((6,), 3.0)
+        claim = Claim(fragment=0, term=2, version=0, digest=host.replica.digest_of(theirs))
+        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        host.client.answers = {-1: host.state(0, theirs)}
+        assert await host.exchange() == (10, 0)
+        won = host.state(5, torch.full((6,), 4.0))
+        host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=5, digest=won.header.digest), host.now()))
+        merged = {"merged": {ME: 0, OTHER: 4}}
+        host.client.answers = {0: FetchedState(won.header.model_copy(update=merged), won.anchor, None, None)}
+        await host.rounds.catch_up(0, [OTHER], outer=False)
+        assert host.notes.count("applied_after_all") == 1
+        assert host.rounds._lost_tokens == -10
+
+    run(scene)

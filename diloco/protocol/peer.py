@@ -173,7 +173,7 @@ class Peer(View):
     def enter(self, state: State, now: float) -> list[Action]:
         """This peer's training loop is in another state now."""
         self.state = state
-        return [Broadcast(self.status()), *self.tick(now)]
+        return [Broadcast(self._hear_myself(now)), *self.tick(now)]
 
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
         """Figures for the next heartbeat."""
@@ -298,10 +298,8 @@ class Peer(View):
     def _close_rounds(self, now: float) -> list[Action]:
         if not self.syncers:
             return []
-        status = self.status()
-        self._myself = self._myself or Member(self.me, self.name, self.trains, self.holds, status, now, now)
-        self._myself.hear(status, now)
-        members = {member.peer: member for member in (*self.members.all(), self._myself)}
+        self._hear_myself(now)
+        members = {member.peer: member for member in (*self.members.all(), self._myself) if member is not None}
         actions: list[Action] = []
         for fragment, syncer in sorted(self.syncers.items()):
             if fragment in self._merging or fragment in self._catching_up or fragment in self._handed_over:
@@ -318,6 +316,13 @@ class Peer(View):
                 actions.append(Note("missing", {"fragment": fragment, "peers": list(close.missing)}))
             actions.append(Merge(close))
         return actions
+
+    def _hear_myself(self, now: float) -> Status:
+        """A syncer waits for itself like for any other, and must know from where it began its round."""
+        status = self.status()
+        self._myself = self._myself or Member(self.me, self.name, self.trains, self.holds, status, now, now)
+        self._myself.hear(status, now)
+        return status
 
     # -- work units ---------------------------------------------------------------------------------------------------
 

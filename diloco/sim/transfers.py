@@ -459,3 +459,10 @@ class Transfers:
         now, tokens = self.now(), update.applied_tokens
         self.peer.hear_word(update if isinstance(update, Record) else update.header)
         self.do(self.peer.adopted(fragment, update.version, digest, tokens, now, contributors, merged))
+        self._recount(fragment, {} if merged is None else merged)
+
+    def _recount(self, fragment: int, merged: dict[str, int]) -> None:
+        """What one half of a split left out is in the model after all, when the other half won (see `Anchors`)."""
+        for exchange in self.exchanges:
+            if exchange.fragment == fragment and merged.get(self.name) == exchange.base_version:
+                exchange.discarded = False

@@ -39,7 +39,8 @@ class Anchors:
         self._moving = [asyncio.Lock() for _ in self.replica.fragments]  # who holds it reads or writes the anchor
         self.loaded = list(self.protocol.versions)  # which anchors the local parameters started from
         self._applied: dict[int, int] = {}  # base version -> tokens of this peer that are in the control fragment
-        self._lost_tokens = 0  # of these, in a history that another one replaced
+        self._left_out_tokens: dict[int, int] = {}  # likewise, of those that were discarded
+        self._lost_tokens = 0  # found to be discarded since they were last asked for, less those found to be applied
 
     async def load(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
         """The local parameters of these fragments (all by default) become the anchors as they are now."""
@@ -175,8 +176,14 @@ class Anchors:
             self.replica.keep_base(fragment)
 
     def _recount(self, merged: Mapping[str, int]) -> None:
-        """The anchor comes from elsewhere: what it lacks of this peer's tokens is discarded (the swarm was split)."""
+        """The anchor comes from elsewhere, maybe from the other half of a swarm that was split: what it lacks of this
+        peer's tokens is discarded, and its last contribution there is applied, though this half had left it out.
+        """
         newest = merged.get(self.protocol.me, -1)
+        if (found := self._left_out_tokens.pop(newest, 0)) and newest not in self._applied:
+            self._applied[newest] = found
+            self._lost_tokens -= found
+            self._host.note("applied_after_all", tokens=found, base_version=newest, why="another history won")
         lost = {base: tokens for base, tokens in self._applied.items() if base > newest}
         for base, tokens in lost.items():
             del self._applied[base]

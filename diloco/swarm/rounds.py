@@ -215,6 +215,8 @@ class Rounds(Anchors):
                 self._applied.pop(exchange.base_version - MERGED_MEMORY, None)
             else:
                 discarded += exchange.tokens
+                self._left_out_tokens[exchange.base_version] = exchange.tokens
+                self._left_out_tokens.pop(exchange.base_version - MERGED_MEMORY, None)
                 self._host.note("discarded", tokens=exchange.tokens, base_version=exchange.base_version)
         return discarded, max((f.seconds for f in flights), key=lambda s: s.comm + s.wait)  # they travel side by side
 

@@ -22,6 +22,7 @@ from diloco.protocol.messages import (
     MAX_UNIT_RANGES,
     Claim,
     Contribution,
+    Greeting,
     Hello,
     InnerHeader,
     InnerRequest,
@@ -34,6 +35,7 @@ from diloco.protocol.messages import (
     Receipt,
     Record,
     Refusal,
+    Revocations,
     StateHeader,
     StateRequest,
     Status,
@@ -65,6 +67,13 @@ statuses = st.builds(
 )
 word = {"cursor": counts, "open": units}
 claims = st.builds(Claim, fragment=fragments, term=terms, version=counts, digest=digests, **word)
+revocations = st.builds(
+    Revocations,
+    number=terms,
+    token_ids=st.lists(st.binary(min_size=8, max_size=8).map(bytes.hex), max_size=3),
+    peer_ids=st.lists(names, max_size=3),
+    signature=st.binary(min_size=64, max_size=64).map(bytes.hex),
+)
 published = {"fragment": fragments, "term": terms, "version": counts, "digest": digests}
 shared = {"contributors": st.lists(names, max_size=3), "applied_tokens": counts, **word}
 ANY = st.one_of(
@@ -139,6 +148,8 @@ ANY = st.one_of(
     st.builds(ManifestRequest),
     st.builds(ManifestReply, text=st.text(max_size=1000)),
     st.builds(Refusal, reason=st.text(max_size=2048)),
+    revocations,
+    st.builds(Greeting, credential=st.text(max_size=1024), revoked=st.lists(revocations, max_size=1)),
 )
 
 D = "0123456789abcdef" * 4
@@ -146,6 +157,7 @@ STATUS = Status(
     state="training", versions=[3, 4], inner_step=5, target_steps=6, steps_per_s=0.5, tokens=7, units=[[8, 9]]
 )
 CLAIM = Claim(fragment=1, term=2, version=3, digest=D, cursor=9, open=[[0, 4], [6, 9]])
+REVOCATIONS = Revocations(number=1, token_ids=[D[:16]], peer_ids=["a"], signature=2 * D)
 HELLO = Hello(
     wire_version=1,
     run_id="run",
@@ -179,6 +191,8 @@ EXAMPLES: list[Message] = [
     ManifestRequest(),
     ManifestReply(text="{}"),
     Refusal(reason="no"),
+    REVOCATIONS,
+    Greeting(credential="abc", revoked=[REVOCATIONS]),
 ]
 WRONG: dict[type, list[object]] = {
     bool: [None, 0, 1, "true", [True]],

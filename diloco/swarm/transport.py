@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-__all__ = ["Handler", "Reader", "Transport", "Writer"]
+__all__ = ["Handler", "Reader", "Refused", "Transport", "Writer"]
+
+
+class Refused(ConnectionError):
+    """A peer answers, but one of the two does not admit the other; the text says why."""
 
 
 class Reader(Protocol):
@@ -49,7 +53,7 @@ class Transport(Protocol):
         ...
 
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
-        """Open a stream to a peer."""
+        """Open a stream to a peer; `Refused` when it does not admit this one."""
         ...
 
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:

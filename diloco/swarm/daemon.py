@@ -285,6 +285,12 @@ class Libp2p:
             await self._gate.greet(peer, partial(self._open_greeting, peer), again=protocol == CONTROL)
         return await self._open(peer, protocol)
 
+    async def greet(self, peer: str) -> None:
+        """Tell a peer once more who is here, and what is revoked; `Refused` when one of the two does not want the
+        other.
+        """
+        await self._gate.greet(peer, partial(self._open_greeting, peer), again=True)
+
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         try:
             _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), protocol)

@@ -291,6 +291,7 @@ def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, 
     revoked = Revoked.sign(club.key, RUN, 1, [token.grant.token_id], [])
     visitor = Gate(Admission(issue(club.key, RUN, "observer", 2**40)))
     assert revoke([second.address], visitor, club.key, Revoked(0, (), (), b""), [token.grant.token_id], []) == revoked
+    eventually(lambda: third.said("revoked"), "the peer itself to hear of it")
     with pytest.raises(SwarmError, match="the owner of the run has revoked the invitation of this peer") as caught:
         third.begin()
     assert caught.value.exit_code == 3
@@ -309,13 +310,17 @@ def test_a_peer_that_was_away_finds_the_list_in_the_dht(club: Club, members: lis
     admission = second.node.node.gate.admission
     assert admission is not None
 
-    def run(peer: Trainee) -> None:
-        asyncio.run_coroutine_threadsafe(peer.node.node._compare_revocations(), peer.node.loop).result(30)
+    async def hear() -> None:
+        assert first.node.node.gate.hear(revocations(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
+        await first.node.node._compare_revocations()
 
-    assert first.node.node.gate.hear(revocations(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
-    run(first)
-    admission.revoked = Revoked(0, (), (), b"")
-    run(second)
+    async def forget_and_compare() -> None:
+        admission.revoked = Revoked(0, (), (), b"")
+        await second.node.node._compare_revocations()
+
+    asyncio.run_coroutine_threadsafe(hear(), first.node.loop).result(30)
+    eventually(lambda: admission.revoked.number == 7, "it to be told")
+    asyncio.run_coroutine_threadsafe(forget_and_compare(), second.node.loop).result(30)
     assert admission.revoked.number == 7
 
 

@@ -303,9 +303,11 @@ class Presence:
 
         Raises `ConnectionError` when the node is closed meanwhile, and whatever made a task of the node fail.
         """
-        while not condition():
+        while True:
             if self._failure is not None:
                 raise self._failure
+            if condition():
+                return
             if self._closed:
                 raise ConnectionError("this node is closed")
             await self._changed.wait()

@@ -144,7 +144,7 @@ def test_strangers_are_told_why_and_what_to_do(door: Admission) -> None:
     shown = token().credential(ALICE)
     expired = token(expires_at=NOW - 3 * DAY)
     cases = {
-        "": "run.id=run admits invited peers only; ask its owner for a link",
+        "": "this run admits invited peers only; ask its owner for a link",
         "garbage!": "the credential cannot be read: it has characters",
         shown: "the credential belongs to another identity",
         token(key=OTHER_KEY).credential(BOB): "is signed by another key than that of this run",

@@ -38,9 +38,7 @@ class Admission:
     def admit(self, peer: str, text: str, now: float) -> str | None:
         """Let an authenticated peer in by its credential; returns the reason, with the remedy, why it is not."""
         if not text:
-            return (
-                f"run.id={self.run_id} admits invited peers only; ask its owner for a link, or give swarm.token=@FILE"
-            )
+            return "this run admits invited peers only; ask its owner for a link, or give swarm.token=@FILE"
         try:
             credential = Credential.from_text(text)
         except PayloadError as error:

@@ -28,9 +28,8 @@ from hivemind.utils.timed_storage import get_dht_time
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.control import CONTROL
 from diloco.swarm.gate import GREETING, Gate, GuardedP2P
-from diloco.swarm.records import OwnedRecords
 from diloco.swarm.streams import BROKEN
-from diloco.swarm.transport import Handler, Reader, Refused, Writer
+from diloco.swarm.transport import Disbelieved, Handler, Reader, Refused, Writer
 
 __all__ = ["Libp2p", "identity_number", "peer_id_of", "read_addresses", "sheltered"]
 
@@ -204,6 +203,8 @@ class Libp2p:
                 )
         except (P2PDaemonError, OSError, ValueError) as error:
             raise _explain(error, seeds, listen) from error
+        from diloco.swarm.records import OwnedRecords  # needs all of hivemind, and a visitor needs little of it
+
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
         try:
             await self._greet_seeds()
@@ -254,16 +255,20 @@ class Libp2p:
         return self
 
     async def _greet_seeds(self) -> None:
-        """Before anything else: `SwarmError` when all that answer refuse, with the reason of one of them."""
+        """Before anything else: `SwarmError` when all of them refuse this peer or are not believed by it."""
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
         greetings = (self._gate.greet(seed, partial(self._open_greeting, seed)) for seed in self.seeds)
         answers = await asyncio.gather(*greetings, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
                 raise answer
-        refusals = [str(answer) for answer in answers if isinstance(answer, Refused)]
-        if refusals and all(answer is not None for answer in answers):
-            raise SwarmError(f"the swarm refused this peer: {refusals[0]}")
+        if any(answer is None for answer in answers):
+            return
+        for answer in answers:
+            if isinstance(answer, Refused):
+                raise SwarmError(f"the swarm refused this peer: {answer}")
+            if isinstance(answer, Disbelieved):
+                raise SwarmError(f"{answer}; check the address")
 
     async def _welcome(self, info: StreamInfo, reader: Reader, writer: Writer) -> None:
         await self._gate.welcome(info.peer_id.to_base58(), reader, writer)
@@ -286,9 +291,7 @@ class Libp2p:
         return await self._open(peer, protocol)
 
     async def greet(self, peer: str) -> None:
-        """Tell a peer once more who is here, and what is revoked; `Refused` when one of the two does not want the
-        other.
-        """
+        """Tell a peer once more who is here, and what is revoked; raises as `open`."""
         await self._gate.greet(peer, partial(self._open_greeting, peer), again=True)
 
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:

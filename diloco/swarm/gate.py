@@ -21,13 +21,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon import P2P
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.messages import Greeting, Message, Refusal, Revocations, expect
 from diloco.swarm.streams import BROKEN, Stream, Traffic
-from diloco.swarm.transport import Reader, Refused, Writer
+from diloco.swarm.transport import Disbelieved, Reader, Refused, Writer
 
 __all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "watching"]
 
@@ -49,7 +50,7 @@ class Gate:
         role: in which this peer shows itself; None is that of its token. Who only asks is an observer.
 
     `on_refused` is called with peer and reason, seldom enough for a log; `on_revoked` with a newer list, once it
-    counts. Refusals by the other side raise `Refused` from `greet`.
+    counts. `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` when it is to blame.
     """
 
     def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
@@ -74,9 +75,13 @@ class Gate:
 
     # -- this side begins ---------------------------------------------------------------------------------------------
 
+    def believes(self, peer: str) -> bool:
+        """Whether what this peer says of the run counts. A stranger's refusal, for one, must not end anybody."""
+        return self.admission is None or self.role_of(peer) is not None
+
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
-        """Make both sides known to each other, unless they are; `Refused` when one of them does not want the other."""
-        if not again and peer in self._greeted and (self.admission is None or self.role_of(peer) is not None):
+        """Make both sides known to each other, unless they are."""
+        if not again and peer in self._greeted and self.believes(peer):
             return
         reader, writer = await asyncio.wait_for(opener(), GREETING_TIMEOUT_S)
         stream = Stream(peer, reader, writer, Traffic())
@@ -92,7 +97,7 @@ class Gate:
             stream.close()
         if reason is not None:
             self.refused(peer, reason)
-            raise Refused(f"{peer} is not believed: {reason}")
+            raise Disbelieved(f"{peer} is not believed: {reason}")
         self._greeted.add(peer)
 
     # -- the other side begins ----------------------------------------------------------------------------------------
@@ -116,8 +121,8 @@ class Gate:
 
     async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
         """Let the handler have a stream, if the peer is known."""
-        if self.admission is not None and self.role_of(peer) is None:
-            reason = self.admission.objection(peer, "", time.time()) or ""
+        if not self.believes(peer):
+            reason = "" if self.admission is None else self.admission.objection(peer, "", time.time()) or ""
             self.refused(peer, reason)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN):
@@ -245,7 +250,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         await super().add_protobuf_handler(name, guarded, *arguments, **options)
 
     async def call_protobuf_handler(self, peer_id: PeerID, name: str, *arguments: Any, **options: Any) -> Any:
-        """As in `P2P`; `Refused` when the other side is not in the run."""
+        """As in `P2P`; `Refused` or `Disbelieved` when one of the two is not in the run."""
         peer = peer_id.to_base58()
         if self.gate.admission is not None:
             await self.gate.greet(peer, lambda: self.open_greeting(peer))

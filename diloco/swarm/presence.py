@@ -178,6 +178,8 @@ class Presence:
     async def _refused(self, peer: str, reason: str) -> None:
         assert self._transport is not None
         self.note("refused_us", peer=peer, why=reason)
+        if peer not in self._transport.seeds and not self.gate.believes(peer):
+            return
         if "manifest" in reason:
             try:
                 differing = self._options.explain(await request_manifest(self._transport, peer))

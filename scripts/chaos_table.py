@@ -54,9 +54,13 @@ def chaos(*arguments: str) -> Callable[[], Figures]:
         with TemporaryDirectory(prefix="diloco-table-") as scratch:
             file = Path(scratch) / "figures.json"
             command = [sys.executable, str(Path(__file__).with_name("chaos")), *arguments, "--json", str(file)]
-            done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+                try:
+                    code = process.wait(PATIENCE_S)
+                finally:
+                    process.terminate()  # not killed, so that it ends its peers and takes its namespaces away
             if not file.exists():
-                raise OSError(f"chaos ended with {done.returncode}")
+                raise OSError(f"chaos ended with {code}")
             return json.loads(file.read_text())  # type: ignore[no-any-return]
 
     return measure

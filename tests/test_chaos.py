@@ -296,9 +296,10 @@ def test_an_emulated_link_delays_cuts_and_heals_and_leaves_nothing_behind() -> N
     try:
         links.add(0)
         links.add(1)
-        with subprocess.Popen(
+        far = subprocess.Popen(
             [*links.command(1), sys.executable, "-c", ECHO, links.address(1)], stdout=subprocess.PIPE, text=True
-        ) as far:
+        )
+        try:
             assert far.stdout is not None and far.stdout.readline() == "ready\n"
             assert len(calm := trips(10)) == 5 and min(calm) >= 0.04
             assert links.worsen(1, "delay", "30ms") is None
@@ -308,7 +309,9 @@ def test_an_emulated_link_delays_cuts_and_heals_and_leaves_nothing_behind() -> N
             assert trips(0.05) == []
             links.heal()
             assert len(trips(10)) == 5
+        finally:
             far.kill()
+            far.communicate()
     finally:
         links.close()
     assert f"-{os.getpid()}-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout

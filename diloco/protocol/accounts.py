@@ -13,11 +13,11 @@ from diloco.protocol.dealer import Dealer, Word, fields_of
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Claim, Published, Record, StateHeader, Status
+from diloco.protocol.shares import OTHERS, Contributor, Share, Shares, credited, short_name
 from diloco.protocol.view import View
 
-__all__ = ["CONTROL_FRAGMENT", "MERGED_MEMORY", "Accounts"]
+__all__ = ["CONTROL_FRAGMENT", "Accounts"]
 
-MERGED_MEMORY = 1024  # versions after which it is forgotten who contributed to one
 CONTROL_FRAGMENT = 0  # its update records carry the swarm clock and the word on the data; its syncer deals out units
 
 
@@ -25,22 +25,55 @@ class Accounts(View):
     """The base of `Peer`. What is said of a version goes with that version: who adopts it adopts its accounts."""
 
     def _begin(self) -> None:
-        # fragment -> peer -> base version up to which all is in the anchor
-        self._merged: dict[int, dict[str, int]] = {}
+        self._shares: list[Shares] = [{} for _ in self.versions]
         self.dealer = Dealer(self.versions[CONTROL_FRAGMENT])
 
     # -- contributions ------------------------------------------------------------------------------------------------
 
-    def merged(self, fragment: int) -> dict[str, int]:
-        """For each peer the base version up to which its contributions are in the anchor here, or were left out; goes
-        with the fragment's state, so that a successor merges nothing again.
-        """
-        oldest = self.versions[fragment] - MERGED_MEMORY
-        return {peer: base for peer, base in self._merged.get(fragment, {}).items() if base >= oldest}
+    def shares(self, fragment: int) -> Shares:
+        """Who contributed how much to the anchor here; goes with the fragment's state."""
+        return self._shares[fragment]
 
-    def restore_merged(self, merged: Sequence[Mapping[str, int]]) -> None:
-        """What `merged` was for each fragment when a checkpoint was written."""
-        self._merged = {fragment: dict(known) for fragment, known in enumerate(merged)}
+    def restore_shares(self, shares: Sequence[Mapping[str, Share]]) -> None:
+        """What `shares` was for each fragment when a checkpoint was written."""
+        for fragment, known in enumerate(shares):
+            self._shares[fragment] = dict(known)
+
+    def merged(self, fragment: int) -> dict[str, int]:
+        """For each peer the base version up to which its contributions are in the anchor here, or were left out; so
+        that a successor merges nothing again.
+        """
+        return {peer: share.last_version - 1 for peer, share in self._shares[fragment].items() if peer != OTHERS}
+
+    def contributions(self) -> list[Contributor]:
+        """Who contributed how much to the run, as far as this peer's anchors go; who gave most comes first.
+
+        Equal on all peers with equal anchors, but for names of peers that somebody has never met. A peer stands in it
+        from its first contribution to the control fragment.
+        """
+        names = self._names()
+        rows = [
+            Contributor(
+                peer, names.get(peer) or share.name or ("others" if peer == OTHERS else ""),
+                share.contributions, share.tokens, self._bytes_of(peer), share.first_version, share.last_version,
+            )
+            for peer, share in self._shares[CONTROL_FRAGMENT].items()
+        ]  # fmt: skip
+        return sorted(rows, key=lambda row: (-row.tokens, row.peer_id))
+
+    def _bytes_of(self, peer: str) -> int:
+        return sum(
+            shares[peer].contributions * size
+            for shares, size in zip(self._shares, self.payload_bytes, strict=False)
+            if peer in shares
+        )
+
+    def _names(self) -> dict[str, str]:
+        members = [(self.me, self.name), *((member.peer, member.name) for member in self.members.all())]
+        return {peer: short_name(name) for peer, name in members}
+
+    def _credit(self, fragment: int, version: int, contributors: Mapping[str, int]) -> None:
+        self._shares[fragment] = credited(self._shares[fragment], version, contributors, self._names())
 
     # -- work units ---------------------------------------------------------------------------------------------------
 

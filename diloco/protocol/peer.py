@@ -15,9 +15,9 @@ of a peer:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-from diloco.protocol.accounts import CONTROL_FRAGMENT, MERGED_MEMORY, Accounts
+from diloco.protocol.accounts import CONTROL_FRAGMENT, Accounts
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import (
@@ -31,10 +31,11 @@ from diloco.protocol.messages import (
     Verdict,
 )
 from diloco.protocol.rendezvous import assign, order
+from diloco.protocol.shares import Share
 from diloco.protocol.syncer import Syncer
 from diloco.protocol.view import WIRE_VERSION
 
-__all__ = ["CONTROL_FRAGMENT", "MERGED_MEMORY", "WIRE_VERSION", "Peer"]
+__all__ = ["CONTROL_FRAGMENT", "WIRE_VERSION", "Peer"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -177,28 +178,28 @@ class Peer(Accounts):
         digest: str,
         applied_tokens: int,
         now: float,
-        contributors: Collection[str] | None = None,
-        merged: Mapping[str, int] | None = None,
+        contributors: Mapping[str, int] | None = None,
+        shares: Mapping[str, Share] | None = None,
     ) -> list[Action]:
-        """The anchor of a fragment moved to a version: by an update record, which names its `contributors`, or by
-        fetching its state, which says what is `merged`.
+        """The anchor of a fragment moved to a version: by an update record, which names its `contributors` and the
+        tokens of each, or by fetching its state, which says whose `shares` are in it.
         """
         self._catching_up.discard(fragment)
-        if merged is not None:
-            self._merged[fragment] = dict(merged)
+        if shares is not None:
+            self._shares[fragment] = dict(shares)
         if contributors is not None:
-            self._merged.setdefault(fragment, {}).update(dict.fromkeys(contributors, version - 1))
+            self._credit(fragment, version, contributors)
         if version == self.versions[fragment] and digest != self.digests[fragment] and version > 0:
             self.heals += 1
         self.versions[fragment] = version
         self.digests[fragment] = digest
         if fragment == CONTROL_FRAGMENT:
-            self.applied_tokens = max(self.applied_tokens, applied_tokens)
+            self.applied_tokens = applied_tokens
         actions: list[Action] = [Broadcast(self.status())]
         syncer = self.syncers.get(fragment)
         if syncer is not None and version >= syncer.version:
             # What was collected went with the anchor that it was relative to.
-            syncer.advance(version, self._merged.get(fragment))
+            syncer.advance(version, self.merged(fragment))
             self._merging.discard(fragment)
             self._deal(fragment)
             claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest, **self.word(fragment))
@@ -245,10 +246,8 @@ class Peer(Accounts):
             syncer.arrived(peer)
         return self.tick(now)
 
-    def published(
-        self, fragment: int, digest: str, tokens: int, contributors: Collection[str], now: float
-    ) -> list[Action]:
-        """The merge that `Merge` asked for is done: announce the new version."""
+    def published(self, fragment: int, digest: str, contributors: Mapping[str, int], now: float) -> list[Action]:
+        """The merge that `Merge` asked for is done: announce the new version, made of so many tokens of each peer."""
         self._merging.discard(fragment)
         syncer = self.syncers.get(fragment)
         if syncer is None:
@@ -259,10 +258,10 @@ class Peer(Accounts):
         self.versions[fragment] = syncer.version
         self.digests[fragment] = digest
         if fragment == CONTROL_FRAGMENT:
-            self.applied_tokens += tokens
+            self.applied_tokens += sum(contributors.values())
         self.leases.published(fragment, syncer.term, syncer.version, digest)
         self._contributors[fragment] = tuple(sorted(contributors))
-        self._merged.setdefault(fragment, {}).update(dict.fromkeys(contributors, syncer.version - 1))
+        self._credit(fragment, syncer.version, contributors)
         twice = self._apply_units(syncer.version, contributors) if fragment == CONTROL_FRAGMENT else []
         message = Published(
             fragment=fragment,
@@ -364,7 +363,7 @@ class Peer(Accounts):
         actions = self._heard_claim(self.me, claim)
         self.syncers[fragment] = Syncer(
             fragment, term, version, self.outer, self._contributors.get(fragment, ()),
-            merged=self._merged.get(fragment, {}),
+            merged=self.merged(fragment),
         )  # fmt: skip
         return [*actions, Hold(fragment, term), Broadcast(claim)]
 

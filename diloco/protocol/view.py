@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco.config import OuterConfig
@@ -33,6 +33,7 @@ class View:
         newcomer: this peer joins others, and claims nothing before `acquainted` says that it has heard all of them;
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.
+        payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class View:
         min_peers: int = 1,
         newcomer: bool = False,
         outer: OuterConfig = SYNC,
+        payload_bytes: Sequence[int] = (),
     ) -> None:
         self.me = me
         self.name = name
@@ -63,6 +65,7 @@ class View:
         self.min_peers = min_peers
         self.newcomer = newcomer
         self.outer = outer
+        self.payload_bytes = tuple(payload_bytes)
         self.members = Membership()
         self.leases = LeaseTable()
         self.state: State = "starting"

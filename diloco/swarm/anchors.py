@@ -16,6 +16,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.replica import OuterStep
 from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.protocol.shares import Share
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState
 from diloco.swarm.download import fetch, further_donors
 from diloco.swarm.serve import Host
@@ -146,9 +147,9 @@ class Anchors:
                 self.replica.hold(fragment, state.master, state.momentum)
             outer = state.master is not None
             if fragment == CONTROL_FRAGMENT:
-                self._recount(header.merged)
+                self._recount(header.shares)
                 self.protocol.hear_word(header)
-            self._moved(fragment, header.version, digest, header.applied_tokens, outer, merged=header.merged)
+            self._moved(fragment, header.version, digest, header.applied_tokens, outer, shares=header.shares)
 
     async def stand_by(self, fragment: int) -> None:
         """Be backup of a fragment from its outer state as it is now; without an answer that fits, tried again later."""
@@ -175,11 +176,11 @@ class Anchors:
         if self._settings.staleness_limit and self.protocol.trains:
             self.replica.keep_base(fragment)
 
-    def _recount(self, merged: Mapping[str, int]) -> None:
+    def _recount(self, shares: Mapping[str, Share]) -> None:
         """The anchor comes from elsewhere, maybe from the other half of a swarm that was split: what it lacks of this
         peer's tokens is discarded, and its last contribution there is applied, though this half had left it out.
         """
-        newest = merged.get(self.protocol.me, -1)
+        newest = shares[me].last_version - 1 if (me := self.protocol.me) in shares else -1
         if (found := self._left_out_tokens.pop(newest, 0)) and newest not in self._applied:
             self._applied[newest] = found
             self._lost_tokens -= found
@@ -202,8 +203,8 @@ class Anchors:
         digest: str,
         applied_tokens: int,
         outer: bool = False,
-        contributors: Sequence[str] | None = None,
-        merged: Mapping[str, int] | None = None,
+        contributors: Mapping[str, int] | None = None,
+        shares: Mapping[str, Share] | None = None,
     ) -> None:
         """The anchor is at another version; so must be the outer state, which came with it or starts anew from it."""
         if fragment in self.protocol.syncers:
@@ -211,7 +212,7 @@ class Anchors:
         elif not outer:
             self.replica.release(fragment)
         now = self._host.now()
-        self._host.do(self.protocol.adopted(fragment, version, digest, applied_tokens, now, contributors, merged))
+        self._host.do(self.protocol.adopted(fragment, version, digest, applied_tokens, now, contributors, shares))
 
     def moving(self, fragment: int) -> asyncio.Lock:
         """Who holds it may read or write the anchor and the sum of a fragment."""

@@ -113,6 +113,7 @@ class Presence:
             min_peers=options.min_peers,
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
+            payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
         self.protocol.restore_word((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)

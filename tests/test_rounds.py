@@ -254,9 +254,8 @@ def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         claim = Claim(fragment=0, term=2, version=5, digest=won.header.digest)
         host.do(host.protocol.heard(OTHER, claim, host.now()))
-        shares = {
-            "shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}
-        }  # it has this peer's contribution from version 0, not the one from 1
+        # It has this peer's contribution from version 0, not the one from 1.
+        shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
         host.client.answers = {2: FetchedState(won.header.model_copy(update=shares), won.anchor, None, None)}
         await host.rounds.catch_up(0, [OTHER], outer=False)
         assert host.notes.count("discarded") == 1

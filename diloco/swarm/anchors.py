@@ -63,18 +63,24 @@ class Anchors:
         def kept(tensor: Tensor) -> Tensor:
             return tensor.clone() if copies else tensor
 
-        anchors, versions, outer = [], [], {}
+        anchors, versions, shares, outer = [], [], [], {}
         for fragment, moving in enumerate(self._moving):
             async with moving:
                 anchors.append(kept(replica.anchors[fragment]))
                 versions.append(protocol.versions[fragment])
+                shares.append(protocol.shares(fragment))
+                if fragment == CONTROL_FRAGMENT:
+                    clock, word = protocol.applied_tokens, protocol.dealer.word(protocol.versions[fragment])
                 if fragment in replica.outer:
                     state = replica.outer[fragment]
                     outer[fragment] = (kept(state.master), kept(state.momentum))
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
         residuals = {fragment: kept(residual) for fragment, residual in replica.residuals.items()}
-        word = protocol.dealer.word(versions[CONTROL_FRAGMENT])
-        return Saved(anchors, versions, terms, protocol.applied_tokens, outer, residuals, word)
+        return Saved(anchors, versions, terms, clock, outer, residuals, word, shares, dict(self._applied))
+
+    def restore(self, applied: Mapping[int, int]) -> None:
+        """`Saved.applied`, so that what a history that wins lacks of it is known after a restart, too."""
+        self._applied = dict(applied)
 
     async def catch_up(self, fragment: int, donors: Sequence[str], outer: bool, whole: bool = False) -> None:
         """Fetch a fragment from the first donor that has what its header says: the record that is missing here, or,

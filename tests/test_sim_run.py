@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def test_a_syncer_that_crashes_in_the_exchange_is_replaced(tmp_path: Path) -> No
 def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
     outcome = simulated(tmp_path, "budget.outer_steps=4", "sim.events=[join:4@2.5,leave:1@6.5]", "sim.latency_s=0.01")
     peers = {peer.name: peer for peer in outcome.summary.peers}
+    record = {row.name: row for row in outcome.summary.contributions}
+    assert {name: (row.first_version, row.last_version, row.outer_steps) for name, row in record.items()} == {
+        **dict.fromkeys(("p0", "p2", "p3"), (1, 4, 4)), "p1": (1, 1, 1), "p4": (1, 4, 4)
+    }  # fmt: skip
+    assert sum(row.tokens for row in record.values()) == outcome.summary.tokens.applied
+    assert len({row.bytes // row.outer_steps for row in record.values()}) == 1, "payloads are equal"
+    with (tmp_path / "contributions.csv").open() as file:
+        assert {row["name"]: int(row["tokens"]) for row in csv.DictReader(file)} == {
+            name: row.tokens for name, row in record.items()
+        }
     assert len({peers[name].anchor_digest for name in ("p0", "p2", "p3", "p4")}) == 1
     assert peers["p4"].steps < peers["p0"].steps
     assert {event["subject"] for event in said(tmp_path, "leave")} >= {"p1"}

@@ -26,7 +26,7 @@ from diloco.train.island import Island
 from diloco.train.metrics import RunLog
 from diloco.train.reporting import Listener
 from diloco.train.session import Session, Sync
-from diloco.train.summary import Phases
+from diloco.train.summary import Phases, write_contributions
 
 __all__ = ["Trainer", "autocast"]
 
@@ -170,8 +170,10 @@ class Trainer:
         return result
 
     def save(self) -> None:
-        """Checkpoint of the last boundary."""
+        """Checkpoint of the last boundary; from the peer that leads, also who contributed how much up to there."""
         self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
+        if self.config.run.lead and self.sync.node is not None:
+            write_contributions(self.config.run.dir / "contributions.csv", self.sync.node.contributions())
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received by this peer, over all its sessions."""

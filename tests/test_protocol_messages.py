@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol import messages
 from diloco.protocol.messages import (
@@ -79,7 +80,7 @@ ANY = st.one_of(
     claims,
     st.builds(
         Hello,
-        wire_version=counts,
+        wire_version=st.just(WIRE_VERSION),
         run_id=names,
         manifest_hash=digests,
         name=names,
@@ -163,7 +164,7 @@ STATUS = Status(
 )
 CLAIM = Claim(fragment=1, term=2, version=3, digest=D, cursor=9, open=[[0, 4], [6, 9]])
 HELLO = Hello(
-    wire_version=1,
+    wire_version=WIRE_VERSION,
     run_id="run",
     manifest_hash=D,
     name="me",
@@ -337,6 +338,12 @@ def test_nobody_has_or_leaves_open_more_ranges_than_a_peer_can_keep_track_of() -
         refusal_of(pack({**example.model_dump(), field: ranges[: limit + 1]}))
     for wanted in (0, 2**20 + 1):
         refusal_of(pack({**UnitRequest(manifest_hash=D, wanted=1, has=[]).model_dump(), "wanted": wanted}))
+
+
+def test_a_hello_of_another_wire_version_is_refused_by_that_whatever_else_is_in_it() -> None:
+    text = "wire version 1 there does not fit 2 here; install the same diloco version on both sides"
+    for other in ({}, {"status": 5}, {"unknown": 1}):
+        assert refusal_of(pack({**HELLO.model_dump(), "wire_version": 1, **other})) == text
 
 
 @given(st.binary(max_size=200))

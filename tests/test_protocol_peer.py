@@ -80,7 +80,10 @@ def pair(mine: int = 0, **settings: object) -> Peer:
 @pytest.mark.parametrize(
     ("fields", "objection"),
     [
-        ({"wire_version": 2}, "wire version 2 does not fit 1 here; install the same diloco version"),
+        (
+            {"wire_version": 1},
+            "wire version 1 there does not fit 2 here; install the same diloco version on both sides",
+        ),
         ({"run_id": "other"}, "run.id=other is not the run here, which is run.id=run"),
         ({"manifest_hash": "0" * 64}, f"the manifest 000000000000 differs from {MANIFEST[:12]} here"),
         ({"status": status_of(versions=[0, 0, 0])}, "3 fragments there, 2 here"),

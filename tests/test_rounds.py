@@ -16,7 +16,7 @@ from diloco.protocol.actions import Action, Hold, Merge, Release
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Claim, Hello, Record, StateHeader, Status
-from diloco.protocol.peer import Peer
+from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.shares import Share
 from diloco.swarm.bulk import FetchedRecord, FetchedState
 from diloco.swarm.rounds import Rounds
@@ -66,8 +66,8 @@ class StubHost:
         claim = Claim(fragment=0, term=1, version=0, digest=self.protocol.digests[0])
         status = Status(state="training", versions=[0], inner_step=0, target_steps=1, steps_per_s=1.0, tokens=0)
         return Hello(
-            wire_version=1, run_id="run", manifest_hash=MANIFEST, name=OTHER, trains=True, holds=True, peers=[],
-            status=status, claims=[claim] if claims else [],
+            wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=OTHER, trains=True, holds=True,
+            peers=[], status=status, claims=[claim] if claims else [],
         )  # fmt: skip
 
     def now(self) -> float:

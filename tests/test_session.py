@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config import Config, compose
+from diloco.config import WIRE_VERSION, Config, compose
+from diloco.errors import CheckpointError
 from diloco.protocol.messages import Contribution
 from diloco.protocol.shares import Share
 from diloco.swarm.snapshot import Saved
+from diloco.train.files import check_same_run
 from diloco.train.session import Session
 from diloco.train.summary import Seconds
 from tests.test_rounds import ME, OTHER, StubHost
@@ -97,6 +99,14 @@ def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -
     saved = session.outer()
     assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
     assert host_of(saved).protocol.contributions() == []
+
+
+def test_a_run_directory_of_an_older_wire_version_is_gone_on_with(config: Config) -> None:
+    manifest = {**json.loads(config.manifest().to_json()), "wire_version": WIRE_VERSION - 1}
+    check_same_run(config, json.dumps(manifest))
+    manifest["run"] = {**manifest["run"], "seed": 99}
+    with pytest.raises(CheckpointError, match=r"run\.seed: 0 here, 99 there"):
+        check_same_run(config, json.dumps(manifest))
 
 
 def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config: Config) -> None:

@@ -29,6 +29,7 @@ from pydantic import (
     model_validator,
 )
 
+from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
@@ -63,6 +64,7 @@ __all__ = [
     "decode",
     "encode",
     "expect",
+    "objection_to_wire",
 ]
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
@@ -397,6 +399,10 @@ def decode(frame: bytes) -> Message:
         fields = msgpack.unpackb(frame, raw=False, strict_map_key=True)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise PayloadError(f"a frame is not valid msgpack: {error}") from None
+    if isinstance(fields, dict) and fields.get("kind") == "hello":
+        version = fields.get("wire_version")  # looked at first, for the rest may follow another schema
+        if type(version) is int and (objection := objection_to_wire(version)) is not None:
+            raise PayloadError(objection)
     try:
         message: Message = _adapter.validate_python(fields)
     except ValidationError as error:
@@ -405,6 +411,15 @@ def decode(frame: bytes) -> Message:
         # Keys and tags are the sender's, and may be as long as a frame.
         raise PayloadError(f"a message does not fit its schema: {where[:100]}: {first['msg'][:200]}") from None
     return message
+
+
+def objection_to_wire(version: int) -> str | None:
+    """Why a peer of that wire version cannot be talked to, as one line for its user; None when it can."""
+    if version == WIRE_VERSION:
+        return None
+    return (
+        f"wire version {version} there does not fit {WIRE_VERSION} here; install the same diloco version on both sides"
+    )
 
 
 def expect(message: Message, kind: type[M]) -> M:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from diloco.config import OuterConfig
+from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
-from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Hello, State, Status
+from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Hello, State, Status, objection_to_wire
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 
 __all__ = ["WIRE_VERSION", "View"]
-
-WIRE_VERSION = 1
 
 
 class View:
@@ -118,10 +116,8 @@ class View:
 
     def objection(self, hello: Hello) -> str | None:
         """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
-        if hello.wire_version != WIRE_VERSION:
-            return (
-                f"wire version {hello.wire_version} does not fit {WIRE_VERSION} here; install the same diloco version"
-            )
+        if (objection := objection_to_wire(hello.wire_version)) is not None:
+            return objection
         if hello.run_id != self.run_id:
             return f"run.id={hello.run_id} is not the run here, which is run.id={self.run_id}"
         if hello.manifest_hash != self.manifest_hash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 from pathlib import Path
@@ -15,6 +16,7 @@ from diloco.errors import ConfigError, DivergedError, SwarmError
 from diloco.protocol.view import View
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
+from diloco.swarm import node
 
 SMALL = ("experiment=smoke", "local.peers=4", "budget.outer_steps=2", "outer.sync_every=4")
 
@@ -92,6 +94,18 @@ def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
     counted = [(line["live"], line["training"], line["merged"]) for line in accounts]
     assert counted[0] == (5, 5, 5)
     assert counted[1] == (4, 4, 4) == counted[-1]
+
+
+def test_nobody_waits_for_a_joiner_that_fetches_its_inner_state(tmp_path: Path, monkeypatch: Any) -> None:
+    async def slow(*_: object) -> None:
+        await asyncio.sleep(21.0)
+
+    monkeypatch.setattr(node, "fetch_inner", slow)
+    outcome = simulated(tmp_path, "budget.outer_steps=6", "sim.events=[join:4@5]", "sim.step_s=[1.0]")
+    accounts = [line for line in json_lines(tmp_path / "metrics.jsonl") if "live" in line and line["peer"] == "p0"]
+    assert [line["live"] for line in accounts] == [4, *[5] * 5] and {line["merged"] for line in accounts} == {4}
+    assert [line["time"] for line in accounts] == pytest.approx([4.0 * version for version in range(1, 7)], abs=0.1)
+    assert outcome.summary.outer_steps == 6
 
 
 def test_a_thin_link_costs_utilization_and_moves_no_anchor(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ class Peer(Accounts):
         self._vacant_since: dict[int, float] = {}
         self._myself: Member | None = None
         self._opened = False
-        self.warming = False  # a cold peer trains by itself: the others expect nothing of one that is starting
+        # A cold peer trains by itself, or fetches what it begins with: nobody expects anything of one that is starting.
+        self.warming = False
 
     # -- events from the network --------------------------------------------------------------------------------------
 

@@ -38,8 +38,11 @@ def status_of(state: State = "ready", versions: list[int] | None = None, inner_s
     return Status(state=state, versions=versions or [0] * FRAGMENTS, inner_step=inner_step)
 
 
-def claim_of(fragment: int, term: int = 1, version: int = 0, digest: str | None = None) -> Claim:
-    return Claim(fragment=fragment, term=term, version=version, digest=digest or DIGESTS[fragment])
+def claim_of(
+    fragment: int, term: int = 1, version: int = 0, digest: str | None = None, applied_tokens: int = 0
+) -> Claim:
+    known = digest or DIGESTS[fragment]
+    return Claim(fragment=fragment, term=term, version=version, digest=known, applied_tokens=applied_tokens)
 
 
 def contribution(peer: Peer, fragment: int, term: int = 1) -> Contribution:
@@ -195,7 +198,7 @@ def test_a_fragment_is_claimed_at_the_highest_version_that_anyone_has() -> None:
     assert of_type(CatchUp, actions) == [] and of_type(CatchUp, peer.tick(1.0)) == []  # asked for at the first hello
     assert [lease.fragment for lease in peer.leases.held_by(ME)] == [1]
     actions = peer.adopted(0, 4, digest_of("four"), 100, 1.0)
-    assert said(Claim, actions) == [claim_of(0, version=4, digest=digest_of("four"))]
+    assert said(Claim, actions) == [claim_of(0, version=4, digest=digest_of("four"), applied_tokens=100)]
     assert of_type(Hold, actions) == [Hold(0, 1)] and peer.applied_tokens == 100
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.protocol import shares as module
-from diloco.protocol.messages import Hello, Status
+from diloco.protocol.messages import Claim, Hello, Published, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.shares import MAX_NAME_BYTES, OTHERS, Contributor, Share, Shares, credited, short_name
 
@@ -66,6 +66,31 @@ def test_a_peer_shows_steps_and_tokens_of_the_control_fragment_and_bytes_of_all(
     peer.lost("other", 1.0, "gone")
     assert [row.name for row in peer.contributions()] == [name, "mine"], "it is known by name when it is gone"
     assert peer.merged(0) == {"me": 0, "other": 1}
+
+
+def claim(term: int, version: int, applied_tokens: int) -> Claim:
+    return Claim(fragment=0, term=term, version=version, digest=D, applied_tokens=applied_tokens)
+
+
+@pytest.mark.parametrize("successor", ["other", "me"])
+def test_the_swarm_clock_goes_back_when_versions_die_with_their_syncer(successor: str) -> None:
+    peer = Peer("me", "mine", "run", D, [D], newcomer=True)
+    peer.connected("syncer", hello("syncer", 1), 0.0)
+    peer.heard("syncer", claim(1, 0, 0), 0.0)
+    peer.adopted(0, 1, D, 10, 0.0, contributors={"me": 10})
+    for version, clock in ((1, 10), (2, 30), (3, 50)):  # the last two nobody else has got
+        said = Published(fragment=0, term=1, version=version, digest=D, contributors=["syncer"], applied_tokens=clock)
+        peer.heard("syncer", said, 1.0)
+    assert peer.swarm_clock() == (3, 50)
+    peer.lost("syncer", 2.0, "killed")
+    peer.catch_up_failed(0)
+    if successor == "other":
+        peer.connected("other", hello("other", 1), 3.0)
+        peer.heard("other", claim(2, 1, 10), 3.0)
+    else:
+        peer.acquainted(3.0)
+        peer.tick(20.0)
+    assert peer.swarm_clock() == (1, 10)
 
 
 def test_the_record_of_a_history_that_won_replaces_the_own_one() -> None:

@@ -22,7 +22,17 @@ CONTROL_FRAGMENT = 0  # its update records carry the swarm clock and the word on
 
 
 class Accounts(View):
-    """The base of `Peer`. What is said of a version goes with that version: who adopts it adopts its accounts."""
+    """The base of `Peer`. What is said of a version goes with that version: who adopts it adopts its accounts.
+
+    A contribution counts as merged for its peer once that peer has the version, so a version that dies with its syncer
+    has only this one's own tokens in it:
+
+    1. Without a barrier a syncer makes versions of its own contributions alone, and dies before anybody has them.
+    2. Its successor goes on from the version before. Its claim carries the swarm clock there, which so goes back for
+       all, and the shares there have nothing of what was lost. Whoever else contributed makes its contribution again.
+    3. If the syncer comes back from a checkpoint of such a version, and the others are not behind that, it adopts
+       theirs, and counts its tokens as discarded.
+    """
 
     def _begin(self) -> None:
         self._shares: list[Shares] = [{} for _ in self.versions]

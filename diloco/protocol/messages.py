@@ -136,13 +136,17 @@ class Status(Message):
 
 
 class Claim(Message):
-    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor it stands on."""
+    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor it stands on.
+
+    `applied_tokens`, for the control fragment, is the swarm clock there.
+    """
 
     kind: Literal["claim"] = "claim"
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]
     version: Count
     digest: Digest
+    applied_tokens: Count = 0
     cursor: Count = 0
     open: Units = Field(default_factory=list)
 

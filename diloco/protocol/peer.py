@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 from diloco.protocol.accounts import CONTROL_FRAGMENT, Accounts
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.leases import Lease
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import (
     Claim,
@@ -137,6 +138,8 @@ class Peer(Accounts):
         lease = self.leases.get(claim.fragment)
         if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
             self.hear_word(claim)
+            if claim.fragment == CONTROL_FRAGMENT and claim.version >= lease.version:
+                self.swarm_tokens = claim.applied_tokens  # fewer when versions died with the syncer before
         if not changed:
             return []
         actions: list[Action] = [
@@ -158,7 +161,7 @@ class Peer(Accounts):
             self._contributors[message.fragment] = tuple(message.contributors)
             self.hear_word(message)
             if message.fragment == CONTROL_FRAGMENT:
-                self.swarm_tokens = max(self.swarm_tokens, message.applied_tokens)
+                self.swarm_tokens = message.applied_tokens
         return []
 
     # -- events from the training loop --------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ class Peer(Accounts):
             syncer.advance(version, self.merged(fragment))
             self._merging.discard(fragment)
             self._deal(fragment)
-            claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest, **self.word(fragment))
+            claim = self.claim_of(Lease(fragment, self.me, syncer.term, version, digest))
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by what the syncer says it stands on
         return [*actions, *self.tick(now)]
@@ -359,8 +362,9 @@ class Peer(Accounts):
             self.takeovers += 1
         version = self.versions[fragment]
         self._deal(fragment)
-        digest = self.digests[fragment]
-        claim = Claim(fragment=fragment, term=term, version=version, digest=digest, **self.word(fragment))
+        claim = self.claim_of(Lease(fragment, self.me, term, version, self.digests[fragment]))
+        if fragment == CONTROL_FRAGMENT:
+            self.swarm_tokens = self.applied_tokens
         actions = self._heard_claim(self.me, claim)
         self.syncers[fragment] = Syncer(
             fragment, term, version, self.outer, self._contributors.get(fragment, ()),

@@ -111,8 +111,14 @@ class View:
 
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
-        fragment, word = lease.fragment, self.word(lease.fragment)
-        return Claim(fragment=fragment, term=lease.term, version=lease.version, digest=lease.digest, **word)
+        return Claim(
+            fragment=lease.fragment,
+            term=lease.term,
+            version=lease.version,
+            digest=lease.digest,
+            applied_tokens=0 if lease.fragment else self.applied_tokens,
+            **self.word(lease.fragment),
+        )
 
     def objection(self, hello: Hello) -> str | None:
         """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""

@@ -201,6 +201,8 @@ class Swarm:
             applied_tokens=saved.applied_tokens if saved else 0,
             units=saved.units if saved else (0, ()),
             gate=gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains),
+            shares=saved.shares if saved else (),
+            applied=saved.applied if saved else {},
             explain=lambda theirs: _differences(text, theirs),
         )
 

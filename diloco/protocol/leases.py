@@ -19,7 +19,7 @@ from operator import attrgetter
 from diloco.protocol.messages import Claim
 from diloco.protocol.rendezvous import score
 
-__all__ = ["Lease", "LeaseTable"]
+__all__ = ["Lease", "LeaseTable", "term_of"]
 
 LEAP = 2**20  # further above the known term no honest claim can be; so nobody exhausts the terms with one message
 
@@ -89,3 +89,11 @@ class LeaseTable:
     def vacate(self, fragment: int) -> None:
         """Forget the holder (it is gone); the term stays known."""
         self._leases.pop(fragment, None)
+
+
+def term_of(record: object) -> int | None:
+    """The term in a record of the DHT, [holder, term], which anybody may have written; None in any other."""
+    if not isinstance(record, list | tuple) or len(record) != 2:
+        return None
+    term = record[1]
+    return term if type(term) is int and 0 < term < 2**62 else None

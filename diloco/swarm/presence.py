@@ -15,6 +15,7 @@ from typing import Any
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.leases import term_of
 from diloco.protocol.ledger import union
 from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message, State
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
@@ -57,6 +58,7 @@ class NodeOptions:
     terms: Sequence[int] | None = None
     applied_tokens: int = 0
     units: Word = (0, ())
+    tokens_per_step: int | None = None
     explain: Callable[[str], list[str]] = field(
         default=lambda text: []
     )  # manifest text of another peer -> differing keys
@@ -113,6 +115,7 @@ class Presence:
             min_peers=options.min_peers,
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
+            tokens_per_step=options.tokens_per_step,
         )
         self.protocol.restore_word((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
@@ -344,11 +347,9 @@ class Presence:
             self.protocol.leases.see_term(fragment, term)
         records = await self._transport.get(f"{self.protocol.run_id}/leases")
         for fragment in range(len(self.protocol.versions)):
-            record = records.get(str(fragment))
-            if isinstance(record, list | tuple) and len(record) == 2:
-                term = record[1]
-                if isinstance(term, int) and 0 < term < 2**62:
-                    self.protocol.leases.see_term(fragment, term)
+            stored = term_of(records.get(str(fragment)))
+            if stored is not None:
+                self.protocol.leases.see_term(fragment, stored)
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from diloco.outer.robust import (
 )
 from diloco.outer.staged import Staged
 from diloco.sim.attack import Lying, parse
+from diloco.sim.run import simulate
 
 NUMEL = 5000
 INT8 = codec("int8")
@@ -245,3 +248,22 @@ def test_contradictions_are_named() -> None:
     with pytest.raises(ConfigError, match=r"sim\.attack: flip:4x10, but the peers are 0 to 3"):
         parse(["flip:4x10"], 4)
     assert parse(["flip:3x10", "scale:0x2.5"], 4) == {3: -10.0, 0: 2.5}
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_simulated_peer_that_lies_is_left_out_of_every_version_and_its_tokens_count_as_discarded(
+    tmp_path: Path,
+) -> None:
+    config = compose(
+        ["experiment=smoke", "local.peers=4", "sim.attack=[flip:2x10]", "outer.fragments=1", f"run.dir={tmp_path}",
+         "outer.sync_every=10", "budget.outer_steps=2", "eval.every=0"]
+    )  # fmt: skip
+    outcome = simulate(config, lambda message: None)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    left_out = [event for event in events if event["kind"] == "left_out"]
+    assert len(left_out) == 2 and all(event["peers"] == ["p2"] for event in left_out)
+    tokens = outcome.summary.tokens
+    assert tokens.applied == 3 * 2 * 10 * 2 * 32 and tokens.discarded == tokens.applied / 3
+    assert tokens.processed == tokens.applied + tokens.discarded + tokens.in_flight

@@ -39,7 +39,7 @@ class Address:
             if mark:
                 token = query.removeprefix("token=")
                 if not query.startswith("token=") or not TOKEN.fullmatch(token):
-                    raise ConfigError(f"ADDRESS={shown} does not end as an invitation does; expected ?token=TOKEN, as an invitation says")
+                    raise ConfigError(f"ADDRESS={shown} ends in no token; expected ?token=TOKEN, as an invitation says")
         peers = tuple("/" + peer.lstrip("/") if body != text.strip() else peer for peer in body.split(","))
         for peer in peers:
             try:

@@ -14,6 +14,7 @@ import pytest
 from diloco.config.address import Address
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.leases import term_of
+from diloco.protocol.messages import decode
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "fuzz_decoders"
 
@@ -59,6 +60,12 @@ def test_an_address_that_is_wrong_is_shown_on_one_short_line() -> None:
         with pytest.raises(ConfigError) as caught:
             Address.parse(text)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 1500
+
+
+def test_a_message_of_an_unknown_kind_writes_no_second_line_into_our_log() -> None:
+    with pytest.raises(PayloadError, match=r"re\?eipt") as caught:
+        decode(bytes.fromhex("81a46b696e64a772650a65697074"))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_lease_in_the_dht_that_is_none_has_no_term() -> None:

@@ -147,7 +147,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 1,
+  "wire_version": 2,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -173,9 +173,9 @@ CANONICAL = (
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"robust":"auto","staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
     '"trim":0.25,"weights":"tokens"},'
-    '"run":{"id":"golden","seed":3},"wire_version":1}'
+    '"run":{"id":"golden","seed":3},"wire_version":2}'
 )
-GOLDEN_HASH = "1a494b6895e75d5e8f9e380d9d7f954a754226c838d43fd438c3a5498e207db5"
+GOLDEN_HASH = "b4530f18b072df3818f977843b56707cc957b0bbd37cd0624b870fdac004582d"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -660,15 +660,15 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
         ("1" * 60000, "manifest is not JSON: "),
         (" " * 70000, "manifest has 70000 characters; at most 65536 are accepted"),
         ('{"wire_version": NaN}', "manifest is not JSON: NaN is not a number"),
-        ("{}", "manifest has wire version null, this diloco speaks 1; install the same version on all peers"),
-        (edited(lambda it: it.update(wire_version=2)), "manifest has wire version 2, this diloco speaks 1; install"),
+        ("{}", "manifest has wire version null, this diloco speaks 2; install the same version on all peers"),
+        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 2; install"),
         (
             edited(lambda it: it.update(wire_version=True)),
-            "manifest has wire version true, this diloco speaks 1; install",
+            "manifest has wire version true, this diloco speaks 2; install",
         ),
         (
-            edited(lambda it: it.update(wire_version=1.0)),
-            "manifest has wire version 1.0, this diloco speaks 1; install",
+            edited(lambda it: it.update(wire_version=2.0)),
+            "manifest has wire version 2.0, this diloco speaks 2; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),
         (

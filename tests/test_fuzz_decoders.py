@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from diloco.config.address import Address
-from diloco.errors import ConfigError, PayloadError
+from diloco.errors import CheckpointError, ConfigError, PayloadError
 from diloco.protocol.leases import term_of
 from diloco.protocol.messages import decode
 
@@ -66,6 +66,13 @@ def test_a_message_of_an_unknown_kind_writes_no_second_line_into_our_log() -> No
     with pytest.raises(PayloadError, match=r"re\?eipt") as caught:
         decode(bytes.fromhex("81a46b696e64a772650a65697074"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_whose_checksum_fits_and_whose_fields_do_not_is_unusable() -> None:
+    target = fuzz.targets()["checkpoint"]()
+    for body in (b"{}", b'{"files": [], "step": 1, "state": {}}', b'{"files": {"../a": {}}, "step": 1, "state": {}}'):
+        with pytest.raises(CheckpointError, match="something is missing"):
+            target.decode(b"b" + body)
 
 
 def test_a_lease_in_the_dht_that_is_none_has_no_term() -> None:

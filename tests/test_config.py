@@ -98,6 +98,9 @@ CHANGES: dict[str, list[str]] = {
     "outer.merge": ["outer.merge=rda"],
     "outer.optimizer": ["outer.optimizer=delayed_nesterov"],
     "outer.lr_by_peers": ["outer.lr_by_peers={1:0.4,8:0.8}"],
+    "outer.robust": ["outer.robust=centered_clip"],
+    "outer.clip_factor": ["outer.clip_factor=2"],
+    "outer.trim": ["outer.robust=trimmed_mean", "outer.trim=0.1"],
     "outer.momentum_warmup": ["outer.momentum_warmup=20"],
     "outer.delay": ["outer.delay=4", "outer.optimizer=fedbuff"],
     "outer.delay_c": ["outer.delay_c=0.1", "outer.optimizer=delayed_nesterov"],
@@ -116,6 +119,7 @@ CHANGES: dict[str, list[str]] = {
     "sim.bandwidth": ["sim.bandwidth=1e6"],
     "sim.latency_s": ["sim.latency_s=0.1"],
     "sim.loss": ["sim.loss=0.1"],
+    "sim.attack": ["sim.attack=[flip:3x10]"],
     "sim.events": ["sim.events=['crash:3@120']"],
     "swarm.upload_limit": ["swarm.upload_limit=1e6"],
     "swarm.heartbeat_s": ["swarm.heartbeat_s=0.5"],
@@ -173,13 +177,15 @@ CANONICAL = (
     '"schedule":"cosine","warmup_steps":25,"weight_decay":0.1},'
     '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama","name":"tiny",'
     '"path":null},'
-    '"outer":{"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,"eager":false,"error_feedback":0.0,'
+    '"outer":{"clip_factor":3.0,"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,'
+    '"eager":false,"error_feedback":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
-    '"quorum":null,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,"weights":"tokens"},'
+    '"quorum":null,"robust":"auto","staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
+    '"trim":0.25,"weights":"tokens"},'
     '"run":{"id":"golden","key":null,"seed":3},"wire_version":2}'
 )
-GOLDEN_HASH = "7e8df0306949975dd46ede6069a174a2854d03984a912dde6b7222584a56d15b"
+GOLDEN_HASH = "fb73fa286c25c6ab5105afd6e16c98b008948c005a7ef60dd84814cc778825e6"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:

@@ -29,8 +29,8 @@ def replica(
 ) -> Replica:
     pieces = partition({name: value.numel() for name, value in parameters.items()}, fragments)
     up, down = codecs
-    settings = OuterConfig(
-        method="diloco", sync_every=1, lr=lr, momentum=momentum, codec_up=up, codec_down=down, **outer
+    settings = OuterConfig(  # what is told apart by hand here differs more than honest contributions do
+        method="diloco", sync_every=1, lr=lr, momentum=momentum, codec_up=up, codec_down=down, clip_factor=10, **outer
     )
     return Replica(parameters, pieces, settings)
 
@@ -53,16 +53,27 @@ def exchange(peers: Sequence[Replica], weights: Sequence[float], order: Sequence
     for fragment in syncer.fragments:
         index, update = fragment.index, torch.empty(syncer.update_nbytes(fragment.index), dtype=torch.uint8)
         at = 0
-        for chunk in range(len(syncer.chunks[index])):
+        judged = None
+        if syncer.stages:
             for peer in order or range(len(peers)):
+                for chunk in range(len(syncer.chunks[index])):
+                    syncer.stage(index, chunk, f"p{peer}", peers[peer].encode(index, chunk))
+            judged = syncer.judge(index, {f"p{peer}": weight for peer, weight in enumerate(weights)})
+        for chunk in range(len(syncer.chunks[index])):
+            for peer in [] if judged else order or range(len(peers)):
                 if peer == 0:
                     syncer.fold_own(index, chunk, weights[0])
                 else:
                     syncer.fold(index, chunk, peers[peer].encode(index, chunk), weights[peer])
             start, stop = syncer.chunks[index][chunk]
             size = syncer.down.nbytes(stop - start)
-            syncer.merge_chunk_(index, chunk, OuterStep(0, len(peers)), update[at : at + size])
+            step, out = OuterStep(0, len(peers)), update[at : at + size]
+            if judged is None:
+                syncer.merge_chunk_(index, chunk, step, out)
+            else:
+                syncer.merge_staged_(index, chunk, step, *judged, out)
             at += size
+        syncer.clear_staged(index)
         for peer in peers[1:]:
             assert peer.apply_update_(index, update) == syncer.digest(index)
     for peer in peers:

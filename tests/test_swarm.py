@@ -17,6 +17,7 @@ from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.digest import PART
 from diloco.outer.replica import OuterState
 from diloco.protocol.messages import Contribution, PartList, Receipt, Verdict, expect
+from diloco.protocol.penalties import Penalties
 from diloco.swarm.bulk import BulkClient, open_bulk
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, free_port, seeded, together
@@ -475,6 +476,7 @@ def test_what_is_no_contribution_is_refused_and_changes_nothing(
         assert [(event["peer"], reason in event["why"]) for event in syncer.said("refused")] == [
             (attacker.peer_id, True)
         ]
+    syncer.node.protocol.penalties = Penalties()  # the time is over for which it was refused
     train(crowd, peers, range(1))  # the attacker repents
     assert {peer.node.protocol.applied_tokens for peer in peers} == {200}
     for name, expected in reference(crowd, [100, 100], 1).items():

@@ -33,18 +33,19 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Reads either form; `ConfigError` says what is wrong with it."""
         body, token = text.strip(), None
+        shown = " ".join(text.split())[:500]
         if body.startswith("diloco:"):
             body, mark, query = body.removeprefix(SCHEME).partition("?")
             if mark:
                 token = query.removeprefix("token=")
                 if not query.startswith("token=") or not TOKEN.fullmatch(token):
-                    raise ConfigError(f"ADDRESS={text} ends in ?{query}; expected ?token=TOKEN, as an invitation says")
+                    raise ConfigError(f"ADDRESS={shown} ends in no token; expected ?token=TOKEN, as an invitation says")
         peers = tuple("/" + peer.lstrip("/") if body != text.strip() else peer for peer in body.split(","))
         for peer in peers:
             try:
                 _PEER.validate_python(peer)
             except ValidationError as error:
-                raise ConfigError(f"ADDRESS={text} cannot be used: {error.errors()[0]['msg']}") from None
+                raise ConfigError(f"ADDRESS={shown} cannot be used: {error.errors()[0]['msg']}") from None
         return cls(peers, token)
 
     def __str__(self) -> str:

@@ -48,6 +48,11 @@ SimEvent = Annotated[
     Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"),
     Expected("crash:PEER@SECOND, leave:... or join:..."),
 ]
+SimAttack = Annotated[
+    str,
+    Field(pattern=r"^(flip|scale):\d+x\d+(\.\d+)?$"),
+    Expected("flip:PEERxFACTOR or scale:PEERxFACTOR"),
+]
 
 
 class RunIdentity(RunOwned):
@@ -272,6 +277,17 @@ class OuterConfig(RunOwned):
     merge: Literal["mean", "rda"] = Field(
         "mean", description="mean: weighted mean; rda: mean direction with the mean norm, piece by piece."
     )
+    robust: Literal["auto", "none", "clip", "trimmed_mean", "centered_clip"] = Field(
+        "auto",
+        description="Of more than 3 contributions: clip: long ones shortened, reversed ones left out; auto: clip where "
+        "payloads are small; none: all count as they are.",
+    )
+    clip_factor: float = Field(
+        3.0, ge=1, le=1e6, description="Times the median norm that a contribution may have (robust: auto, clip)."
+    )
+    trim: float = Field(
+        0.25, gt=0, lt=0.5, description="Part of the values left out at each end (robust: trimmed_mean)."
+    )
     optimizer: Literal["nesterov", "delayed_nesterov", "fedbuff"] = Field(
         "nesterov", description="nesterov: a step per version; the others: momentum once in `delay` contributions."
     )
@@ -340,6 +356,14 @@ def _contradictions(outer: OuterConfig) -> Iterator[str]:
         yield "outer.dylu=true needs peers that do not wait for each other; set outer.quorum, and outer.staggered=false"
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
+    if outer.robust in ("trimmed_mean", "centered_clip"):
+        if outer.quorum is not None:
+            yield (
+                f"outer.robust={outer.robust} needs all contributions of a version together, and outer.quorum="
+                f"{outer.quorum} may close one without; choose outer.robust=clip, or drop the quorum"
+            )
+        if outer.merge == "rda":
+            yield f"outer.robust={outer.robust} goes with outer.merge=mean only; choose outer.robust=clip"
     if outer.error_feedback and outer.codec_up == "fp32":
         yield f"outer.error_feedback={outer.error_feedback} has no effect with outer.codec_up=fp32; set it to 0"
     if outer.delay is not None and outer.delay_c * outer.delay > 1:
@@ -372,6 +396,9 @@ class SimConfig(PeerLocal):
     loss: float = Field(0.0, ge=0, lt=1, description="Chance that a bulk stream breaks.")
     events: Annotated[tuple[SimEvent, ...], Tuple] = Field(
         (), description="What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second)."
+    )
+    attack: Annotated[tuple[SimAttack, ...], Tuple] = Field(
+        (), description="Peers that lie throughout: flip:3x10 sends -10 times what it learned, scale:3x10 10 times."
     )
 
 

@@ -1,7 +1,7 @@
 """A peer's tensors: the anchor of every fragment, and the outer state of the fragments it is syncer of.
 
     encode        base - local, chunk by chunk, as payload           (every peer)
-    fold          payload -> weighted sum                            (the syncer)
+    fold          payload -> weighted sum                            (the syncer; or `stage` and `judge`: robust)
     merge         sum -> mean -> outer step on the master -> update  (the syncer)
     apply         update -> anchor, then its digest is compared      (every peer)
     stand by      update -> the momentum that it was made with       (the backup)
@@ -10,8 +10,10 @@ The *base* is the anchor that the local parameters started from. At a barrier it
 moves on while it trains keeps a copy until it exchanges.
 
 Memory, in fp32 copies of the parameters: 1 for the anchors, 3 (master, momentum, weighted sum) for the fragments held,
-and 1 for the fragments this peer is backup of. Everything else is chunk-sized. What other settings add: a payload for
-each fragment whose exchange is overlapped (`capture`), 1 for a delayed momentum of the fragments held, 1 for error
+and 1 for the fragments this peer is backup of. Where contributions are judged together (`stages`), there is no sum but
+the payload of each contributor, a quarter of a copy with int8. Everything else is chunk-sized. What other settings add:
+a payload for each fragment whose exchange is overlapped (`capture`), 1 for a delayed momentum of the fragments held, 1
+for error
 feedback, a base for the fragments held when versions do not wait for this peer, 1 base when updates are a round late,
 and then 3 for eager ones. All tensors here live on the CPU; local parameters may be on any device.
 """
@@ -33,6 +35,8 @@ from diloco.outer.local import eager_
 from diloco.outer.merge import add_directions_, directional_pieces, radial_directional_
 from diloco.outer.optimizer import delayed_nesterov_, followed_, mean_, nesterov_, pseudo_gradient_
 from diloco.outer.rates import lr_at, momentum_at
+from diloco.outer.robust import Judgement, Norms, rule_of, trimmed_mean
+from diloco.outer.staged import Staged
 
 __all__ = ["OuterState", "OuterStep", "Replica"]
 
@@ -41,12 +45,14 @@ __all__ = ["OuterState", "OuterStep", "Replica"]
 class OuterState:
     """Outer optimizer of one fragment: fp32 vectors of `numel` elements, and per chunk what its sum is made of."""
 
+    fragment: int
     master: Tensor  # (numel,) what the anchor would be without the codec's loss; the residual is master - anchor
     momentum: Tensor  # (numel,)
-    total: Tensor  # (numel,) weighted sum of pseudo-gradients
+    total: Tensor  # (numel,) weighted sum of pseudo-gradients; (0,) where contributions are staged
     weights: list[float]  # per chunk: a contribution that broke midway counts where it arrived
     buffer: Tensor | None = None  # (numel,) contributions since the last momentum step
     norms: dict[int, list[float]] = field(default_factory=dict)  # per chunk and piece: weighted sum of norms
+    staged: Staged | None = None
 
 
 @dataclass
@@ -85,6 +91,8 @@ class Replica:
         self.settings = settings
         self.up = codec(settings.codec_up)
         self.down = codec(settings.codec_down)
+        self.rule = rule_of(settings)
+        self._norms = Norms()
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.outer: dict[int, OuterState] = {}
         self.standby: dict[int, Standby] = {}  # of fragments held elsewhere
@@ -274,16 +282,65 @@ class Replica:
         if momentum is None and standby is not None:
             momentum = standby.momentum
         self.outer[fragment] = OuterState(
+            fragment=fragment,
             master=anchor.clone() if master is None else master,
             momentum=torch.zeros_like(anchor) if momentum is None else momentum,
-            total=torch.zeros_like(anchor),
+            total=torch.zeros(0) if self.stages else torch.zeros_like(anchor),
             weights=[0.0] * len(self.chunks[fragment]),
             buffer=None if self.settings.optimizer == "nesterov" else torch.zeros_like(anchor),
+            staged=self._new_staged(fragment) if self.stages else None,
         )
 
     def release(self, fragment: int) -> None:
         """Be syncer no more."""
         self.outer.pop(fragment, None)
+        self._norms.forget(fragment)
+
+    @property
+    def stages(self) -> bool:
+        """Whether contributions are kept and judged together (`stage`, `judge`), or folded in as they come (`fold`)."""
+        return self.rule not in ("none", "recent")
+
+    def _new_staged(self, fragment: int) -> Staged:
+        sizes = [stop - start for start, stop in self.chunks[fragment]]
+        return Staged(fragment, sizes, self.up, self._norms)
+
+    def stage(self, fragment: int, chunk: int, peer: str, payload: Tensor) -> None:
+        """Keep a received chunk until the version closes; `PayloadError` leaves everything as it was."""
+        staged = self.outer[fragment].staged
+        assert staged is not None, f"contributions are folded in with outer.robust={self.settings.robust}"
+        staged.put(peer, chunk, payload)
+
+    def judge(self, fragment: int, weights: Mapping[str, float]) -> tuple[list[str], Judgement]:
+        """What the staged contributions of these peers count, by name; those left out count nothing."""
+        staged = self.outer[fragment].staged
+        assert staged is not None
+        return staged.judge(weights, self.rule, self.settings.clip_factor)
+
+    def merge_staged_(
+        self, fragment: int, chunk: int, step: OuterStep, peers: Sequence[str], judged: Judgement, out: Tensor
+    ) -> None:
+        """As `merge_chunk_`, of what was staged."""
+        outer = self.outer[fragment]
+        start, stop = self.chunks[fragment][chunk]
+        staged = outer.staged
+        assert staged is not None
+        if self.rule == "trimmed_mean":
+            merged = trimmed_mean(staged.decoded(peers, chunk), self.settings.trim)
+        else:
+            merged = torch.zeros(stop - start)
+            kept = [part for part in zip(peers, judged.coefficients, judged.weights, strict=True) if part[2]]
+            for peer, coefficient, weight in kept:
+                payload = staged.payload(peer, chunk)
+                self._add_(fragment, chunk, merged, payload, weight, coefficient / weight)
+            self._mean_(fragment, chunk, merged, sum(weight for _, _, weight in kept))
+        self._publish_(outer, start, stop, merged, step, out)
+
+    def clear_staged(self, fragment: int) -> None:
+        """The version is made."""
+        staged = self.outer[fragment].staged
+        if staged is not None:
+            staged.clear()
 
     def fold(self, fragment: int, chunk: int, payload: Tensor, weight: float, discount: float = 1.0) -> None:
         """Add weight * discount times a received chunk to the sum; `PayloadError` leaves the sum as it was.
@@ -292,17 +349,37 @@ class Replica:
         """
         outer = self.outer[fragment]
         start, stop = self.chunks[fragment][chunk]
-        total = outer.total[start:stop]
-        if self.settings.merge == "mean":
-            self.up.accumulate_(total, payload, weight * discount)
-        else:
+        scale = 1.0
+        if self.rule == "recent":
             values = torch.empty(stop - start)
             self.up.decode(payload, values)
-            pieces = directional_pieces(self.fragments[fragment], start, stop)
-            norms = add_directions_(total, values, pieces, weight * discount)
-            sums = outer.norms.setdefault(chunk, [0.0] * len(pieces))
-            outer.norms[chunk] = [one + other for one, other in zip(sums, norms, strict=True)]
+            norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+            scale = self._norms.see(fragment, chunk, norm, self.settings.clip_factor)
+        self._add_(fragment, chunk, outer.total[start:stop], payload, weight * discount, scale)
         outer.weights[chunk] += weight
+
+    def _add_(self, fragment: int, chunk: int, total: Tensor, payload: Tensor, weight: float, scale: float) -> None:
+        """total += weight * scale * the chunk that a payload holds, or what RDA makes of it."""
+        if self.settings.merge == "mean":
+            self.up.accumulate_(total, payload, weight * scale)
+            return
+        outer, (start, stop) = self.outer[fragment], self.chunks[fragment][chunk]
+        values = torch.empty(stop - start)
+        self.up.decode(payload, values)
+        if scale != 1.0:
+            values.mul_(scale)
+        pieces = directional_pieces(self.fragments[fragment], start, stop)
+        norms = add_directions_(total, values, pieces, weight)
+        sums = outer.norms.setdefault(chunk, [0.0] * len(pieces))
+        outer.norms[chunk] = [one + other for one, other in zip(sums, norms, strict=True)]
+
+    def _mean_(self, fragment: int, chunk: int, total: Tensor, weight: float) -> None:
+        """Turns what `_add_` summed up into the average, in place."""
+        if self.settings.merge == "mean":
+            mean_(total, weight)
+            return
+        pieces = directional_pieces(self.fragments[fragment], *self.chunks[fragment][chunk])
+        radial_directional_(total, pieces, weight, self.outer[fragment].norms.pop(chunk))
 
     def fold_own(self, fragment: int, chunk: int, weight: float, discount: float = 1.0) -> None:
         """Add weight times this peer's own chunk, through the codec like everybody else's."""
@@ -312,24 +389,24 @@ class Replica:
         """Mean of the sum, outer step on the master, update encoded into `out` (uint8) and applied to the anchor."""
         outer = self.outer[fragment]
         start, stop = self.chunks[fragment][chunk]
-        total, master = outer.total[start:stop], outer.master[start:stop]
-        if self.settings.merge == "mean":
-            mean_(total, outer.weights[chunk])
-        else:
-            pieces = directional_pieces(self.fragments[fragment], start, stop)
-            radial_directional_(total, pieces, outer.weights[chunk], outer.norms.pop(chunk))
-        self._outer_step_(outer, start, stop, step)
-        anchor = self.anchors[fragment][start:stop]
-        self.down.encode_update(master, anchor, out)
-        self.down.apply_update_(anchor, out)
+        total = outer.total[start:stop]
+        self._mean_(fragment, chunk, total, outer.weights[chunk])
+        self._publish_(outer, start, stop, total, step, out)
         total.zero_()
         outer.weights[chunk] = 0.0
 
-    def _outer_step_(self, outer: OuterState, start: int, stop: int, step: OuterStep) -> None:
-        """Move the master by the merged pseudo-gradient, which is in `total`."""
+    def _publish_(self, outer: OuterState, start: int, stop: int, merged: Tensor, step: OuterStep, out: Tensor) -> None:
+        """Outer step on the master with a merged chunk; the update goes to `out` and to the anchor."""
+        self._outer_step_(outer, start, stop, merged, step)
+        anchor = self.anchors[outer.fragment][start:stop]
+        self.down.encode_update(outer.master[start:stop], anchor, out)
+        self.down.apply_update_(anchor, out)
+
+    def _outer_step_(self, outer: OuterState, start: int, stop: int, delta: Tensor, step: OuterStep) -> None:
+        """Move the master by the merged pseudo-gradient."""
         settings = self.settings
         lr, beta = self._rates(step)
-        master, momentum, delta = (vector[start:stop] for vector in (outer.master, outer.momentum, outer.total))
+        master, momentum = outer.master[start:stop], outer.momentum[start:stop]
         if outer.buffer is None:
             nesterov_(master, momentum, delta, lr, beta)
             return
@@ -360,5 +437,6 @@ class Replica:
         outer.total.zero_()
         outer.weights = [0.0] * len(self.chunks[fragment])
         outer.norms.clear()
+        self.clear_staged(fragment)
         if outer.buffer is not None:
             outer.buffer.zero_()

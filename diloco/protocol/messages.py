@@ -440,8 +440,9 @@ def decode(frame: bytes) -> Message:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        # Keys and tags are the sender's, and may be as long as a frame.
-        raise PayloadError(f"a message does not fit its schema: {where[:100]}: {first['msg'][:200]}") from None
+        # Keys and tags are the sender's: they may be as long as a frame, and hold line breaks.
+        shown = "".join(c if c.isprintable() else "?" for c in f"{where[:100]}: {first['msg'][:200]}")
+        raise PayloadError(f"a message does not fit its schema: {shown}") from None
     return message
 
 

@@ -31,6 +31,8 @@ from diloco.protocol.messages import (
     Status,
     Verdict,
 )
+from diloco.protocol.penalties import Penalties
+from diloco.protocol.plausible import implausible
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.shares import Share
 from diloco.protocol.syncer import Syncer
@@ -57,6 +59,8 @@ class Peer(Accounts):
         self._catching_up: set[int] = set()
         self._merging: set[int] = set()
         self._handed_over: set[int] = set()
+        self.penalties = Penalties()
+        self._version_at: dict[int, tuple[int, float]] = {}  # fragment -> its newest version, and since when
         self._closed_at: dict[int, float] = {}
         self._contributors: dict[int, tuple[str, ...]] = {}  # of each fragment's newest version
         self._wakes_at = 0.0
@@ -197,6 +201,7 @@ class Peer(Accounts):
             self.heals += 1
         self.versions[fragment] = version
         self.digests[fragment] = digest
+        self._version_at[fragment] = (version, now)
         if fragment == CONTROL_FRAGMENT:
             self.applied_tokens = applied_tokens
         actions: list[Action] = [Broadcast(self.status())]
@@ -243,6 +248,22 @@ class Peer(Accounts):
             self.dealer.offered(peer, header.units)
         return verdict
 
+    def implausible(self, peer: str, header: Contribution, now: float) -> str | None:
+        """What cannot be true of a contribution's claims, in one line; None when they can be."""
+        member = self.members.get(peer)
+        pace = 0.0 if member is None else member.status.steps_per_s
+        version, since = self._version_at.get(header.fragment, (-1, now))
+        known = version == header.base_version and member is not None
+        since_base_s = now - since if known else None
+        return implausible(header, self.tokens_per_step, self.outer.sync_every, pace, since_base_s)
+
+    def offence(self, peer: str, reason: str, now: float) -> list[Action]:
+        """A peer sent what no honest one sends: it is refused for a while, and nobody waits for it meanwhile."""
+        refused_before = self.penalties.refusal(peer, now) is not None
+        seconds = self.penalties.offence(peer, reason, now)
+        note = Note("penalty", {"peer": peer, "why": reason, "seconds": round(seconds)})
+        return [*([] if refused_before else [note]), *self.tick(now)]
+
     def arrived(self, peer: str, fragment: int, now: float) -> list[Action]:
         """The whole payload of a contribution is folded in."""
         syncer = self.syncers.get(fragment)
@@ -261,6 +282,7 @@ class Peer(Accounts):
         syncer.advance(syncer.version + 1)
         self.versions[fragment] = syncer.version
         self.digests[fragment] = digest
+        self._version_at[fragment] = (syncer.version, now)
         if fragment == CONTROL_FRAGMENT:
             self.applied_tokens += sum(contributors.values())
         self.leases.published(fragment, syncer.term, syncer.version, digest)
@@ -282,7 +304,8 @@ class Peer(Accounts):
         if not self.syncers:
             return []
         self._hear_myself(now)
-        members = {member.peer: member for member in (*self.members.all(), self._myself) if member is not None}
+        everybody = (*self.members.all(), self._myself)
+        members = {m.peer: m for m in everybody if m is not None and not self.penalties.refusal(m.peer, now)}
         actions: list[Action] = []
         for fragment, syncer in sorted(self.syncers.items()):
             if fragment in self._merging or fragment in self._catching_up or fragment in self._handed_over:

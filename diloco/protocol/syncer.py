@@ -5,10 +5,10 @@
 Contributions are keyed by (peer, base version) under one term; one that was merged is never merged again. How they come
 in depends on when a version closes:
 
-- at a barrier (no quorum) each chunk is folded in on arrival. A stream that breaks midway leaves the chunks that were
-  folded in (each chunk has its own weight), and a retry goes on with the next one; so no byte is needed twice and no
-  chunk counts twice. A contribution whose payload never became whole is not a contributor: its tokens count as
-  discarded.
+- at a barrier (no quorum) each chunk is folded in on arrival, or kept until `outer.robust` judges all contributions
+  (`leave_out`); "folded in" is said of both. A stream that breaks midway leaves the chunks that were folded in (each
+  chunk has its own weight), and a retry goes on with the next one; so no byte is needed twice and no chunk counts
+  twice. A contribution whose payload never became whole is not a contributor: its tokens count as discarded.
 - with a quorum a version may close at any moment, so a payload is collected first and folded in at once (`staged`).
 """
 
@@ -144,6 +144,19 @@ class Syncer:
         """What staleness leaves of this peer's contribution: (1 + s) ** -exponent (arXiv 2401.09135, section 4)."""
         stale = self.version - self._offers[peer].base_version
         return float((1 + stale) ** -self._settings.staleness_exponent)
+
+    def weights(self, peers: Collection[str]) -> dict[str, float]:
+        """Weights of these contributions over that of the first peer by name, so whatever the order of arrival."""
+        raw = {peer: self._raw_weight(self._offers[peer]) for peer in sorted(peers)}
+        unit = next(iter(raw.values()))
+        return {peer: weight / unit for peer, weight in raw.items()}
+
+    def leave_out(self, close: Close, peers: Collection[str]) -> Close:
+        """The version is made without these whole contributions after all: they oppose the others (`outer.robust`)."""
+        for peer in peers:
+            self._offers[peer].whole = False
+        kept = {peer: tokens for peer, tokens in close.contributors.items() if peer not in peers}
+        return replace(close, contributors=kept, missing=tuple(sorted({*close.missing, *peers})))
 
     def _raw_weight(self, offer: _Offer) -> float:
         match self._settings.weights:

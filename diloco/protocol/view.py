@@ -31,6 +31,7 @@ class View:
         newcomer: this peer joins others, and claims nothing before `acquainted` says that it has heard all of them;
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.
+        tokens_per_step: of an inner step of any peer, as the manifest has it; None where nobody says.
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
     """
 
@@ -48,6 +49,7 @@ class View:
         min_peers: int = 1,
         newcomer: bool = False,
         outer: OuterConfig = SYNC,
+        tokens_per_step: int | None = None,
         payload_bytes: Sequence[int] = (),
     ) -> None:
         self.me = me
@@ -63,6 +65,7 @@ class View:
         self.min_peers = min_peers
         self.newcomer = newcomer
         self.outer = outer
+        self.tokens_per_step = tokens_per_step
         self.payload_bytes = tuple(payload_bytes)
         self.members = Membership()
         self.leases = LeaseTable()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from diloco.data import Stream
 from diloco.protocol.shares import Contributor
+from diloco.sim.attack import Lying
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.loop import VirtualLoop
 from diloco.swarm.gate import Gate
@@ -61,8 +62,10 @@ class SimRunner(NodeRunner):
 class SimSwarm(Swarm):
     """A peer's membership in a simulated run: `Swarm`, over another network and without threads of its own.
 
-    `connect`, `loop` and `thread` are set before `attach`.
+    `connect`, `loop` and `thread` are set before `attach`; `lie` is what contributions are multiplied with.
     """
+
+    lie = 1.0
 
     connect: Connect
     loop: VirtualLoop
@@ -88,6 +91,8 @@ class _SimAttachment(Attachment):
         real.loop.close()
         swarm = self.swarm
         assert isinstance(swarm, SimSwarm)
+        if swarm.lie != 1.0:
+            real.replica.up = Lying(real.replica.up, swarm.lie)
         options = replace(swarm.options(self.parameters, saved), gate=Gate())  # there are no strangers here
         node = Node(options, real.replica, swarm.on_event, swarm.connect)
         return SimRunner(node, swarm.loop, swarm.thread)

@@ -20,7 +20,7 @@ from diloco import data
 from diloco import model as models
 from diloco.config import Config
 from diloco.errors import ConfigError, SwarmError
-from diloco.sim import events
+from diloco.sim import attack, events
 from diloco.sim.events import Event
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.loop import VirtualLoop, virtual_time
@@ -99,6 +99,8 @@ def simulate_in(loop: VirtualLoop, config: Config, listen: Listener) -> Simulate
 def _check(config: Config) -> None:
     if config.outer.method == "data_parallel":
         raise ConfigError("outer.method=data_parallel has no swarm to simulate; use diloco local, or another outer")
+    if config.sim.attack and config.sim.mode == "toy":
+        raise ConfigError(f"sim.attack={list(config.sim.attack)} has no effect with sim.mode=toy; drop one of them")
     if any((config.run.dir / "checkpoints").glob("*/step-*")):
         raise ConfigError(f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir")
 
@@ -110,6 +112,7 @@ class _Simulation:
         sim, peers = config.sim, config.local.peers
         self.events = events.parse(sim.events, peers)
         self.num_shards = max([peers, *(event.peer + 1 for event in self.events)])
+        self.lies = attack.parse(sim.attack, self.num_shards)
         if len(sim.step_s) not in (1, self.num_shards):
             raise ConfigError(
                 f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per peer, or one"
@@ -261,6 +264,7 @@ class _Simulation:
         identity: Path = config.run.dir / "identities" / peer.name  # named, never made
         swarm = SimSwarm.of(config, config.manifest(), identity, peer.name, on_event, lambda address: peer.ready.set())
         assert isinstance(swarm, SimSwarm)
+        swarm.lie = self.lies.get(peer.index, 1.0)
         swarm.connect, swarm.loop, swarm.thread = connect, self.loop, peer.lockstep
         return swarm
 

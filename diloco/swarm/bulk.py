@@ -58,6 +58,7 @@ __all__ = ["BULK", "BulkClient", "FetchedRecord", "FetchedState", "Offer", "Seco
 
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
+REFUSED_BYTES = 1 << 24  # that are read of a peer that sends on, so that it gets to read why it is refused
 STATE_CODEC = codec("fp32")
 PIECE = CHUNK // MAX_DONORS  # elements of a part written at a time: a thin link, shared, is no slower to bring the next
 
@@ -298,4 +299,4 @@ async def receive_vector(stream: Stream, out: Tensor, size: int = CHUNK) -> None
 async def refuse(stream: Stream, reason: str) -> None:
     """Tell the other side why its stream is not wanted."""
     await stream.send(Refusal(reason=reason[:2000]))
-    await stream.drained()
+    await stream.drained(discard=REFUSED_BYTES)

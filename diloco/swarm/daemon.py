@@ -296,7 +296,11 @@ class Libp2p:
 
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         try:
-            _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), protocol)
+            peer_id = PeerID.from_base58(peer)
+        except ValueError:  # from a hello or the DHT, so anybody's
+            raise ConnectionError(f"{peer[:64]!r} is no peer id") from None
+        try:
+            _, reader, writer = await self._p2p.call_binary_stream_handler(peer_id, protocol)
         except (ControlFailure, P2PDaemonError) as error:
             raise ConnectionError(f"{peer} cannot be reached: {error}") from error
         return reader, writer

@@ -61,6 +61,7 @@ class NodeOptions:
     applied_tokens: int = 0
     units: Word = (0, ())
     gate: Gate = field(default_factory=Gate)  # who is let in; by default everybody
+    tokens_per_step: int | None = None
     shares: Sequence[Mapping[str, Share]] = ()
     applied: Mapping[int, int] = field(default_factory=dict)
     explain: Callable[[str], list[str]] = field(
@@ -122,6 +123,7 @@ class Presence:
             min_peers=options.min_peers,
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
+            tokens_per_step=options.tokens_per_step,
             payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
         self.protocol.restore_shares(options.shares)

@@ -52,7 +52,7 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
         self._public = key.public_key().public_bytes(
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
-        self._me = _owner_of(self._public)
+        self.me = _owner_of(self._public)
         forms = {PEERS: _is_peer, LEASES: _is_leases, REVOKED: _is_revoked}
         self._forms = {DHTID.generate(source=f"{run_id}/{kind}").to_bytes(): form for kind, form in forms.items()}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.replica import OuterStep
+from diloco.outer.robust import Judgement
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Record
@@ -114,6 +115,12 @@ class Rounds(Anchors):
     async def _merge(self, close: Close, syncer: Syncer) -> bool:
         """False when the lease was lost while the anchor was moved."""
         fragment, before = close.fragment, self.protocol.digests[close.fragment]
+        judged: tuple[list[str], Judgement] | None = None
+        if self.replica.stages:
+            judged = await asyncio.to_thread(self.replica.judge, fragment, syncer.weights(close.contributors))
+            if self.protocol.syncers.get(fragment) is not syncer:
+                return False
+            close = self._without_opposed(close, syncer, *judged)
         update = short_lived(self.replica.update_nbytes(fragment))
         step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
         word = self.protocol.word(fragment, close.contributors)  # goes with the version, even if the lease is lost
@@ -121,9 +128,13 @@ class Rounds(Anchors):
         def work() -> str:
             at = 0
             for chunk, (start, stop) in enumerate(self.replica.chunks[fragment]):
-                size = self.replica.down.nbytes(stop - start)
-                self.replica.merge_chunk_(fragment, chunk, step, update[at : at + size])
-                at += size
+                out = update[at : at + self.replica.down.nbytes(stop - start)]
+                if judged is None:
+                    self.replica.merge_chunk_(fragment, chunk, step, out)
+                else:
+                    self.replica.merge_staged_(fragment, chunk, step, *judged, out)
+                at += out.numel()
+            self.replica.clear_staged(fragment)
             return self.replica.digest(fragment)
 
         digest = await asyncio.to_thread(work)
@@ -146,6 +157,18 @@ class Rounds(Anchors):
         self._host.records[fragment] = FetchedRecord(header, update)
         self._host.do(self.protocol.published(fragment, digest, close.contributors, self._host.now()))
         return True
+
+    def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:
+        """The close without contributions that are left out; an event says whose, and whose are clipped."""
+        left_out = [peers[i] for i in judged.left_out]
+        clipped = [peers[i] for i in judged.clipped if peers[i] not in left_out]
+        if clipped:
+            self._host.note("clipped", fragment=close.fragment, version=close.base_version + 1, peers=clipped)
+        if not left_out:
+            return close
+        why = "they point against the others' contributions"
+        self._host.note("left_out", fragment=close.fragment, version=close.base_version + 1, peers=left_out, why=why)
+        return syncer.leave_out(close, left_out)
 
     def _of_another_history(self, exchange: Exchange) -> bool:
         """Whether what was learned cannot be merged, because the syncer's anchor of that version is another one."""
@@ -315,13 +338,22 @@ class Rounds(Anchors):
         for chunk in range(first_chunk, len(self.replica.chunks[fragment])):
             if not syncer.wants(me, chunk, base_version):
                 return False
-            self.replica.fold_own(fragment, chunk, syncer.weight(me))
-            syncer.folded(me)
+            self.take_chunk(syncer, me, chunk, self.replica.encode(fragment, chunk))
             await asyncio.sleep(0)  # lets the others' chunks in
         return True
 
     def _chunks(self, fragment: int) -> range:
         return range(len(self.replica.chunks[fragment]))
+
+    def take_chunk(self, syncer: Syncer, peer: str, chunk: int, payload: Tensor) -> None:
+        """A chunk that the syncer wants is folded in, or kept until the version closes; `PayloadError` changes
+        nothing.
+        """
+        if self.replica.stages:
+            self.replica.stage(syncer.fragment, chunk, peer, payload)
+        else:
+            self.replica.fold(syncer.fragment, chunk, payload, syncer.weight(peer))
+        syncer.folded(peer)
 
     def fold_whole(self, syncer: Syncer, peer: str, base_version: int, payloads: Sequence[Tensor]) -> bool:
         """A contribution that was collected first; False when the syncer does not want it any more.

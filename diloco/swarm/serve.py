@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -17,6 +18,7 @@ from diloco.errors import PayloadError
 from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
+from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import (
     MAX_RANGES,
     Contribution,
@@ -27,6 +29,7 @@ from diloco.protocol.messages import (
     PartList,
     PartRequest,
     Receipt,
+    Refusal,
     StateHeader,
     StateRequest,
     UnitGrant,
@@ -52,6 +55,7 @@ class RoundsOf(Protocol):
     """What the answering side needs of the side that moves anchors."""
 
     def moving(self, fragment: int) -> asyncio.Lock: ...
+    def take_chunk(self, syncer: Syncer, peer: str, chunk: int, payload: Tensor) -> None: ...
     def fold_whole(self, syncer: Syncer, peer: str, base_version: int, payloads: Sequence[Tensor]) -> bool: ...
 
 
@@ -96,16 +100,31 @@ class BulkServer:
         self._host = host
         self._stills: WeakValueDictionary[tuple[int, str], Still] = WeakValueDictionary()
         self._inner = SharedSnapshot()
+        self._limiter = Limiter(len(host.replica.fragments))
         self.serving = 0
 
     async def serve(self, stream: Stream) -> None:
         """Handle one incoming stream until it ends."""
+        why = self._limiter.opened(stream.peer, self._host.now())
+        if why is not None:
+            logger.debug("a bulk stream of %s is over a limit: %s", stream.peer, why)
+            await _quietly(stream.send(Refusal(reason=why)))  # and no more: to wait here is what it may not do
+            stream.close()
+            return
         self.serving += 1
         try:
-            await self._answer(stream, await stream.receive())
+            with _offence():
+                request = await stream.receive()
+            penalty = self._host.protocol.penalties.refusal(stream.peer, self._host.now())
+            if penalty is not None:
+                await refuse(stream, penalty)
+                return
+            await self._answer(stream, request)
             await stream.drained()
         except PayloadError as error:
             self._host.note("refused", peer=stream.peer, why=str(error))
+            if isinstance(error, _Offence):
+                self._host.do(self._host.protocol.offence(stream.peer, str(error), self._host.now()))
             await _quietly(refuse(stream, str(error)))
         except BROKEN as error:
             logger.debug("a bulk stream of %s broke: %r", stream.peer, error)
@@ -113,6 +132,7 @@ class BulkServer:
             traceback.clear_frames(error.__traceback__)
         finally:
             self.serving -= 1
+            self._limiter.closed(stream.peer)
             stream.close()
 
     async def _answer(self, stream: Stream, request: Message) -> None:
@@ -147,6 +167,9 @@ class BulkServer:
 
     async def _contribution(self, stream: Stream, header: Contribution) -> None:
         host, fragment = self._host, header.fragment
+        claim = host.protocol.implausible(stream.peer, header, host.now())
+        if claim is not None:
+            raise _Offence(claim)
         verdict = host.protocol.offer(stream.peer, header)
         record = host.records.get(fragment)
         late = record is not None and record.header.version == header.base_version + 1
@@ -192,7 +215,9 @@ class BulkServer:
             version = host.protocol.versions[fragment]
             if host.protocol.syncers.get(fragment) is not syncer:
                 raise PayloadError(f"fragment {fragment} has another syncer now")
-            if not host.rounds.fold_whole(syncer, stream.peer, learned_from, payloads):
+            with _offence():
+                folded = host.rounds.fold_whole(syncer, stream.peer, learned_from, payloads)
+            if not folded:
                 raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
             return version
 
@@ -205,8 +230,8 @@ class BulkServer:
             wanted = syncer.wants(stream.peer, chunk, header.base_version)
             if host.protocol.syncers.get(fragment) is not syncer or not wanted:
                 raise PayloadError(f"version {header.base_version + 1} of fragment {fragment} closed meanwhile")
-            host.replica.fold(fragment, chunk, payload, syncer.weight(stream.peer))
-            syncer.folded(stream.peer)
+            with _offence():
+                host.rounds.take_chunk(syncer, stream.peer, chunk, payload)
 
     async def _state(self, stream: Stream, request: StateRequest) -> None:
         host, fragment = self._host, request.fragment
@@ -293,8 +318,21 @@ class BulkServer:
         return header, vectors
 
 
+class _Offence(PayloadError):
+    """What no honest peer of this version sends, whatever its link: it has consequences (see `penalties`)."""
+
+
+@contextmanager
+def _offence() -> Iterator[None]:
+    """What is invalid in here is an offence."""
+    try:
+        yield
+    except PayloadError as error:
+        raise _Offence(str(error)) from None
+
+
 async def _quietly(work: Awaitable[None]) -> None:
     try:
         await work
-    except BROKEN:
+    except (*BROKEN, PayloadError):
         return

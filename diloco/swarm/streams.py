@@ -25,6 +25,7 @@ BROKEN = (
 )
 
 _LENGTH_BYTES = 4
+_DISCARD_BYTES = 1 << 16
 FRAME_TIMEOUT_S = 30.0
 STALL_FLOOR_S = 20.0
 STALL_FACTOR = 20.0
@@ -116,15 +117,19 @@ class Stream:
             out[at : at + len(piece)] = piece
             self._filled = at + len(piece)
 
-    async def drained(self) -> None:
+    async def drained(self, discard: int = 0) -> None:
         """Wait until the other side has read everything, which it says by ending the stream.
 
         The daemon resets a stream whose sender closes first, and what is still under way is lost: about 3 of 1000
-        records were, on loopback.
+        records were, on loopback. Who is refused may be sending still: up to `discard` bytes of that are thrown away.
         """
-        leftover = await asyncio.wait_for(self._reader.read(1), FRAME_TIMEOUT_S)
-        if leftover:
-            raise PayloadError("bytes after the end of a conversation")
+        await asyncio.wait_for(self._read_to_the_end(discard), FRAME_TIMEOUT_S)
+
+    async def _read_to_the_end(self, discard: int) -> None:
+        while leftover := await self._reader.read(min(discard + 1, _DISCARD_BYTES)):
+            discard -= len(leftover)
+            if discard < 0:
+                raise PayloadError("bytes after the end of a conversation")
 
     def _patience_s(self) -> float:
         return max(STALL_FLOOR_S, STALL_FACTOR * self._chunk_s)

@@ -183,7 +183,9 @@ class Swarm:
     def options(self, parameters: Mapping[str, Tensor], saved: Saved | None, trains: bool = True) -> NodeOptions:
         """Options of the node over these parameters."""
         text, hash_ = self._manifest_of(parameters)
+        manifest = self.manifest
         return NodeOptions(
+            tokens_per_step=None if manifest is None else manifest.inner.batch_size * manifest.data.sequence_length,
             run_id=self.run_id,
             manifest_hash=hash_,
             manifest_text=text,

@@ -240,6 +240,8 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
         raise _UnusableError(f"it has format {body['format']}, this version of diloco reads {FORMAT}")
     if body.pop("sha256", None) != _digest(body):
         raise _UnusableError(f"{STATE_FILE} is corrupt (its digest differs)")
+    if not _is_complete(body):
+        raise _UnusableError(f"{STATE_FILE} is corrupt (something is missing in it)")
     for name, expected in body["files"].items():
         try:
             size, sha256 = _hash_file(path / name, expected["bytes"])
@@ -250,6 +252,24 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
         if sha256 != expected["sha256"]:
             raise _UnusableError(f"{name} is corrupt (its sha256 differs)")
     return body["step"], body["state"], _Groups(path, body["files"])
+
+
+def _is_complete(body: dict[str, Any]) -> bool:
+    """Whether a state file has what we write, and names no file outside of its directory."""
+    files = body.get("files")
+    return (
+        type(body.get("step")) is int
+        and isinstance(body.get("state"), dict)
+        and isinstance(files, dict)
+        and all(
+            Path(name).name == name
+            and "\0" not in name
+            and isinstance(entry, dict)
+            and type(entry.get("bytes")) is int
+            and isinstance(entry.get("sha256"), str)
+            for name, entry in files.items()
+        )
+    )
 
 
 class _Groups(Mapping[str, dict[str, Tensor]]):

@@ -1,0 +1,70 @@
+"""What one peer may ask of this one at a time: streams, bytes and requests. Sans-IO.
+
+    opened -> received, received, ... -> closed           one stream
+    bucket of requests, filled at a rate                  all streams of a peer
+
+Bounds are far above what an honest peer needs: it has a stream per fragment it contributes to, one per backup and a few
+to catch up with, and begins a stream again a second after one broke. Over a limit a stream is refused, which an honest
+peer takes as a broken stream and tries again; it is no offence (see `penalties`), because streams of a peer that
+restarted may linger here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Limiter"]
+
+EXTRA_STREAMS = 16  # beyond two per fragment
+REQUESTS_PER_S = 20.0  # beyond one per fragment
+BURST_S = 10.0
+MAX_PEERS = 4096
+
+
+@dataclass
+class _Usage:
+    streams: int = 0
+    requests: float = 0.0  # left in the bucket
+    filled_at: float = 0.0
+
+
+class Limiter:
+    """Counts streams and requests by peer.
+
+    Args:
+        fragments: of the model. Bytes need no counter of their own: a stream carries what its header asks for, whose
+            length is known beforehand, so streams x the largest fragment is their bound at a time and requests x that
+            fragment in a second.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        self.max_streams = 2 * fragments + EXTRA_STREAMS
+        self.rate = REQUESTS_PER_S + fragments
+        self._usage: dict[str, _Usage] = {}
+
+    def opened(self, peer: str, now: float) -> str | None:
+        """A peer opens a stream: None when it may (and `closed` follows), else why not."""
+        usage = self._usage.get(peer)
+        if usage is None:
+            self._forget(now)
+            usage = self._usage[peer] = _Usage(requests=self.rate * BURST_S, filled_at=now)
+        left = usage.requests + (now - usage.filled_at) * self.rate
+        usage.requests, usage.filled_at = min(left, self.rate * BURST_S), now
+        if usage.streams >= self.max_streams:
+            return f"{usage.streams} streams of this peer are open; at most {self.max_streams} may be"
+        if usage.requests < 1:
+            return f"over {self.rate:g} streams a second are begun by this peer"
+        usage.requests -= 1
+        usage.streams += 1
+        return None
+
+    def closed(self, peer: str) -> None:
+        """A stream that was allowed is over."""
+        self._usage[peer].streams -= 1
+
+    def _forget(self, now: float) -> None:
+        """Those without a stream whose bucket is full again, when there are many."""
+        if len(self._usage) >= MAX_PEERS:
+            full_since = now - BURST_S
+            kept = {peer: u for peer, u in self._usage.items() if u.streams or u.filled_at > full_since}
+            self._usage = kept

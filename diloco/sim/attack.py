@@ -1,0 +1,53 @@
+"""Peers that lie: `flip:3x10` sends minus ten times what it learned, and is honest in everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from diloco.errors import ConfigError
+from diloco.outer.payloads import Codec
+
+__all__ = ["Lying", "parse"]
+
+
+class Lying(Codec):
+    """A codec whose contributions are multiplied with a factor; what it reads of others is what they sent."""
+
+    can_publish = False
+
+    def __init__(self, honest: Codec, factor: float) -> None:
+        self.name = honest.name  # type: ignore[misc]
+        self.carries_values = honest.carries_values  # type: ignore[misc]
+        self._honest, self._factor = honest, factor
+
+    def nbytes(self, numel: int) -> int:
+        return self._honest.nbytes(numel)
+
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        self._honest.encode(x * self._factor, out)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self._honest.decode(payload, out)
+
+    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
+        self._honest.accumulate_(acc, payload, weight)
+
+    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
+        self._honest.encode_update(master, anchor, out)
+
+    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
+        self._honest.apply_update_(anchor, payload)
+
+
+def parse(texts: Sequence[str], peers: int) -> dict[int, float]:
+    """Factor by number of the peer that lies. Raises ConfigError for a peer that is not there."""
+    factors: dict[int, float] = {}
+    for text in texts:
+        kind, _, rest = text.partition(":")
+        peer, _, factor = rest.partition("x")
+        if int(peer) >= peers:
+            raise ConfigError(f"sim.attack: {text}, but the peers are 0 to {peers - 1}; choose one of them")
+        factors[int(peer)] = float(factor) * (-1 if kind == "flip" else 1)
+    return factors

@@ -1,0 +1,263 @@
+"""Who misbehaves is refused for longer and longer; whose link is thin, or who tries again, never is."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rounds import MANIFEST, OTHER, StubHost
+
+from diloco.errors import PayloadError
+from diloco.outer.codecs import codec
+from diloco.protocol.limits import Limiter
+from diloco.protocol.messages import Contribution, Refusal, Verdict, decode, encode
+from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
+from diloco.protocol.plausible import implausible
+from diloco.swarm.serve import BulkServer
+from diloco.swarm.streams import Stream, Traffic
+
+NUMEL = 6
+
+
+# -- how long ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_offence_doubles_the_time_and_a_day_without_one_forgets_it() -> None:
+    penalties, now = Penalties(), 100.0
+    for expected in (FIRST_S, 2 * FIRST_S, 4 * FIRST_S):
+        assert penalties.offence("a", "sent nonsense", now) == expected
+        assert penalties.refusal("a", now + expected - 1) == "refused for 1 s more: sent nonsense"
+        assert penalties.refusal("b", now) is None
+        now += expected
+        assert penalties.refusal("a", now) is None
+    for _ in range(30):
+        now += penalties.offence("a", "sent nonsense", now)
+    assert penalties.offence("a", "sent nonsense", now) == LONGEST_S
+    assert penalties.offence("a", "sent nonsense", now + LONGEST_S + FORGET_S) == FIRST_S
+
+
+def test_offences_on_streams_that_were_open_already_count_once() -> None:
+    penalties = Penalties()
+    penalties.offence("a", "one", 0.0)
+    assert penalties.offence("a", "two", 4.0) == FIRST_S - 4
+    assert penalties.offence("a", "three", FIRST_S) == 2 * FIRST_S
+
+
+def test_memory_is_bounded_whoever_comes() -> None:
+    penalties, limiter = Penalties(), Limiter(1)
+    for number in range(10_000):
+        penalties.offence(str(number), "x", number)
+        assert limiter.opened(str(number), number) is None
+        limiter.closed(str(number))
+    assert len(penalties._records) <= 4096 and len(limiter._usage) <= 4096
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+def header(steps: int = 10, tokens: int = 80, base_version: int = 0) -> Contribution:
+    return Contribution(
+        manifest_hash=MANIFEST, fragment=0, term=1, base_version=base_version, steps=steps, tokens=tokens
+    )
+
+
+def test_claims_that_cannot_be_are_named() -> None:
+    assert implausible(header(), 8, 10, 1.0, 5.0) is None
+    assert implausible(header(tokens=81), 8, 10, 1.0, 5.0) == "81 tokens in 10 steps are claimed, and a step has 8"
+    assert implausible(header(tokens=10**9), None, 10, 1.0, 5.0) is None
+    wrong = implausible(header(steps=1000), None, 10, 2.0, 5.0)
+    assert wrong == "1000 steps are claimed, 5 s after version 0 at 2 steps/s"
+    assert implausible(header(steps=1000), None, 10, 2.0, None) is None, "nobody knows since when"
+
+
+@given(pace=st.floats(0.01, 100), rounds=st.floats(0.1, 3), sync_every=st.integers(1, 1000), wrong_by=st.floats(0.5, 2))
+def test_no_honest_claim_is_implausible(pace: float, rounds: float, sync_every: int, wrong_by: float) -> None:
+    """Whatever part of its rounds a peer trained, at a pace that its heartbeats have only roughly."""
+    steps = max(1, int(rounds * sync_every))
+    since_base_s = steps / pace
+    assert implausible(header(steps, 64 * steps), 64, sync_every, pace * wrong_by, since_base_s) is None
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_too_many_streams_at_a_time_or_in_a_second_are_refused_until_there_are_fewer() -> None:
+    limiter = Limiter(fragments=2)
+    for _ in range(limiter.max_streams):
+        assert limiter.opened("a", 0.0) is None
+    assert "20 streams of this peer are open; at most 20 may be" in str(limiter.opened("a", 0.0))
+    assert limiter.opened("b", 0.0) is None
+    limiter.closed("a")
+    assert limiter.opened("a", 0.0) is None
+    greedy = Limiter(fragments=2)
+    refused = 0
+    for _ in range(1000):
+        if greedy.opened("a", 0.0) is None:
+            greedy.closed("a")
+        else:
+            refused += 1
+    assert refused == 780
+    assert greedy.opened("a", 1.0) is None
+
+
+@given(seed=st.integers(0, 2**31), fragments=st.integers(1, 64), broken=st.floats(0, 1))
+def test_who_tries_again_a_second_after_its_stream_broke_is_never_over_a_limit(
+    seed: int, fragments: int, broken: float
+) -> None:
+    """Every fragment is contributed, broken or not, and read again a second later at the soonest; streams linger."""
+    dice, limiter, ends = random.Random(seed), Limiter(fragments), list[float]()
+    for second in range(60):
+        for at in [end for end in ends if end <= second]:
+            ends.remove(at)
+            limiter.closed("a")
+        for _ in range(fragments):
+            if dice.random() < broken or second % 5 == 0:
+                assert limiter.opened("a", float(second)) is None
+                ends.append(second + dice.random() * 2)
+
+
+# -- the answering side -----------------------------------------------------------------------------------------------
+
+
+class Pipe:
+    """What a peer writes to us, and what we wrote back."""
+
+    def __init__(self, sent: bytes, more: Callable[[bytes], bytes] | None = None) -> None:
+        self.reader = asyncio.StreamReader()
+        self.reader.feed_data(sent)
+        self.reader.feed_eof()
+        self.written = bytearray()
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    async def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def messages(self) -> list[object]:
+        found, at = [], 0
+        while at < len(self.written):
+            length = int.from_bytes(self.written[at : at + 4], "big")
+            try:
+                found.append(decode(bytes(self.written[at + 4 : at + 4 + length])))
+            except PayloadError:  # a payload lies in between
+                return found
+            at += 4 + length
+        return found
+
+
+class Host(StubHost):
+    """Holds the fragment; `other` is a member that trains."""
+
+    def __init__(self, **outer: Any) -> None:
+        super().__init__("me", NUMEL, **outer)
+        self.do(self.protocol.connected(OTHER, self.hello(claims=False), self.now()))
+        self.clock, self.told = 0.0, []  # type: ignore[var-annotated]
+        self.server = BulkServer(self)  # type: ignore[arg-type]
+        self.inner_state = lambda: None
+        self.manifest_text = "{}"
+
+    def now(self) -> float:
+        return getattr(self, "clock", 0.0)
+
+    def note(self, kind: str, **fields: object) -> None:
+        self.notes.append(kind)
+
+    def do(self, actions: list[Any]) -> None:
+        self.notes += [action.kind for action in actions if hasattr(action, "kind")]
+        super().do(actions)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        if not condition():
+            raise ConnectionError("this node is closed")
+
+    async def serve(self, sent: bytes) -> list[object]:
+        pipe = Pipe(sent)
+        await self.server.serve(Stream(OTHER, pipe.reader, pipe, Traffic()))  # type: ignore[arg-type]
+        return pipe.messages()
+
+
+def framed(message: Any) -> bytes:
+    frame = encode(message)
+    return len(frame).to_bytes(4, "big") + frame
+
+
+def contribution(values: torch.Tensor, **claims: int) -> bytes:
+    payload = torch.empty(codec("fp32").nbytes(NUMEL), dtype=torch.uint8)
+    payload.view(torch.float32).copy_(values)
+    return framed(header(**{"steps": 1, "tokens": 10, **claims})) + payload.numpy().tobytes()
+
+
+def run(scene: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"\xff\xff\xff\xff", "over the limit"),
+        (b"\x00\x00\x00\x02hi", "not valid msgpack|does not fit its schema"),
+        (contribution(torch.full((NUMEL,), float("nan"))), "payload holds nan"),
+        (contribution(torch.zeros(NUMEL), steps=10**9), "steps are claimed"),
+    ],
+    ids=["length", "schema", "nan", "claim"],
+)
+def test_an_offence_is_an_event_here_and_a_reason_there_and_its_peer_is_refused_for_a_while(
+    sent: bytes, why: str
+) -> None:
+    async def scene() -> None:
+        host = Host()
+        host.protocol._version_at[0] = (0, 0.0)
+        first = await host.serve(sent)
+        assert isinstance(first[-1], Refusal) and re.search(why, first[-1].reason)
+        assert "refused" in host.notes and "penalty" in host.notes
+        good = contribution(torch.zeros(NUMEL))
+        again = await host.serve(good)
+        assert isinstance(again[-1], Refusal) and again[-1].reason.startswith("refused for 10 s more")
+        host.clock = FIRST_S + 1
+        assert isinstance((await host.serve(good))[0], Verdict)
+
+    run(scene)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 400), min_size=1, max_size=20), lag_s=st.floats(0, 100))
+def test_streams_that_break_anywhere_and_are_begun_again_are_never_punished(cuts: list[int], lag_s: float) -> None:
+    async def scene() -> None:
+        host, whole = Host(), contribution(torch.ones(NUMEL))
+        for cut in cuts:
+            host.clock += 1 + lag_s
+            await host.serve(whole[:cut])
+        host.clock += 1 + lag_s
+        assert isinstance((await host.serve(whole))[0], Verdict)
+        assert "penalty" not in host.notes and host.protocol.penalties.refusal(OTHER, host.clock) is None
+
+    run(scene)
+
+
+def test_nobody_waits_for_a_peer_that_is_refused() -> None:
+    async def scene() -> None:
+        host = Host()
+        await host.rounds.load()
+        host.parameters["w"].sub_(1.0)
+        host.do(host.protocol.enter("training", host.now()))
+        await host.rounds.send({0: (1, 10)})
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert host.protocol.versions[0] == 0 and not host.protocol.merging(0), "the other one trains"
+        host.do(host.protocol.offence(OTHER, "sent nonsense", host.now()))
+        assert host.protocol.merging(0)
+        for task in [*host.tasks, *host.rounds._flights.values()]:
+            task.cancel()
+
+    run(scene)

@@ -3,8 +3,9 @@
 Two kinds of streams carry these messages, each as one msgpack map behind a 4-byte length:
 
 - *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`;
-- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest` or
-  `ManifestRequest` and the answers to it, each followed by raw payload whose length both sides know beforehand.
+- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest`,
+  `ManifestRequest` or `SnapshotRequest` and the answers to it, each followed by raw payload whose length both sides
+  know beforehand.
 
 What speaks of a version of the control fragment carries the ledger's *word* on it: `cursor` and `open` (see `ledger`);
 for other fragments they are empty.
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_MOMENTS",
     "MAX_PARTS",
     "MAX_RANGES",
+    "MAX_SNAPSHOT_PIECE_BYTES",
     "MAX_UNITS_WANTED",
     "MAX_UNIT_RANGES",
     "Claim",
@@ -43,6 +45,8 @@ __all__ = [
     "Receipt",
     "Record",
     "Refusal",
+    "SnapshotReply",
+    "SnapshotRequest",
     "State",
     "StateHeader",
     "StateRequest",
@@ -61,6 +65,7 @@ MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state, whose names and si
 MAX_UNIT_RANGES = 64  # that a peer has at a time
 MAX_RANGES = 2**10  # of all peers together
 MAX_UNITS_WANTED = 2**20  # sequences of one request
+MAX_SNAPSHOT_PIECE_BYTES = MAX_FRAME_BYTES // 2
 
 State = Literal["starting", "ready", "training", "exchanging", "leaving", "done"]
 Name = Annotated[str, Field(max_length=128)]
@@ -99,6 +104,10 @@ class Status(Message):
         inner_step, target_steps: inner steps done since the last exchange, and how many there will be before the next.
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
+        loss: of its last inner steps, in nats per token; 0 while there is no measurement.
+        bytes_sent, bytes_received: of this process, with every stream.
+        rounds: how many rounds (exchanges and the inner steps before them) it has measured.
+        seconds: of the last of them: compute, wait, comm, outer; empty before the first.
         units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
     """
 
@@ -109,6 +118,11 @@ class Status(Message):
     target_steps: Count = 0
     steps_per_s: Rate = 0.0
     tokens: Count = 0
+    loss: Rate = 0.0
+    bytes_sent: Count = 0
+    bytes_received: Count = 0
+    rounds: Count = 0
+    seconds: Annotated[list[Rate], Field(max_length=4), FailFast()] = Field(default_factory=list)
     units: FewUnits = Field(default_factory=list)
 
 
@@ -134,6 +148,7 @@ class Hello(Message):
     name: Name
     trains: bool
     holds: bool
+    device: Name = ""
     peers: Names
     status: Status
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
@@ -142,7 +157,8 @@ class Hello(Message):
 class Published(Message):
     """Announcement of an update record: the fragment is now at `version`.
 
-    `applied_tokens` is the swarm clock: tokens merged into the model since version 0.
+    `applied_tokens` is the swarm clock: tokens merged into the model since version 0. `staleness` is that of the oldest
+    contribution in this version.
     """
 
     kind: Literal["published"] = "published"
@@ -152,6 +168,7 @@ class Published(Message):
     digest: Digest
     contributors: Names
     applied_tokens: Count
+    staleness: Count = 0
     cursor: Count = 0
     open: Units = Field(default_factory=list)
 
@@ -318,6 +335,21 @@ class ManifestReply(Message):
     text: Annotated[str, Field(max_length=MAX_FRAME_BYTES // 2)]
 
 
+class SnapshotRequest(Message):
+    """Asks what the peer knows of the swarm; needs no manifest hash, for who watches takes no part."""
+
+    kind: Literal["snapshot_request"] = "snapshot_request"
+
+
+class SnapshotReply(Message):
+    """A piece of a `snapshot.Snapshot`, packed; the next message is the next piece if there is `more`."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    wire_version: Count
+    data: Annotated[bytes, Field(max_length=MAX_SNAPSHOT_PIECE_BYTES)]
+    more: bool = False
+
+
 class Refusal(Message):
     """The stream is not wanted; `reason` is one line for the user of the other side."""
 
@@ -344,6 +376,8 @@ _Any = Annotated[
     | UnitGrant
     | ManifestRequest
     | ManifestReply
+    | SnapshotRequest
+    | SnapshotReply
     | Refusal,
     Field(discriminator="kind"),
 ]

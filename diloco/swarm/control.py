@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Hello, Message, Refusal, Status, expect
@@ -37,6 +37,7 @@ class ControlMesh:
         on_hello, on_message, on_lost: called in the loop for a peer that connected, spoke, or is gone.
         on_refused: called with the reason when the other side refuses us.
         on_call_ended: called when a call of ours was answered or given up.
+        on_named: called with the peers that the DHT names, once in a while.
 
     A peer that cannot be reached is left out and dialled again when it is heard of again. Nothing here raises at the
     owner; a wrong run or manifest is refused on the stream with the reason.
@@ -52,6 +53,7 @@ class ControlMesh:
         on_lost: Callable[[str, str], None],
         on_refused: Callable[[str, str], Awaitable[None]],
         on_call_ended: Callable[[], None],
+        on_named: Callable[[Mapping[str, object]], None],
     ) -> None:
         self._transport = transport
         self._protocol = protocol
@@ -61,6 +63,7 @@ class ControlMesh:
         self._on_lost = on_lost
         self._on_refused = on_refused
         self._on_call_ended = on_call_ended
+        self._on_named = on_named
         self._outgoing: dict[str, asyncio.Queue[Message | None]] = {}
         self._incoming: dict[str, Stream] = {}
         self._dialling: dict[str, asyncio.Task[bool]] = {}
@@ -218,7 +221,9 @@ class ControlMesh:
         while True:
             try:
                 await self._transport.store(key, self._protocol.me, self._protocol.name, RECORD_LIFE_S)
-                for peer in await self._transport.get(key):
+                named = await self._transport.get(key)
+                self._on_named(named)
+                for peer in named:
                     if peer not in self._protocol.members:
                         self.dial(peer)
             except BROKEN as error:

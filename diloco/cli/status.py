@@ -1,0 +1,79 @@
+"""`diloco status`: what a swarm is doing, seen from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from diloco.cli.panels import contribution_rows, render
+from diloco.config.address import Address
+from diloco.errors import ConfigError, SwarmError
+from diloco.protocol.snapshot import Snapshot
+from diloco.swarm.visitor import Visitor, light_hivemind
+
+__all__ = ["run"]
+
+EVERY_S = 1.0
+AROUND = 26  # lines of `render` beside the rows of peers, fragments and contributions
+
+
+def run(address: str, watch: bool, as_json: bool, table: Path | None) -> int:
+    """Print the tables or one JSON object; with `watch` every second until Ctrl+C, which ends in 0."""
+    place = Address.parse(address)
+    if watch and as_json:
+        raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
+    light_hivemind()
+    try:
+        return asyncio.run(_status(place, watch, as_json, table))
+    except KeyboardInterrupt:
+        if watch:
+            return 0
+        raise
+
+
+async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:
+    async with Visitor(place.peers) as visitor:
+        snapshot = await visitor.ask()
+        if table is not None:
+            _write_csv(table, snapshot)
+        if watch:
+            await _watch(visitor, snapshot)
+        elif as_json:
+            click.echo(snapshot.model_dump_json(indent=2))
+        else:
+            console = Console()
+            console.print(render(snapshot, console))
+    return 0
+
+
+async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
+    """Redraw in place; while nobody answers, what was seen last stays, and says so."""
+    console = Console()
+    lost, seen_at = None, time.monotonic()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal, vertical_overflow="crop") as live:
+        while True:
+            rows = max(3, (console.height - AROUND) // 3) if console.is_terminal else 1000
+            live.update(render(snapshot, console, rows, lost), refresh=True)
+            began = time.monotonic()
+            await asyncio.sleep(EVERY_S)
+            try:
+                snapshot = await visitor.ask()
+                lost, seen_at = None, time.monotonic()
+            except SwarmError as error:
+                lost = f"lost, last seen {began - seen_at:.0f} s ago: {error}"
+
+
+def _write_csv(path: Path, snapshot: Snapshot) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(contribution_rows(snapshot))
+    try:
+        path.write_text(text.getvalue(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--csv={path} cannot be written: {error.strerror}; choose another file") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -131,6 +132,7 @@ class FakeSwarm:
 
 
 if __name__ == "__main__":
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # NiceGUI takes it for a test of its own
     from diloco.dashboard.server import serve
 
     serve(

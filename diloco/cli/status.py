@@ -6,6 +6,7 @@ import asyncio
 import csv
 import io
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -54,13 +55,17 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
 
 
 async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
-    """Redraw in place; while nobody answers, what was seen last stays, and says so."""
+    """Redraw in place, or print again where that cannot be; what was seen last stays while nobody answers."""
     console = Console()
     lost, seen_at = None, time.monotonic()
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal, vertical_overflow="crop") as live:
+    live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
+    with live if console.is_terminal else nullcontext():
         while True:
-            rows = max(3, (console.height - AROUND) // 3) if console.is_terminal else 1000
-            live.update(render(snapshot, console, rows, lost), refresh=True)
+            if console.is_terminal:
+                rows = max(3, (console.height - AROUND) // 3)
+                live.update(render(snapshot, console, rows, lost), refresh=True)
+            else:
+                console.print(render(snapshot, console, lost=lost))
             began = time.monotonic()
             await asyncio.sleep(EVERY_S)
             try:

@@ -27,6 +27,7 @@ from diloco.train.summary import (
 )
 
 __all__ = [
+    "AGGREGATE_EVERY_S",
     "Evaluation",
     "JsonLines",
     "PeerSummary",

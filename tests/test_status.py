@@ -23,8 +23,18 @@ from diloco.cli.panels import contribution_rows, render
 from diloco.config.address import Address
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol import snapshot as schema
-from diloco.protocol.messages import MAX_SNAPSHOT_PIECE_BYTES, Hello, Published, State, Status
-from diloco.protocol.peer import Peer
+from diloco.protocol.messages import (
+    MAX_SNAPSHOT_PIECE_BYTES,
+    Hello,
+    Message,
+    Published,
+    Refusal,
+    SnapshotReply,
+    State,
+    Status,
+    encode,
+)
+from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
 from diloco.swarm.observe import ELSEWHERE_S, Recorder
 from diloco.swarm.visitor import Visitor
@@ -45,7 +55,7 @@ def status(state: State = "training", version: int = 0, **fields: Any) -> Status
 
 def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -> Peer:
     hello = Hello(
-        wire_version=1, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True, device="gpu",
+        wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True, device="gpu",
         peers=[], status=status(**fields), claims=[],
     )  # fmt: skip
     peer.connected(other, hello, 0.0)
@@ -196,6 +206,85 @@ def test_who_only_watches_imports_neither_torch_nor_the_rest_of_hivemind() -> No
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert shown.stdout == "[] Libp2p\n", shown.stderr
+
+
+class Answering:
+    """A transport on which every peer says the same; who asks has to open a stream first."""
+
+    def __init__(self, *messages: Message, why: str = "") -> None:
+        self.me, self.addresses, self.seeds = "", [], ["12D3KooWseed"]
+        self.messages, self.why = messages, why
+        self.closed = False
+
+    async def open(self, peer: str, protocol: str) -> tuple[Any, Any]:
+        if self.why:
+            raise ConnectionError(self.why)
+        reader = asyncio.StreamReader()
+        for message in self.messages:
+            frame = encode(message)
+            reader.feed_data(len(frame).to_bytes(4, "big") + frame)
+        reader.feed_eof()
+        return reader, Silent()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Silent:
+    def write(self, data: bytes) -> None: ...
+    async def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 1) -> Snapshot:
+    """The last of so many answers from a visitor that connects to these, one after the other."""
+    left = list(transports)
+
+    async def visit(addresses: Any) -> Answering:
+        return left.pop(0)
+
+    monkeypatch.setattr("diloco.swarm.daemon.Libp2p.visit", visit)
+
+    async def ask() -> Snapshot:
+        async with Visitor(["/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed"]) as visitor:
+            for _ in range(times - 1):
+                await visitor.ask()
+                visitor._connected_at = -1e9
+                transports[0].why = "gone"
+            return await visitor.ask()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("transport", "reason"),
+    [
+        (Answering(why="protocols not supported"), "peer oWseed is no diloco peer; check the address"),
+        (Answering(why="dial backoff"), "does not answer"),
+        (Answering(SnapshotReply(wire_version=99, data=b"")), "cannot be understood: wire version 99 there does not"),
+        (
+            Answering(SnapshotReply(wire_version=WIRE_VERSION, data=b"junk")),
+            "cannot be understood: a snapshot cannot be inflated",
+        ),
+        (Answering(Refusal(reason="not for you")), "cannot be understood: refused: not for you"),
+        (Answering(*[SnapshotReply(wire_version=WIRE_VERSION, data=bytes(2**19), more=True)] * 17), "more than"),
+        (Answering(SnapshotReply(wire_version=WIRE_VERSION, data=b"x", more=True)), "does not answer"),  # and ends
+    ],
+)
+def test_who_cannot_tell_what_the_swarm_does_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, transport: Answering, reason: str
+) -> None:
+    with pytest.raises(SwarmError, match=reason) as caught:
+        asked(monkeypatch, transport)
+    assert str(caught.value).startswith("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed: peer")
+    assert transport.closed
+
+
+def test_when_nobody_answers_any_more_the_address_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = SnapshotReply(wire_version=WIRE_VERSION, data=b"".join(pack(snapshot(2))))
+    first, second = Answering(reply), Answering(reply)
+    assert asked(monkeypatch, first, second, times=2).run.run_id == "fake"
+    assert first.closed and second.closed
 
 
 # --- What a terminal shows --------------------------------------------------------------------------------------------

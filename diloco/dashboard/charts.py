@@ -131,11 +131,11 @@ def fragment_map(snapshot: Snapshot) -> Options:
 def timeline(snapshot: Snapshot) -> Options:
     """The last rounds of each peer as consecutive bars; the axis ends where the newest round ended."""
     names = snapshot.names()
-    rounds: dict[str, list[PeerRound]] = {}
+    rounds: dict[str, list[PeerRound]] = {row.peer_id: [] for row in snapshot.peers}
     for row in snapshot.timeline:
-        if row.peer_id in names:
-            rounds.setdefault(row.peer_id, []).append(row)
-    rounds = {peer: rows[-ROUNDS:] for peer, rows in rounds.items()}
+        if row.peer_id in rounds:
+            rounds[row.peer_id].append(row)
+    rounds = {peer: rows[-ROUNDS:] for peer, rows in rounds.items() if rows}
     peers = sorted(rounds, key=lambda peer: names[peer], reverse=True)
     end = max((row.ended_at for rows in rounds.values() for row in rows), default=0.0)
     begin = min((rows[0].ended_at - _total(rows[0].seconds) for rows in rounds.values()), default=end)

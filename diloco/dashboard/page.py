@@ -52,7 +52,7 @@ class Model:
         """Whether somebody answers, in words; "live" when all is well."""
         seen_s = self.poller.seen_s()
         if self.poller.snapshot is None:
-            return f"no answer yet: {self.poller.lost}" if self.poller.lost else "connecting"
+            return "connecting" if self.poller.lost is None else "no answer yet"
         if self.poller.lost is not None or seen_s > LATE_S:
             return f"lost, last seen {human_seconds(seen_s)} ago"
         return "live"
@@ -132,7 +132,7 @@ def _head(model: Model) -> Callable[[], None]:
 
     def update() -> None:
         snapshot, text = model.poller.snapshot, model.state()
-        state.set_text(text.split(":")[0])
+        state.set_text(text)
         state.props(f"color={'green-8' if text == 'live' else 'grey-7' if text == 'connecting' else 'red-8'}")
         why.set_text(model.poller.lost or "")
         why.set_visibility(model.poller.lost is not None)

@@ -9,6 +9,7 @@ Times are unix seconds by the answering peer's clock. What does not fit the limi
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -24,6 +25,7 @@ __all__ = [
     "MAX_PEERS",
     "MAX_PEER_ROUNDS",
     "MAX_TEXT_BYTES",
+    "SHORT",
     "Contributions",
     "Event",
     "FragmentRow",
@@ -39,6 +41,7 @@ __all__ = [
     "unpack",
 ]
 
+SHORT = 6  # of a peer id; its beginning is the same for all
 MAX_PEERS = 1024
 MAX_HISTORY = 512  # of rounds, events and points of the loss
 MAX_PEER_ROUNDS = 2048
@@ -200,11 +203,13 @@ class Snapshot(_Part):
     left_out: Count = 0
 
     def names(self) -> dict[str, str]:
-        """How to call each peer: its name, with the short id where two have the same."""
-        twice = [row.name for row in self.peers]
+        """How to call each peer, also those that are gone: its name, with the end of its id where two have the same."""
+        named = {row.peer_id: row.name for row in self.ledger.contributions}
+        named |= {row.peer_id: row.name for row in self.peers}
+        often = Counter(named.values())
         return {
-            row.peer_id: row.name if row.name and twice.count(row.name) == 1 else f"{row.name}-{row.short_id}"
-            for row in self.peers
+            peer: name if name and often[name] == 1 else f"{name}-{peer[-SHORT:]}".lstrip("-")
+            for peer, name in named.items()
         }
 
 

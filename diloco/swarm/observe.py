@@ -21,6 +21,7 @@ from diloco.protocol.snapshot import (
     MAX_HISTORY,
     MAX_PEER_ROUNDS,
     MAX_PEERS,
+    SHORT,
     Contributions,
     Event,
     FragmentRow,
@@ -42,7 +43,6 @@ FRESH_S = 0.5  # a snapshot younger than that answers the next request too, howe
 LOSS_EVERY_S = 1.0
 ELSEWHERE_S = 75.0  # a DHT record lives 60 s, unless who stored it still lives; named for longer, it is elsewhere
 MAX_KNOWN = 4 * MAX_PEERS
-SHORT = 6  # of a peer id; its beginning is the same for all
 
 
 class Recorder:

@@ -25,6 +25,7 @@ __all__ = ["Visitor", "light_hivemind"]
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
+RECONNECT_S = 10.0  # while nobody answers
 SILENT = "does not answer"
 MAX_KNOWN = 64  # peers to ask when the one that answered last is gone
 ACQUAINTED = 3  # of them to be connected to beforehand: they are found through the peers that live
@@ -61,6 +62,7 @@ class Visitor:
         self._known: list[str] = []  # whom to ask, the best first
         self._acquainted: set[str] = set()
         self._last: Snapshot | None = None
+        self._connected_at = 0.0
 
     async def __aenter__(self) -> Visitor:
         """Raises as `ask`."""
@@ -87,26 +89,39 @@ class Visitor:
         transport = self._transport or await self._connect()
         if self._last is not None:
             await self._get_acquainted(transport, self._last)
+        try:
+            self._last = await self._ask_all(transport)
+        except SwarmError:
+            if asyncio.get_running_loop().time() < self._connected_at + RECONNECT_S:
+                raise
+            # Other peers may be at the address by now; those that were known may come back where they were.
+            self._connected_at = asyncio.get_running_loop().time()
+            transport = await self._connect(instead_of=transport)
+            self._last = await self._ask_all(transport)
+        return self._last
+
+    async def _ask_all(self, transport: Transport) -> Snapshot:
+        """The first answer, from whoever is known."""
         reasons: dict[str, str] = {}
-        for peer in [*dict.fromkeys((*self._known, *transport.seeds))]:
+        for peer in dict.fromkeys((*self._known, *transport.seeds)):
             try:
-                snapshot = await self._ask(transport, peer)
+                return await self._ask(transport, peer)
             except BROKEN as error:
                 reasons[peer] = "is no diloco peer" if "not supported" in str(error) else SILENT
                 logger.debug("%s told nothing of the swarm: %r", peer, error)
             except PayloadError as error:
                 reasons[peer] = f"cannot be understood: {error}"
-            else:
-                self._last = snapshot
-                return snapshot
-        await self.close()  # the daemon forgets, in time, where peers were; a new one tries everything again
         peer, why = max(reasons.items(), key=lambda reason: reason[1] != SILENT)
         raise SwarmError(f"{','.join(self._addresses)}: peer {peer[-6:]} {why}; check the address")
 
-    async def _connect(self) -> Transport:
+    async def _connect(self, instead_of: Transport | None = None) -> Transport:
         from diloco.swarm.daemon import Libp2p
 
         self._transport = await Libp2p.visit(self._addresses)
+        self._connected_at = asyncio.get_running_loop().time()
+        self._acquainted.clear()
+        if instead_of is not None:
+            await instead_of.close()
         return self._transport
 
     async def _ask(self, transport: Transport, peer: str) -> Snapshot:

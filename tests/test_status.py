@@ -55,8 +55,8 @@ def status(state: State = "training", version: int = 0, **fields: Any) -> Status
 
 def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -> Peer:
     hello = Hello(
-        wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True, device="gpu",
-        peers=[], status=status(**fields), claims=[],
+        wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True,
+        device="gpu", peers=[], status=status(**fields), claims=[],
     )  # fmt: skip
     peer.connected(other, hello, 0.0)
     return peer

@@ -107,6 +107,20 @@ def test_a_round_is_recorded_once_with_who_was_there_and_how_long_it_took() -> N
     assert [(one.peer_id, one.outer_steps) for one in seen.ledger.contributions] == []  # nobody has trained on anything
 
 
+def test_versions_that_a_successor_makes_again_are_rounds_too() -> None:
+    peer, recorder = joined(node()), Recorder()
+    for term, version in ((1, 1), (1, 2), (1, 2), (2, 2), (1, 3)):
+        told(peer, recorder, published(version, term=term), 1.0)
+    assert [row.version for row in recorder.snapshot(peer, TEXT, 2.0).rounds] == [1, 2, 2]
+
+
+def test_a_syncer_can_name_contributors_that_nobody_knows_without_filling_the_books() -> None:
+    peer, recorder = joined(node()), Recorder()
+    told(peer, recorder, status(tokens=1), 0.5)
+    told(peer, recorder, published(1, contributors=[OTHER, *(str(index) for index in range(4000))]), 1.0)
+    assert recorder._outer_steps == {OTHER: 1}
+
+
 def test_the_loss_is_the_mean_of_those_who_train_and_its_history_spans_the_run() -> None:
     peer, recorder = joined(node()), Recorder()
     peer.state = "training"

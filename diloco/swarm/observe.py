@@ -61,6 +61,7 @@ class Recorder:
         self._last: dict[str, tuple[str, Status]] = {}  # what each peer said last, also those that are no more
         self._outer_steps: dict[str, int] = {}  # versions of the control fragment that each peer is in
         self._named_since: dict[str, float] = {}  # in the DHT, without being connected
+        self._newest: dict[int, tuple[int, int]] = {}  # term and version of each fragment
         self._packed: tuple[float, list[bytes]] | None = None
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -87,7 +88,10 @@ class Recorder:
         self._last[peer] = (_name(protocol, peer), status)
         if len(self._last) > MAX_KNOWN:
             gone = (one for one in self._last if one not in protocol.members and one != protocol.me)
-            self._last.pop(next(gone, peer))
+            forgotten = next(gone, peer)
+            self._last.pop(forgotten)
+            self._told_rounds.pop(forgotten, None)
+            self._outer_steps.pop(forgotten, None)
         if len(status.seconds) == 4 and status.rounds != self._told_rounds.get(peer, 0):
             self._told_rounds[peer] = status.rounds
             version, seconds = min(status.versions, default=0), _phases(status)
@@ -98,9 +102,10 @@ class Recorder:
             self._add_loss(protocol, now)
 
     def _heard_published(self, protocol: Peer, message: Published, now: float) -> None:
-        known = next((row for row in reversed(self._rounds) if row.fragment == message.fragment), None)
-        if message.fragment >= len(protocol.versions) or (known is not None and message.version <= known.version):
+        place = (message.term, message.version)  # a successor may have lost versions, and make them again
+        if message.fragment >= len(protocol.versions) or place <= self._newest.get(message.fragment, (0, 0)):
             return
+        self._newest[message.fragment] = place
         row = Round(
             fragment=message.fragment,
             version=message.version,
@@ -113,7 +118,7 @@ class Recorder:
         )
         self._rounds.append(row)
         if message.fragment == CONTROL_FRAGMENT:
-            for peer in message.contributors:
+            for peer in self._last.keys() & set(message.contributors):  # nobody fills this with names of his own
                 self._outer_steps[peer] = self._outer_steps.get(peer, 0) + 1
 
     def _add_loss(self, protocol: Peer, now: float) -> None:

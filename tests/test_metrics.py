@@ -97,6 +97,19 @@ def test_a_write_cut_short_by_a_full_disk_is_closed_before_the_next(
     assert read_json_lines(tmp_path / "a") == [{"kept": 3}]
 
 
+def test_a_log_on_a_full_disk_loses_lines_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunLog(tmp_path, "p0") as log:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full_disk)
+            log.event("lost")
+            log.metric(version=1, inner_step=1, tokens=1)
+        log.event("kept")
+    assert [event["kind"] for event in read_json_lines(tmp_path / "events.jsonl")] == ["kept"]
+    assert len(caplog.records) == 1 and "No space left on device" in caplog.text
+
+
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "a") as lines:
         lines.write({"loss": math.nan, "nested": {"list": (1.0, math.inf)}})

@@ -14,6 +14,8 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.config import compose
+from diloco.errors import CheckpointError
+from diloco.train.checkpoint import CheckpointStore
 from diloco.train.run import run
 from tests.swarm_helpers import SMOKE, command, eventually, json_lines
 
@@ -74,6 +76,24 @@ def test_a_peer_that_was_killed_at_a_boundary_ends_bit_equal_to_one_that_was_not
     assert curve(run_dir) == curve(uninterrupted[0])
     state = json.loads((run_dir / "checkpoints" / "peer" / "step-00000006" / "state.json").read_text())["state"]
     assert resumed["seconds"]["compute"] >= state["seconds"]["compute"] > 9 * 0.02, "it slept in its first session"
+
+
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
+    uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = CheckpointStore.save
+
+    def full_at_first(store: CheckpointStore, step: int, *rest: Any) -> Path:
+        if step < 4:
+            raise CheckpointError(f"cannot write the checkpoint of outer step {step}")
+        return save(store, step, *rest)
+
+    monkeypatch.setattr(CheckpointStore, "save", full_at_first)
+    run_dir = tmp_path / "run"
+    assert kept(train(run_dir)) == kept(uninterrupted[1])
+    failed = [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == "checkpoint_failed"]
+    assert [event["version"] for event in failed] == [1, 2, 3]
+    assert sorted(path.name for path in (run_dir / "checkpoints" / "peer").iterdir())[-1] == "step-00000006"
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_said(

@@ -172,7 +172,7 @@ class Rounds(Anchors):
                 async with self._moving[fragment]:
                     await asyncio.to_thread(self.replica.capture, fragment)
             flight = asyncio.ensure_future(self._fly(exchange))
-            flight.add_done_callback(lambda _: self._host.notify())
+            flight.add_done_callback(self._ended)
             self._flights[fragment] = flight
 
     async def _fly(self, exchange: Exchange) -> Flight:
@@ -181,6 +181,11 @@ class Rounds(Anchors):
         self.replica.release_capture(exchange.fragment)
         self.longest_exchange_s = max(self.longest_exchange_s, self._host.now() - begun_at)
         return Flight(exchange, seconds)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        if not task.cancelled():
+            task.exception()  # whoever waits for the task raises it; in a node that failed already, nobody does
+        self._host.notify()
 
     async def turn(self, counts: Mapping[int, Count]) -> None:
         """A round that is over becomes the next contribution, and the next round begins; the update is a round late.
@@ -339,7 +344,7 @@ class Rounds(Anchors):
             current = self._live_lease(lease.fragment)
             return sending.done() or current is None or (current.holder, current.term) != (lease.holder, lease.term)
 
-        sending.add_done_callback(lambda _: self._host.notify())
+        sending.add_done_callback(self._ended)
         await self._host.until(moot)
         try:
             if not sending.done():

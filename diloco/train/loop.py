@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from diloco import model as models
 from diloco.config import Config
 from diloco.data import Stream
-from diloco.errors import DivergedError
+from diloco.errors import CheckpointError, DivergedError
 from diloco.train.clock import finished, learning_rate
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
@@ -29,6 +30,8 @@ from diloco.train.session import Session, Sync
 from diloco.train.summary import Phases
 
 __all__ = ["Trainer", "autocast"]
+
+logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
 
@@ -122,7 +125,7 @@ class Trainer:
             self.tell(self.status("evaluating"))
             self.evaluate()
         if config.checkpoint.every and (over or self._passed(config.checkpoint.every)):
-            self.save()
+            self._try_to_save()
         self._boundary_version = sync.version
 
     def _passed(self, every: int) -> bool:
@@ -170,8 +173,17 @@ class Trainer:
             )
         return result
 
+    def _try_to_save(self) -> None:
+        """A disk that is full stops nobody: the swarm has the model, and the next boundary is another chance."""
+        try:
+            self.save()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            if self.log is not None:
+                self.log.event("checkpoint_failed", version=self.sync.version, why=str(error))
+
     def save(self) -> None:
-        """Checkpoint of the last boundary."""
+        """Checkpoint of the last boundary; `CheckpointError` when it cannot be written."""
         self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
 
     def traffic(self) -> tuple[int, int]:

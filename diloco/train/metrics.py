@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from diloco.errors import ConfigError
 from diloco.train.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.train.summary import (
     Evaluation,
@@ -57,6 +58,9 @@ class RunLog:
     `metrics.jsonl`: version, inner_step (this peer's global count), tokens (swarm clock), and what was measured then;
     one line per outer step has bytes_sent and the seconds of each phase so far.
     `events.jsonl`: `kind` and the fields of that kind.
+
+    Files that cannot be opened raise `ConfigError`. A line that cannot be written later (the disk is full) is lost: one
+    warning says so, and the run goes on.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class RunLog:
         self._wandb = wandb
         self._metrics = JsonLines(run_dir / "metrics.jsonl")
         self._events = JsonLines(run_dir / "events.jsonl")
+        self._writable = True
 
     def metric(
         self,
@@ -85,7 +90,7 @@ class RunLog:
         measured = {"loss": loss, "eval_loss": eval_loss, "lr": lr, "tokens_per_s": tokens_per_s, **others}
         record = {"version": version, "inner_step": inner_step, "tokens": tokens}
         record |= {name: value for name, value in measured.items() if value is not None}
-        self._metrics.write({"time": self._clock(), "peer": self.peer, **record})
+        self._write(self._metrics, {"time": self._clock(), "peer": self.peer, **record})
         if self._wandb is not None:
             self._wandb.log(record)
 
@@ -96,7 +101,16 @@ class RunLog:
 
     def event(self, kind: str, **fields: Any) -> None:
         assert not fields.keys() & {"time", "peer"}, f"{kind}: these belong to the line: {sorted(fields)}"
-        self._events.write({"time": self._clock(), "peer": self.peer, "kind": kind, **fields})
+        self._write(self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields})
+
+    def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
+        try:
+            lines.write(record)
+            self._writable = True
+        except ConfigError as error:
+            if self._writable:
+                logger.warning("%s; until then its lines are lost", error)
+            self._writable = False
 
     def close(self) -> None:
         self._metrics.close()

@@ -85,7 +85,7 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
             contributions=[
                 Contributions(
                     peer_id=peer_id(index), name=names[index], tokens=tokens[index], outer_steps=version,
-                    bytes_sent=tokens[index] * 40, bytes_received=tokens[index] * 41,
+                    bytes=tokens[index] * 40, first_version=1, last_version=version,
                 )
                 for index in range(peers)
             ],

@@ -14,7 +14,7 @@ from diloco.cli.table import state_style
 from diloco.protocol.snapshot import FragmentRow, PeerRow, Phases, Round, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
 
-__all__ = ["contribution_rows", "render"]
+__all__ = ["render"]
 
 ROUNDS = 6
 EVENTS = 6
@@ -44,23 +44,6 @@ def render(snapshot: Snapshot, console: Console, rows: int = 1000, lost: str | N
     if snapshot.events:
         parts.append(_events(snapshot, names, console.width))
     return Group(*(item for part in parts for item in (part, Text())))
-
-
-def contribution_rows(snapshot: Snapshot) -> list[list[object]]:
-    """Header and rows of the public record of who gave what."""
-    header: list[object] = ["peer_id", "name", "tokens", "outer_steps", "bytes_sent", "bytes_received"]
-    return [
-        header,
-        *[
-            [row.peer_id, _inert(row.name), row.tokens, row.outer_steps, row.bytes_sent, row.bytes_received]
-            for row in snapshot.ledger.contributions
-        ],
-    ]
-
-
-def _inert(name: str) -> str:
-    """No formula, whatever a peer calls itself: spreadsheets open such files."""
-    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
 
 
 def _head(snapshot: Snapshot, lost: str | None) -> Text:
@@ -181,7 +164,7 @@ def _ledger(snapshot: Snapshot, names: Mapping[str, str], console: Console, rows
     head = Text("ledger", style="bold").append("  " + "  ".join(counts) + "  tokens", style="not bold")
     total = max(1, sum(row.tokens for row in ledger.contributions))
     columns = [Column("peer", left=True), Column("tokens"), Column("share"), Column("outer steps")]
-    columns += [Column("sent"), Column("received", 1)]
+    columns += [Column("payload"), Column("versions", 1)]
     table = _table(
         "contributions",
         columns,
@@ -191,8 +174,8 @@ def _ledger(snapshot: Snapshot, names: Mapping[str, str], console: Console, rows
             human_count(row.tokens),
             f"{row.tokens / total:.0%}",
             str(row.outer_steps),
-            human_bytes(row.bytes_sent),
-            human_bytes(row.bytes_received),
+            human_bytes(row.bytes),
+            f"{row.first_version} to {row.last_version}",
         ],
         console,
         rows,

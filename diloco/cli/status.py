@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,11 +11,13 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from diloco.cli.panels import contribution_rows, render
+from diloco.cli.panels import render
 from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
+from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.visitor import Visitor, light_hivemind
+from diloco.train.summary import write_contributions
 
 __all__ = ["run"]
 
@@ -43,7 +43,7 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
     async with Visitor(place.peers) as visitor:
         snapshot = await visitor.ask()
         if table is not None:
-            _write_csv(table, snapshot)
+            write_contributions(table, [Contributor(**row.model_dump()) for row in snapshot.ledger.contributions])
         if watch:
             await _watch(visitor, snapshot)
         elif as_json:
@@ -73,12 +73,3 @@ async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
                 lost, seen_at = None, time.monotonic()
             except SwarmError as error:
                 lost = f"lost, last seen {began - seen_at:.0f} s ago: {error}"
-
-
-def _write_csv(path: Path, snapshot: Snapshot) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(contribution_rows(snapshot))
-    try:
-        path.write_text(text.getvalue(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--csv={path} cannot be written: {error.strerror}; choose another file") from None

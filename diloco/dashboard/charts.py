@@ -248,8 +248,8 @@ def contribution_rows(snapshot: Snapshot) -> list[Row]:
             "tokens": human_count(row.tokens),
             "share": f"{row.tokens / total:.1%}",
             "steps": row.outer_steps,
-            "sent": human_bytes(row.bytes_sent),
-            "received": human_bytes(row.bytes_received),
+            "bytes": human_bytes(row.bytes),
+            "versions": f"{row.first_version} to {row.last_version}",
         }
         for row in contributions
     ]

@@ -214,10 +214,11 @@ CONTRIBUTIONS: Columns = [
     ("tokens", "tokens", True),
     ("share", "share", True),
     ("steps", "outer steps", True),
-    ("sent", "sent", False),
-    ("received", "received", False),
+    ("bytes", "payload", False),
+    ("versions", "versions", False),
 ]
 EVENTS: Columns = [("ago", "ago", True), ("kind", "event", True), ("text", "", True)]
+SORTABLE = {"peer", "short_id", "state", "device", "lag", "pace", "loss", "fragment", "syncer", "backup", "steps"}
 # Quasar's template of a cell; colours that are readable on white and on black.
 STATE = """<q-td :props="props"><q-badge outline :color="{training: 'green', exchanging: 'cyan', starting: 'orange',
 ready: 'orange', leaving: 'grey', done: 'blue'}[props.value] || 'grey'">{{ props.value }}</q-badge></q-td>"""
@@ -231,7 +232,8 @@ def _table(model: Model, title: str, name: str, columns: Columns, page: int) -> 
             "label": label,
             "field": field,
             "align": "left" if field in LEFT else "right",
-            "sortable": name != "events" and field not in ("history", "tokens", "sent", "received", "step"),
+            "sortable": name != "events"
+            and field not in ("history", "tokens", "sent", "received", "step", "bytes", "versions"),
             "classes": f"{'' if phone else WIDE} {'text-primary tracking-tighter' if field == 'history' else ''}",
             "headerClasses": "" if phone else WIDE,
             "style": "white-space: normal; overflow-wrap: anywhere" if field == "text" else "",

@@ -144,14 +144,15 @@ class PeerRound(_Part):
 
 
 class Contributions(_Part):
-    """What one peer gave: tokens and outer steps, and the bytes that it sent and received."""
+    """A line of the public record, as `shares.Contributor`."""
 
     peer_id: Name
     name: Name
-    tokens: Count
     outer_steps: Count
-    bytes_sent: Count
-    bytes_received: Count
+    tokens: Count
+    bytes: Count
+    first_version: Count
+    last_version: Count
 
 
 class LedgerTotals(_Part):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from diloco.config import OuterConfig
+from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
-from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Hello, State, Status
+from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Hello, State, Status, objection_to_wire
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 
 __all__ = ["WIRE_VERSION", "View"]
-
-WIRE_VERSION = 1
 
 
 class View:
@@ -34,6 +32,7 @@ class View:
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.
         device: what it trains on, for whoever watches.
+        payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class View:
         newcomer: bool = False,
         outer: OuterConfig = SYNC,
         device: str = "",
+        payload_bytes: Sequence[int] = (),
     ) -> None:
         self.me = me
         self.name = name
@@ -66,13 +66,14 @@ class View:
         self.newcomer = newcomer
         self.outer = outer
         self.device = device
+        self.payload_bytes = tuple(payload_bytes)
         self.members = Membership()
         self.leases = LeaseTable()
         self.state: State = "starting"
         self.units: Units = []  # leased to this peer; its owner keeps them up to date
         self.traffic = (0, 0)  # bytes sent and received; its owner keeps them up to date
         self._progress = (0, 0, 0.0, 0)
-        self._measured: tuple[float, int, list[float]] = (0.0, 0, [])
+        self._measured: tuple[float, int, list[float], int] = (0.0, 0, [], 0)
         self._begin()
 
     def _begin(self) -> None:
@@ -89,7 +90,7 @@ class View:
     def status(self) -> Status:
         """This peer's status as the others shall see it."""
         inner_step, target_steps, steps_per_s, tokens = self._progress
-        loss, rounds, seconds = self._measured
+        loss, rounds, seconds, discarded = self._measured
         return Status(
             state=self.state,
             versions=list(self.versions),
@@ -97,6 +98,7 @@ class View:
             target_steps=target_steps,
             steps_per_s=steps_per_s,
             tokens=tokens,
+            discarded=discarded,
             loss=loss,
             bytes_sent=self.traffic[0],
             bytes_received=self.traffic[1],
@@ -122,15 +124,19 @@ class View:
 
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
-        fragment, word = lease.fragment, self.word(lease.fragment)
-        return Claim(fragment=fragment, term=lease.term, version=lease.version, digest=lease.digest, **word)
+        return Claim(
+            fragment=lease.fragment,
+            term=lease.term,
+            version=lease.version,
+            digest=lease.digest,
+            applied_tokens=0 if lease.fragment else self.applied_tokens,
+            **self.word(lease.fragment),
+        )
 
     def objection(self, hello: Hello) -> str | None:
         """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
-        if hello.wire_version != WIRE_VERSION:
-            return (
-                f"wire version {hello.wire_version} does not fit {WIRE_VERSION} here; install the same diloco version"
-            )
+        if (objection := objection_to_wire(hello.wire_version)) is not None:
+            return objection
         if hello.run_id != self.run_id:
             return f"run.id={hello.run_id} is not the run here, which is run.id={self.run_id}"
         if hello.manifest_hash != self.manifest_hash:

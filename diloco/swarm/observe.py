@@ -11,11 +11,12 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message, Published, SnapshotReply, Status
-from diloco.protocol.peer import CONTROL_FRAGMENT, WIRE_VERSION, Peer
+from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.snapshot import (
     MAX_FRAGMENTS,
     MAX_HISTORY,
@@ -59,7 +60,6 @@ class Recorder:
         self._loss_every_s = LOSS_EVERY_S
         self._told_rounds: dict[str, int] = {}  # of each peer
         self._last: dict[str, tuple[str, Status]] = {}  # what each peer said last, also those that are no more
-        self._outer_steps: dict[str, int] = {}  # versions of the control fragment that each peer is in
         self._named_since: dict[str, float] = {}  # in the DHT, without being connected
         self._newest: dict[int, tuple[int, int]] = {}  # term and version of each fragment
         self._packed: tuple[float, list[bytes]] | None = None
@@ -91,7 +91,6 @@ class Recorder:
             forgotten = next(gone, peer)
             self._last.pop(forgotten)
             self._told_rounds.pop(forgotten, None)
-            self._outer_steps.pop(forgotten, None)
         if len(status.seconds) == 4 and status.rounds != self._told_rounds.get(peer, 0):
             self._told_rounds[peer] = status.rounds
             version, seconds = min(status.versions, default=0), _phases(status)
@@ -117,9 +116,6 @@ class Recorder:
             closed_at=now,
         )
         self._rounds.append(row)
-        if message.fragment == CONTROL_FRAGMENT:
-            for peer in self._last.keys() & set(message.contributors):  # nobody fills this with names of his own
-                self._outer_steps[peer] = self._outer_steps.get(peer, 0) + 1
 
     def _add_loss(self, protocol: Peer, now: float) -> None:
         statuses = [protocol.status(), *(member.status for member in protocol.members.all())]
@@ -168,29 +164,18 @@ class Recorder:
         return [mine[:MAX_PEERS], *([elsewhere] if elsewhere else [])]
 
     def _ledger(self, protocol: Peer, everybody: list[Member]) -> LedgerTotals:
-        """As far as this node knows: tokens of those who left before it came are in none of the columns but applied."""
-        rows = self._last | {member.peer: (member.name, member.status) for member in everybody}
-        contributions = [
-            Contributions(
-                peer_id=peer,
-                name=name,
-                tokens=status.tokens,
-                outer_steps=self._outer_steps.get(peer, 0),
-                bytes_sent=status.bytes_sent,
-                bytes_received=status.bytes_received,
-            )
-            for peer, (name, status) in rows.items()
-            if status.tokens or status.bytes_sent
-        ]
+        """As far as this node knows: of who left before it came, it counts what is in the model."""
+        last = {peer: status for peer, (_, status) in self._last.items()}
+        last |= {member.peer: member.status for member in everybody}
         applied = protocol.swarm_clock()[1]
-        processed = max(applied, sum(row.tokens for row in contributions))
-        contributions.sort(key=lambda row: -row.tokens)
+        processed = max(applied, sum(status.tokens for status in last.values()))
+        discarded = min(processed - applied, sum(status.discarded for status in last.values()))
         return LedgerTotals(
             processed=processed,
             applied=applied,
-            discarded=0,
-            in_flight=processed - applied,
-            contributions=contributions[:MAX_PEERS],
+            discarded=discarded,
+            in_flight=processed - applied - discarded,
+            contributions=[Contributions(**asdict(row)) for row in protocol.contributions()[:MAX_PEERS]],
         )
 
 

@@ -12,6 +12,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
 from diloco.protocol.messages import State
 from diloco.protocol.peer import Peer
+from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.daemon import Libp2p
 from diloco.swarm.inner import InnerState, Layout
@@ -74,6 +75,14 @@ class NodeRunner:
         """Peers that are connected (`live`), that train, and that the newest version of fragment 0 is made of."""
         protocol = self.protocol
         return {"live": self.num_peers, "training": protocol.num_trainers(), "merged": protocol.num_merged()}
+
+    def contributions(self) -> list[Contributor]:
+        """As `Peer.contributions`, also after `close`."""
+
+        async def here() -> list[Contributor]:  # in the node's loop, where nothing of it moves meanwhile
+            return self.protocol.contributions()
+
+        return self.call(here()) if self._thread.is_alive() else self.protocol.contributions()
 
     def start(self) -> None:
         """As `Node.start`."""
@@ -142,9 +151,9 @@ class NodeRunner:
         """Figures for the next heartbeat; does not block."""
         self.loop.call_soon_threadsafe(self.protocol.progress, inner_step, target_steps, steps_per_s, tokens)
 
-    def measured(self, loss: float, rounds: int, seconds: Sequence[float]) -> None:
+    def measured(self, loss: float, rounds: int, seconds: Sequence[float], discarded: int = 0) -> None:
         """As `Peer.measured`; does not block."""
-        self.loop.call_soon_threadsafe(self.protocol.measured, loss, rounds, seconds)
+        self.loop.call_soon_threadsafe(self.protocol.measured, loss, rounds, seconds, discarded)
 
     def observe(self) -> Snapshot | None:
         """What this peer knows of the swarm; None when it has left."""

@@ -16,7 +16,6 @@ from types import ModuleType
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol.messages import SnapshotReply, SnapshotRequest, expect
 from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
-from diloco.protocol.view import WIRE_VERSION
 from diloco.swarm.streams import BROKEN, Traffic, open_bulk
 from diloco.swarm.transport import Transport
 
@@ -151,8 +150,6 @@ async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
         await stream.send(SnapshotRequest())
         while True:
             reply = expect(await stream.receive(), SnapshotReply)
-            if reply.wire_version != WIRE_VERSION:
-                raise PayloadError(f"wire version {reply.wire_version} there does not fit {WIRE_VERSION} here")
             packed += reply.data
             if len(packed) > MAX_PACKED_BYTES:
                 raise PayloadError(f"a snapshot of more than {MAX_PACKED_BYTES} bytes")

@@ -188,6 +188,8 @@ class Swarm:
             applied_tokens=saved.applied_tokens if saved else 0,
             units=saved.units if saved else (0, ()),
             device=device,
+            shares=saved.shares if saved else (),
+            applied=saved.applied if saved else {},
             explain=lambda theirs: _differences(text, theirs),
         )
 

@@ -248,7 +248,8 @@ class Attachment:
         if self.node is not None:
             last = self._last_round
             phases = [] if last is None else [last.compute, last.wait, last.comm, last.outer]
-            self.node.measured(self._loss, self._rounds, [max(0.0, phase) for phase in phases])
+            spent = [max(0.0, phase) for phase in phases]
+            self.node.measured(self._loss, self._rounds, spent, self.discarded_tokens)
 
     def _round_over(self) -> None:
         """Where the time went since the last round was over."""
@@ -341,7 +342,7 @@ class Attachment:
         self.island.share_(self.parameters.values())
         self.discarded_tokens += discarded
         self.exchanged = version > self.version or self.swarm.outer.quorum is not None
-        self.version, self.applied_tokens = max(version, self.version), max(applied, self.applied_tokens)
+        self.version, self.applied_tokens = max(version, self.version), applied  # less when another history won
         if self.version > self._round_version:
             self._round_over()
         if position:

@@ -61,7 +61,7 @@ def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
         "training": sum(row.trains and row.state in ("training", "exchanging") for row in peers),
         "components": len(snapshot.components),
         "steps_per_s": sum(row.steps_per_s for row in peers),
-        "bytes_sent": sum(row.bytes_sent for row in ledger.contributions),
+        "payload_bytes": sum(row.bytes for row in ledger.contributions),
     }
     figures |= {f"tokens/{name}": getattr(ledger, name) for name in ("processed", "applied", "discarded", "in_flight")}
     if snapshot.loss:

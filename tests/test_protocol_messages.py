@@ -25,6 +25,7 @@ from diloco.protocol.messages import (
     Anchor,
     Claim,
     Contribution,
+    Greeting,
     Hello,
     InnerHeader,
     InnerRequest,
@@ -37,6 +38,7 @@ from diloco.protocol.messages import (
     Receipt,
     Record,
     Refusal,
+    Revocations,
     SnapshotReply,
     SnapshotRequest,
     StateHeader,
@@ -77,6 +79,13 @@ statuses = st.builds(
 )
 word = {"cursor": counts, "open": units}
 claims = st.builds(Claim, fragment=fragments, term=terms, version=counts, digest=digests, **word)
+revocations = st.builds(
+    Revocations,
+    number=terms,
+    token_ids=st.lists(st.binary(min_size=8, max_size=8).map(bytes.hex), max_size=3),
+    peer_ids=st.lists(names, max_size=3),
+    signature=st.binary(min_size=64, max_size=64).map(bytes.hex),
+)
 published = {"fragment": fragments, "term": terms, "version": counts, "digest": digests}
 shared = {"applied_tokens": counts, **word}
 tokens_of = st.dictionaries(names, counts, max_size=3)
@@ -168,6 +177,8 @@ ANY = st.one_of(
     st.builds(SnapshotRequest),
     st.builds(SnapshotReply, wire_version=st.just(WIRE_VERSION), data=st.binary(max_size=1000), more=st.booleans()),
     st.builds(Refusal, reason=st.text(max_size=2048)),
+    revocations,
+    st.builds(Greeting, credential=st.text(max_size=1024), revoked=st.lists(revocations, max_size=1)),
 )
 
 D = "0123456789abcdef" * 4
@@ -176,6 +187,7 @@ STATUS = Status(
     loss=2.5, bytes_sent=1, bytes_received=2, rounds=3, seconds=[1.0, 0.5, 0.25, 0.0],
 )  # fmt: skip
 CLAIM = Claim(fragment=1, term=2, version=3, digest=D, cursor=9, open=[[0, 4], [6, 9]])
+REVOCATIONS = Revocations(number=1, token_ids=[D[:16]], peer_ids=["a"], signature=2 * D)
 HELLO = Hello(
     wire_version=WIRE_VERSION,
     run_id="run",
@@ -212,6 +224,8 @@ EXAMPLES: list[Message] = [
     SnapshotRequest(),
     SnapshotReply(wire_version=WIRE_VERSION, data=b"packed", more=True),
     Refusal(reason="no"),
+    REVOCATIONS,
+    Greeting(credential="abc", revoked=[REVOCATIONS]),
 ]
 WRONG: dict[type, list[object]] = {
     bool: [None, 0, 1, "true", [True]],

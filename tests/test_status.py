@@ -246,7 +246,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 
     """The last of so many answers from a visitor that connects to these, one after the other."""
     left = list(transports)
 
-    async def visit(addresses: Any) -> Answering:
+    async def visit(addresses: Any, gate: Any) -> Answering:
         return left.pop(0)
 
     monkeypatch.setattr("diloco.swarm.daemon.Libp2p.visit", visit)

@@ -41,7 +41,7 @@ def run(address: str, host: str, port: int) -> int:
     from diloco.dashboard.server import serve
 
     try:
-        serve(Visitor(place.peers), host, port, f"diloco: {snapshot.run.run_id}")
+        serve(Visitor(place.peers, place.token), host, port, f"diloco: {snapshot.run.run_id}")
     except KeyboardInterrupt:
         pass
     return 0
@@ -49,7 +49,7 @@ def run(address: str, host: str, port: int) -> int:
 
 async def _first(place: Address) -> Snapshot:
     """What is wrong with an address is said before anything is served."""
-    async with Visitor(place.peers) as visitor:
+    async with Visitor(place.peers, place.token) as visitor:
         return await visitor.ask()
 
 

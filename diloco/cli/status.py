@@ -40,7 +40,7 @@ def run(address: str, watch: bool, as_json: bool, table: Path | None) -> int:
 
 
 async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:
-    async with Visitor(place.peers) as visitor:
+    async with Visitor(place.peers, place.token) as visitor:
         snapshot = await visitor.ask()
         if table is not None:
             write_contributions(table, [Contributor(**row.model_dump()) for row in snapshot.ledger.contributions])

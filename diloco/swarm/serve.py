@@ -37,6 +37,7 @@ from diloco.protocol.messages import (
 from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, send_state
+from diloco.swarm.gate import Gate
 from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
 from diloco.swarm.observe import Recorder, send_snapshot
 from diloco.swarm.streams import BROKEN, Stream
@@ -66,6 +67,7 @@ class Host(Protocol):
     inner_state: Snapshot
     reserve: Reserve
     recorder: Recorder
+    gate: Gate
 
     @property
     def rounds(self) -> RoundsOf: ...
@@ -117,6 +119,9 @@ class BulkServer:
             stream.close()
 
     async def _answer(self, stream: Stream, request: Message) -> None:
+        objection = self._host.gate.objection(stream.peer, request)
+        if objection is not None:
+            raise PayloadError(objection)
         match request:
             case Contribution():
                 await self._contribution(stream, request)

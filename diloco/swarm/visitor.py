@@ -55,8 +55,9 @@ class Visitor:
     that it has named are asked, and then those of the address. Use it as an asynchronous context manager.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], token: str | None = None) -> None:
         self._addresses = addresses
+        self._token = token  # of an invitation to a closed run
         self._transport: Transport | None = None
         self._known: list[str] = []  # whom to ask, the best first
         self._acquainted: set[str] = set()
@@ -115,8 +116,9 @@ class Visitor:
 
     async def _connect(self, instead_of: Transport | None = None) -> Transport:
         from diloco.swarm.daemon import Libp2p
+        from diloco.swarm.gate import watching
 
-        self._transport = await Libp2p.visit(self._addresses)
+        self._transport = await Libp2p.visit(self._addresses, watching("", self._token))
         self._connected_at = asyncio.get_running_loop().time()
         self._acquainted.clear()
         if instead_of is not None:

@@ -12,6 +12,7 @@ from diloco.config import Config, Manifest
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
+from diloco.swarm.gate import watching
 from diloco.swarm.manifest import fetch_manifest
 from diloco.swarm.runner import NodeRunner
 from diloco.train.api import Swarm
@@ -31,7 +32,8 @@ class Host:
         self._log = RunLog(config.run.dir, name)
         manifest = config.manifest()
         if config.swarm.initial_peers:
-            manifest = Manifest.from_json(fetch_manifest(config.swarm.initial_peers))
+            gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
+            manifest = Manifest.from_json(fetch_manifest(config.swarm.initial_peers, gate))
         self.manifest = manifest
         model = models.build(manifest.model, manifest.run.seed)
         parameters = {key: p.data for key, p in model.named_parameters() if p.requires_grad}

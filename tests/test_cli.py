@@ -18,6 +18,7 @@ from diloco.errors import SwarmError
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["local", "train", "host", "eval", "export", "generate", "simulate", "sweep", "compare", "plan"]
+COMMANDS += ["status", "dashboard"]
 OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of their own
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWExample"
 
@@ -85,7 +86,7 @@ def test_help_of_a_command_shows_usage_examples_and_choices(command: str, capsys
     shown = capsys.readouterr().out
     assert shown.startswith(f"Usage: diloco {command} ")
     assert shown.count(f"  diloco {command} ") >= 1
-    if command not in ("export", "generate", "compare"):
+    if command not in ("export", "generate", "compare", "status", "dashboard"):
         for group, names in choices().items():
             assert f"  {group} " in shown and " ".join(names) in " ".join(shown.split())
 

@@ -136,6 +136,7 @@ CHANGES: dict[str, list[str]] = {
     "wandb.mode": ["wandb.mode=offline"],
     "wandb.project": ["wandb.project=other"],
     "wandb.entity": ["wandb.entity=team"],
+    "wandb.aggregate": ["wandb.aggregate=true"],
 }
 PEER_LOCAL = {
     *(

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_swarm import snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
 from diloco.protocol.shares import Contributor
 from diloco.train.metrics import (
+    AGGREGATE_EVERY_S,
     Evaluation,
     JsonLines,
     PeerSummary,
@@ -38,6 +40,7 @@ from diloco.train.metrics import (
     write_atomic,
     write_summary,
 )
+from diloco.train.reporting import swarm_figures
 from diloco.train.summary import write_contributions
 
 # --- Files ------------------------------------------------------------------------------------------------------------
@@ -407,6 +410,55 @@ def test_wandb_gets_every_metric_under_an_id_that_survives_a_resume(
     assert (arguments["group"], arguments["id"], arguments["resume"]) == ("my run", "my-run-p0", "allow")
     assert arguments["mode"] == "offline"
     assert arguments["settings"]["console"] == "off"  # stdout belongs to the supervisor's lines
+
+
+def test_the_aggregated_form_logs_the_swarm_once_per_outer_step_under_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, arguments = fake_wandb(monkeypatch)
+    now = [0.0]
+    seen = [snapshot(3)]
+    wandb = WandbLog(
+        mode="offline", project="q", entity=None, run_id="my run", peer="p0", directory=tmp_path, config={},
+        aggregate=True, clock=lambda: now[0],
+    )  # fmt: skip
+    with RunLog(tmp_path, "p0", wandb) as log:
+        log.follow(lambda: swarm_figures(seen[0]))
+        for version, step in ((0, 0), (0, 1), (1, 2), (1, 3)):
+            log.metric(version=version, inner_step=step, tokens=0, loss=9.0)
+        assert len(run.logged) == 2
+        now[0] += AGGREGATE_EVERY_S
+        log.metric(version=1, inner_step=4, tokens=0, loss=9.0)
+        log.follow(lambda: swarm_figures(None))  # it has left
+        log.metric(version=1, inner_step=4, tokens=0, eval_loss=1.5)
+    assert (arguments["name"], arguments["id"], arguments["resume"]) == ("swarm", "my-run-swarm", "allow")
+    assert len(run.logged) == 4
+    assert run.logged[-1] == {"swarm/held_out_loss": 1.5}
+    figures = run.logged[0]
+    ledger = seen[0].ledger
+    assert figures["swarm/tokens/applied"] == ledger.applied
+    assert (figures["swarm/peers"], figures["swarm/loss"]) == (3, seen[0].loss[-1].loss)
+    assert figures["swarm/seconds/compute"] > 0
+    assert not any("inner_step" in name for name in figures)
+    assert len(read_json_lines(tmp_path / "metrics.jsonl")) == 6  # the peer's own file is as ever
+
+
+def test_an_observation_that_fails_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_wandb(monkeypatch)
+
+    def gone() -> dict[str, float]:
+        raise ConnectionError("this node is closed")
+
+    wandb = WandbLog(
+        mode="offline", project="q", entity=None, run_id="r", peer="p0", directory=tmp_path, config={}, aggregate=True
+    )
+    with RunLog(tmp_path, "p0", wandb) as log:
+        log.follow(gone)
+        for version in range(3):
+            log.metric(version=version, inner_step=0, tokens=0)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 @pytest.mark.parametrize("fail", ["init", "log", "finish"])

@@ -20,6 +20,7 @@ from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Contribution, Refusal, Verdict, decode, encode
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.protocol.plausible import implausible
+from diloco.swarm.gate import Gate
 from diloco.swarm.serve import BulkServer
 from diloco.swarm.streams import Stream, Traffic
 
@@ -165,7 +166,7 @@ class Host(StubHost):
         self.clock, self.told = 0.0, []  # type: ignore[var-annotated]
         self.server = BulkServer(self)  # type: ignore[arg-type]
         self.inner_state = lambda: None
-        self.manifest_text = "{}"
+        self.manifest_text, self.gate = "{}", Gate()
 
     def now(self) -> float:
         return getattr(self, "clock", 0.0)

@@ -20,6 +20,7 @@ from diloco.protocol.messages import (
     MAX_MOMENTS,
     MAX_PARTS,
     MAX_RANGES,
+    MAX_SNAPSHOT_PIECE_BYTES,
     MAX_UNIT_RANGES,
     Anchor,
     Claim,
@@ -38,6 +39,8 @@ from diloco.protocol.messages import (
     Record,
     Refusal,
     Revocations,
+    SnapshotReply,
+    SnapshotRequest,
     StateHeader,
     StateRequest,
     Status,
@@ -66,6 +69,12 @@ statuses = st.builds(
     target_steps=counts,
     steps_per_s=rates,
     tokens=counts,
+    discarded=counts,
+    loss=rates,
+    bytes_sent=counts,
+    bytes_received=counts,
+    rounds=counts,
+    seconds=st.lists(rates, max_size=4),
     units=units,
 )
 word = {"cursor": counts, "open": units}
@@ -95,11 +104,12 @@ ANY = st.one_of(
         name=names,
         trains=st.booleans(),
         holds=st.booleans(),
+        device=names,
         peers=st.lists(names, max_size=3),
         status=statuses,
         claims=st.lists(claims, max_size=3),
     ),
-    st.builds(Published, contributors=st.lists(names, max_size=3), **published, **shared),
+    st.builds(Published, staleness=counts, contributors=st.lists(names, max_size=3), **published, **shared),
     st.builds(Record, digest_before=digests, contributors=tokens_of, **published, **shared),
     st.builds(
         StateHeader,
@@ -164,6 +174,8 @@ ANY = st.one_of(
     st.builds(UnitGrant, units=units),
     st.builds(ManifestRequest),
     st.builds(ManifestReply, text=st.text(max_size=1000)),
+    st.builds(SnapshotRequest),
+    st.builds(SnapshotReply, wire_version=st.just(WIRE_VERSION), data=st.binary(max_size=1000), more=st.booleans()),
     st.builds(Refusal, reason=st.text(max_size=2048)),
     revocations,
     st.builds(Greeting, credential=st.text(max_size=1024), revoked=st.lists(revocations, max_size=1)),
@@ -171,8 +183,9 @@ ANY = st.one_of(
 
 D = "0123456789abcdef" * 4
 STATUS = Status(
-    state="training", versions=[3, 4], inner_step=5, target_steps=6, steps_per_s=0.5, tokens=7, units=[[8, 9]]
-)
+    state="training", versions=[3, 4], inner_step=5, target_steps=6, steps_per_s=0.5, tokens=7, units=[[8, 9]],
+    loss=2.5, bytes_sent=1, bytes_received=2, rounds=3, seconds=[1.0, 0.5, 0.25, 0.0],
+)  # fmt: skip
 CLAIM = Claim(fragment=1, term=2, version=3, digest=D, cursor=9, open=[[0, 4], [6, 9]])
 REVOCATIONS = Revocations(number=1, token_ids=[D[:16]], peer_ids=["a"], signature=2 * D)
 HELLO = Hello(
@@ -182,6 +195,7 @@ HELLO = Hello(
     name="me",
     trains=True,
     holds=False,
+    device="cpu",
     peers=["a"],
     status=STATUS,
     claims=[CLAIM],
@@ -207,6 +221,8 @@ EXAMPLES: list[Message] = [
     UnitGrant(units=[[0, 1]]),
     ManifestRequest(),
     ManifestReply(text="{}"),
+    SnapshotRequest(),
+    SnapshotReply(wire_version=WIRE_VERSION, data=b"packed", more=True),
     Refusal(reason="no"),
     REVOCATIONS,
     Greeting(credential="abc", revoked=[REVOCATIONS]),
@@ -217,6 +233,7 @@ WRONG: dict[type, list[object]] = {
     float: [None, -0.5, math.nan, math.inf, True, "0.5", b"0.5", [0.5]],
     str: [None, 1, 0.5, True, b"a", ["a"], {"a": "a"}, "x" * (MAX_FRAME_BYTES // 2 + 1)],
     list: [None, 1, "a", {}, {"a": 1}, [None], [[]], [-1], [b"a"]],
+    bytes: [None, 1, "a", [], {}, [b"a"], bytes(MAX_SNAPSHOT_PIECE_BYTES + 1)],
     dict: [None, 1, "a", [], {}, {"kind": "receipt"}],
 }
 SHARE = [2, 3, 1, 2, "b"]

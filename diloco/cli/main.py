@@ -149,6 +149,40 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
     return _run("host", (*overrides, *(f"swarm.initial_peers={one}" for one in addresses)), **arguments)
 
 
+@cli.command(cls=_Command)
+@click.argument("address")
+@click.option("--watch", is_flag=True, help="Refresh every second until Ctrl+C.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write who gave what to FILE.")
+def status(**arguments: Any) -> int:
+    """Show what a swarm is doing, without joining it.
+
+    \b
+    diloco status /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
+    diloco status @runs/mine/address --watch
+    diloco status @runs/mine/address --json | jq .ledger
+
+    Peers, fragments and who holds them, rounds, tokens, loss and events, as the peer at ADDRESS knows them.
+    """
+    return _implementation("status")(**arguments)
+
+
+@cli.command(cls=_Command)
+@click.argument("address")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; anyone there may look.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8471, show_default=True, help="Port; 0 is any free one.")
+def dashboard(**arguments: Any) -> int:
+    """Show what a swarm is doing, live in a browser.
+
+    \b
+    diloco dashboard @runs/mine/address
+    diloco dashboard /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo... --port 9000
+
+    The page is at /, the JSON of diloco status at /api/state, and figures for Prometheus are at /metrics.
+    """
+    return _implementation("dashboard")(**arguments)
+
+
 @cli.command()
 @click.argument("file", required=False, default="run.key", type=click.Path(path_type=Path))
 def keygen(**arguments: Any) -> int:

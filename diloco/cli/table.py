@@ -21,7 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["LiveView", "human_bytes", "human_count", "human_seconds"]
+from diloco.text import human_bytes, human_count, human_seconds, plain
+
+__all__ = ["LiveView", "human_bytes", "human_count", "human_seconds", "state_style"]
 
 LINE_EVERY_S = 10.0  # a peer whose version stands still still gives a sign of life
 
@@ -102,15 +104,15 @@ class LiveView:
 
     def update(self, message: Mapping[str, Any]) -> None:
         """Takes one supervisor message: ready, status, event or summary; others are ignored."""
-        kind, peer = message.get("t"), _text(message.get("peer", "?"))
+        kind, peer = message.get("t"), plain(message.get("peer", "?"))
         if kind == "ready":
             if self._live is None or not self._ready:  # one address is enough to join by; lines are for the record
-                self.note(f"{peer} ready at {_text(message.get('address', '?'))}")
+                self.note(f"{peer} ready at {plain(message.get('address', '?'))}")
             self._ready = True
         elif kind in ("event", "events"):
             known = {"t", "peer", "time", "kind"}
-            fields = " ".join(f"{key}={_text(value)}" for key, value in message.items() if key not in known)
-            self.note(f"{peer} {_text(message.get('kind', 'event'))} {fields}".rstrip())
+            fields = " ".join(f"{key}={plain(value)}" for key, value in message.items() if key not in known)
+            self.note(f"{peer} {plain(message.get('kind', 'event'))} {fields}".rstrip())
         elif kind in ("status", "summary"):
             row = self._rows.setdefault(peer, _Row(peer, line_at=self._clock()))
             self._fill(row, message)
@@ -121,14 +123,14 @@ class LiveView:
 
     def note(self, text: str) -> None:
         """A line of its own, above the table: what happened once and is not a state."""
-        line = f"[{self._clock() - self._began:5.1f}s] {_text(text)}"
+        line = f"[{self._clock() - self._began:5.1f}s] {plain(text)}"
         if self._live is None:
             click.echo(line, file=self._console.file)
         else:
             self._console.print(Text(line, style="dim"), soft_wrap=True)
 
     def _fill(self, row: _Row, message: Mapping[str, Any]) -> None:
-        row.state = _text(message.get("state", row.state))
+        row.state = plain(message.get("state", row.state))
         numbers = {name: _number(message.get(name)) for name in vars(row)}
         if numbers["inner_step"] is None:
             numbers["inner_step"] = _number(message.get("steps"))
@@ -238,9 +240,9 @@ class LiveView:
         return human_seconds((now - since) / (done - version) * (self._total - done)) if done > version else "-"
 
 
-def _text(value: Any) -> str:
-    """Printable text on one line: nothing that a peer sends can move the cursor."""
-    return "".join(character if character.isprintable() else " " for character in str(value))
+def state_style(state: str) -> str:
+    """How a state is coloured."""
+    return _STYLES.get(state, "")
 
 
 def _number(value: Any) -> float | None:
@@ -257,33 +259,3 @@ def _loss(value: float | None) -> str:
 def _sum(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
-
-
-def human_bytes(count: float | None) -> str:
-    """1234567 -> "1.2 MB" (powers of 1000)."""
-    number, unit = _scaled(count, "kMGT")
-    return f"{number} {unit}B" if number else "-"
-
-
-def human_count(count: float | None) -> str:
-    """4100 -> "4.1k"."""
-    return "".join(_scaled(count, "kMGT")) or "-"
-
-
-def _scaled(count: float | None, units: str) -> tuple[str, str]:
-    if count is None or not math.isfinite(count):
-        return "", ""
-    index = 0
-    while abs(count) >= 999.5 and index < len(units):
-        count, index = count / 1000, index + 1
-    digits = 1 if index and abs(count) < 99.95 else 0
-    return f"{count:.{digits}f}", units[index - 1 : index] if index else ""
-
-
-def human_seconds(seconds: float) -> str:
-    """3725 -> "1:02:05"."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

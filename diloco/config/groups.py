@@ -466,3 +466,6 @@ class WandbConfig(PeerLocal):
     mode: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
     project: str = Field("diloco", min_length=1, description="wandb project.")
     entity: str | None = Field(None, min_length=1, description="wandb team or user; null is your default.")
+    aggregate: bool = Field(
+        False, description="Log the whole swarm as one run, as this peer sees it, instead of a run per peer."
+    )

@@ -134,6 +134,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if config.wandb.mode == "disabled":
         yield "wandb.project", "with wandb.mode=disabled"
         yield "wandb.entity", "with wandb.mode=disabled"
+        yield "wandb.aggregate", "with wandb.mode=disabled"
 
 
 def _doubtful(config: Config) -> Iterator[str]:

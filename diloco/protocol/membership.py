@@ -29,6 +29,7 @@ class Member:
     progress_at: float
     interval_s: float = 0.0
     round_versions: list[int] | None = None  # its anchor when it began the round that it is in
+    device: str = ""
 
     def __post_init__(self) -> None:
         self._note_round()
@@ -91,7 +92,9 @@ class Membership:
         """Take in a hello; True when the peer was not a member before. One that was may be another process by now."""
         new = peer not in self._members
         self._in_order = None
-        self._members[peer] = Member(peer, hello.name, hello.trains, hello.holds, hello.status, now, now)
+        self._members[peer] = Member(
+            peer, hello.name, hello.trains, hello.holds, hello.status, now, now, device=hello.device
+        )
         return new
 
     def remove(self, peer: str) -> bool:

@@ -4,8 +4,9 @@ Two kinds of streams carry these messages, each as one msgpack map behind a 4-by
 
 - *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`,
   `Revocations`;
-- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest` or
-  `ManifestRequest` and the answers to it, each followed by raw payload whose length both sides know beforehand.
+- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest`,
+  `ManifestRequest` or `SnapshotRequest` and the answers to it, each followed by raw payload whose length both sides
+  know beforehand.
 
 Before either, two peers exchange a `Greeting` on a stream of its own.
 
@@ -42,6 +43,7 @@ __all__ = [
     "MAX_MOMENTS",
     "MAX_PARTS",
     "MAX_RANGES",
+    "MAX_SNAPSHOT_PIECE_BYTES",
     "MAX_UNITS_WANTED",
     "MAX_UNIT_RANGES",
     "Claim",
@@ -60,6 +62,8 @@ __all__ = [
     "Record",
     "Refusal",
     "Revocations",
+    "SnapshotReply",
+    "SnapshotRequest",
     "State",
     "StateHeader",
     "StateRequest",
@@ -79,6 +83,7 @@ MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state, whose names and si
 MAX_UNIT_RANGES = 64  # that a peer has at a time
 MAX_RANGES = 2**10  # of all peers together
 MAX_UNITS_WANTED = 2**20  # sequences of one request
+MAX_SNAPSHOT_PIECE_BYTES = MAX_FRAME_BYTES // 2
 
 State = Literal["starting", "ready", "training", "exchanging", "leaving", "done"]
 Name = Annotated[str, Field(max_length=128)]
@@ -148,6 +153,11 @@ class Status(Message):
         inner_step, target_steps: inner steps done since the last exchange, and how many there will be before the next.
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
+        discarded: those of them that are in no version, and will not be.
+        loss: of its last inner steps, in nats per token; 0 while there is no measurement.
+        bytes_sent, bytes_received: of this process, with every stream.
+        rounds: how many rounds (exchanges and the inner steps before them) it has measured.
+        seconds: of the last of them: compute, wait, comm, outer; empty before the first.
         units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
     """
 
@@ -158,6 +168,12 @@ class Status(Message):
     target_steps: Count = 0
     steps_per_s: Rate = 0.0
     tokens: Count = 0
+    discarded: Count = 0
+    loss: Rate = 0.0
+    bytes_sent: Count = 0
+    bytes_received: Count = 0
+    rounds: Count = 0
+    seconds: Annotated[list[Rate], Field(max_length=4), FailFast()] = Field(default_factory=list)
     units: FewUnits = Field(default_factory=list)
 
 
@@ -187,6 +203,7 @@ class Hello(Message):
     name: Name
     trains: bool
     holds: bool
+    device: Name = ""
     peers: Names
     status: Status
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
@@ -195,7 +212,8 @@ class Hello(Message):
 class Published(Message):
     """Announcement of an update record: the fragment is now at `version`.
 
-    `applied_tokens` is the swarm clock: tokens merged into the model since version 0.
+    `applied_tokens` is the swarm clock: tokens merged into the model since version 0. `staleness` is that of the oldest
+    contribution in this version.
     """
 
     kind: Literal["published"] = "published"
@@ -205,6 +223,7 @@ class Published(Message):
     digest: Digest
     contributors: Names
     applied_tokens: Count
+    staleness: Count = 0
     cursor: Count = 0
     open: Units = Field(default_factory=list)
 
@@ -378,6 +397,21 @@ class ManifestReply(Message):
     text: Annotated[str, Field(max_length=MAX_FRAME_BYTES // 2)]
 
 
+class SnapshotRequest(Message):
+    """Asks what the peer knows of the swarm; needs no manifest hash, for who watches takes no part."""
+
+    kind: Literal["snapshot_request"] = "snapshot_request"
+
+
+class SnapshotReply(Message):
+    """A piece of a `snapshot.Snapshot`, packed; the next message is the next piece if there is `more`."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    wire_version: Count
+    data: Annotated[bytes, Field(max_length=MAX_SNAPSHOT_PIECE_BYTES)]
+    more: bool = False
+
+
 class Refusal(Message):
     """The stream is not wanted; `reason` is one line for the user of the other side."""
 
@@ -406,6 +440,8 @@ _Any = Annotated[
     | UnitGrant
     | ManifestRequest
     | ManifestReply
+    | SnapshotRequest
+    | SnapshotReply
     | Refusal,
     Field(discriminator="kind"),
 ]
@@ -431,7 +467,7 @@ def decode(frame: bytes) -> Message:
         fields = msgpack.unpackb(frame, raw=False, strict_map_key=True)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise PayloadError(f"a frame is not valid msgpack: {error}") from None
-    if isinstance(fields, dict) and fields.get("kind") == "hello":
+    if isinstance(fields, dict) and fields.get("kind") in ("hello", "snapshot"):
         version = fields.get("wire_version")  # looked at first, for the rest may follow another schema
         if type(version) is int and (objection := objection_to_wire(version)) is not None:
             raise PayloadError(objection)

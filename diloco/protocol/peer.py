@@ -15,7 +15,8 @@ of a peer:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import isfinite
 
 from diloco.protocol.accounts import CONTROL_FRAGMENT, Accounts
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
@@ -179,6 +180,10 @@ class Peer(Accounts):
         """Figures for the next heartbeat."""
         self._progress = (inner_step, target_steps, steps_per_s, tokens)
 
+    def measured(self, loss: float, rounds: int, seconds: Sequence[float], discarded: int = 0) -> None:
+        """Figures for whoever watches, with the next heartbeat; a loss that is negative or not finite is none."""
+        self._measured = (loss if isfinite(loss) and loss > 0 else 0.0, rounds, list(seconds), discarded)
+
     def adopted(
         self,
         fragment: int,
@@ -296,6 +301,7 @@ class Peer(Accounts):
             digest=digest,
             contributors=sorted(contributors),
             applied_tokens=self.applied_tokens,
+            staleness=syncer.last_staleness,
             **self.word(fragment),
         )
         return [*twice, Broadcast(message), Broadcast(self.status()), *self.tick(now)]
@@ -326,7 +332,9 @@ class Peer(Accounts):
     def _hear_myself(self, now: float) -> Status:
         """A syncer waits for itself like for any other, and must know from where it began its round."""
         status = self.status()
-        self._myself = self._myself or Member(self.me, self.name, self.trains, self.holds, status, now, now)
+        self._myself = self._myself or Member(
+            self.me, self.name, self.trains, self.holds, status, now, now, device=self.device
+        )
         self._myself.hear(status, now)
         return status
 

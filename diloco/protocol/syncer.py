@@ -89,6 +89,7 @@ class Syncer:
         self.version = version
         self.staged = settings.quorum is not None
         self.last_contributors = frozenset(contributors)
+        self.last_staleness = 0
         self.grace_until: float | None = None
         self._settings = settings
         self._offers: dict[str, _Offer] = {}
@@ -292,6 +293,7 @@ class Syncer:
         whole = {peer: offer for peer, offer in self._offers.items() if offer.whole}
         if published:
             self.last_contributors = frozenset(whole)
+            self.last_staleness = max((self.version - offer.base_version for offer in whole.values()), default=0)
             self._merged |= {peer: offer.base_version for peer, offer in whole.items()}
         else:
             self._merged = dict(merged or {})

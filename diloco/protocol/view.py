@@ -32,6 +32,7 @@ class View:
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.
         tokens_per_step: of an inner step of any peer, as the manifest has it; None where nobody says.
+        device: what it trains on, for whoever watches.
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
     """
 
@@ -50,6 +51,7 @@ class View:
         newcomer: bool = False,
         outer: OuterConfig = SYNC,
         tokens_per_step: int | None = None,
+        device: str = "",
         payload_bytes: Sequence[int] = (),
     ) -> None:
         self.me = me
@@ -66,12 +68,15 @@ class View:
         self.newcomer = newcomer
         self.outer = outer
         self.tokens_per_step = tokens_per_step
+        self.device = device
         self.payload_bytes = tuple(payload_bytes)
         self.members = Membership()
         self.leases = LeaseTable()
         self.state: State = "starting"
         self.units: Units = []  # leased to this peer; its owner keeps them up to date
+        self.traffic = (0, 0)  # bytes sent and received; its owner keeps them up to date
         self._progress = (0, 0, 0.0, 0)
+        self._measured: tuple[float, int, list[float], int] = (0.0, 0, [], 0)
         self._begin()
 
     def _begin(self) -> None:
@@ -88,6 +93,7 @@ class View:
     def status(self) -> Status:
         """This peer's status as the others shall see it."""
         inner_step, target_steps, steps_per_s, tokens = self._progress
+        loss, rounds, seconds, discarded = self._measured
         return Status(
             state=self.state,
             versions=list(self.versions),
@@ -95,6 +101,12 @@ class View:
             target_steps=target_steps,
             steps_per_s=steps_per_s,
             tokens=tokens,
+            discarded=discarded,
+            loss=loss,
+            bytes_sent=self.traffic[0],
+            bytes_received=self.traffic[1],
+            rounds=rounds,
+            seconds=seconds,
             units=[list(unit) for unit in self.units[:MAX_UNIT_RANGES]],
         )
 
@@ -107,6 +119,7 @@ class View:
             name=self.name,
             trains=self.trains,
             holds=self.holds,
+            device=self.device,
             peers=[member.peer for member in self.members.all()],
             status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
@@ -198,16 +211,19 @@ class View:
 
     def backs_up(self) -> set[int]:
         """Fragments that this peer would claim if their syncers died, one syncer at a time."""
+        return {fragment for fragment, heir in self.heirs().items() if heir == self.me}
+
+    def heirs(self) -> dict[int, str]:
+        """For each fragment the peer that would claim it if its syncer died, one syncer at a time."""
         able = [m.peer for m in self.members.all() if m.holds and m.status.state not in ("leaving", "done")]
-        if not self.holds or self.state in ("leaving", "done"):
-            return set()
-        load = {peer: len(self.leases.held_by(peer)) for peer in (*able, self.me)}
-        mine: set[int] = set()
+        if self.holds and self.state not in ("leaving", "done"):
+            able.append(self.me)
+        load = {peer: len(self.leases.held_by(peer)) for peer in able}
+        heirs: dict[int, str] = {}
         for holder in able:
             others = {peer: held for peer, held in load.items() if peer != holder}
-            inherited = assign((lease.fragment for lease in self.leases.held_by(holder)), others, others)
-            mine |= {fragment for fragment, heir in inherited.items() if heir == self.me}
-        return mine
+            heirs |= assign((lease.fragment for lease in self.leases.held_by(holder)), others, others)
+        return heirs
 
     # -- anchors, here and elsewhere ----------------------------------------------------------------------------------
 

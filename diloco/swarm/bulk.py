@@ -51,13 +51,11 @@ from diloco.protocol.messages import (
 )
 from diloco.protocol.peer import Peer
 from diloco.swarm.memory import short_lived
-from diloco.swarm.streams import Stream, Traffic
+from diloco.swarm.streams import BULK, Stream, Traffic, open_bulk
 from diloco.swarm.transport import Transport
 
-__all__ = ["BULK", "BulkClient", "FetchedRecord", "FetchedState", "Offer", "Seconds"]
+__all__ = ["BULK", "BulkClient", "FetchedRecord", "FetchedState", "Offer", "Seconds", "open_bulk"]
 
-BULK = "diloco/1/bulk"
-OPEN_TIMEOUT_S = 10.0
 REFUSED_BYTES = 1 << 24  # that are read of a peer that sends on, so that it gets to read why it is refused
 STATE_CODEC = codec("fp32")
 PIECE = CHUNK // MAX_DONORS  # elements of a part written at a time: a thin link, shared, is no slower to bring the next
@@ -237,12 +235,6 @@ class BulkClient:
             vectors.append(torch.empty(self._replica.fragments[fragment].numel))
             await receive_vector(stream, vectors[-1])
         return FetchedState(header, vectors[0], *(vectors[1:] if header.outer else (None, None)))
-
-
-async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> Stream:
-    """Open a bulk stream to a peer."""
-    reader, writer = await asyncio.wait_for(transport.open(peer, BULK), OPEN_TIMEOUT_S)
-    return Stream(peer, reader, writer, traffic)
 
 
 async def request_manifest(transport: Transport, donor: str) -> str:

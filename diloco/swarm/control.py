@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Hello, Message, Refusal, Status, expect
@@ -38,6 +38,7 @@ class ControlMesh:
         on_hello, on_message, on_lost: called in the loop for a peer that connected, spoke, or is gone.
         on_refused: called with the reason when the other side refuses us.
         on_call_ended: called when a call of ours was answered or given up.
+        on_named: called with the peers that the DHT names, once in a while.
         objection: why a peer may not begin with a hello; None when it may.
         record: what the DHT shall say of this peer, and `on_record` is called with what it says of others.
 
@@ -55,6 +56,7 @@ class ControlMesh:
         on_lost: Callable[[str, str], None],
         on_refused: Callable[[str, str], Awaitable[None]],
         on_call_ended: Callable[[], None],
+        on_named: Callable[[Mapping[str, object]], None],
         objection: Callable[[str, Message], str | None],
         record: Callable[[], list[str]],
         on_record: Callable[[str, object], None],
@@ -67,6 +69,7 @@ class ControlMesh:
         self._on_lost = on_lost
         self._on_refused = on_refused
         self._on_call_ended = on_call_ended
+        self._on_named = on_named
         self._objection = objection
         self._record = record
         self._on_record = on_record
@@ -234,7 +237,9 @@ class ControlMesh:
         while True:
             try:
                 await self._transport.store(key, self._protocol.me, self._record(), RECORD_LIFE_S)
-                for peer, record in (await self._transport.get(key)).items():
+                named = await self._transport.get(key)
+                self._on_named(named)
+                for peer, record in named.items():
                     self._on_record(peer, record)
                     if peer not in self._protocol.members:
                         self.dial(peer)

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
@@ -30,6 +30,9 @@ from diloco.swarm.control import CONTROL
 from diloco.swarm.gate import GREETING, Gate, GuardedP2P
 from diloco.swarm.streams import BROKEN
 from diloco.swarm.transport import Disbelieved, Handler, Reader, Refused, Writer
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
 
 __all__ = ["Libp2p", "identity_number", "peer_id_of", "read_addresses", "sheltered"]
 
@@ -203,6 +206,8 @@ class Libp2p:
                 )
         except (P2PDaemonError, OSError, ValueError) as error:
             raise _explain(error, seeds, listen) from error
+        from hivemind.dht.node import DHTNode  # it needs torch, which takes a visitor longer than its visit
+
         from diloco.swarm.records import OwnedRecords  # needs all of hivemind, and a visitor needs little of it
 
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)

@@ -19,10 +19,12 @@ from diloco.protocol.ledger import union
 from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message, Revocations, State
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.shares import Share
+from diloco.protocol.snapshot import Snapshot as Observed
 from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
 from diloco.swarm.gate import Gate
 from diloco.swarm.inner import Snapshot
+from diloco.swarm.observe import Recorder
 from diloco.swarm.records import LEASES, REVOKED, leases_in, pack_revoked, revoked_in
 from diloco.swarm.rounds import Rounds
 from diloco.swarm.serve import BulkServer
@@ -60,6 +62,7 @@ class NodeOptions:
     terms: Sequence[int] | None = None
     applied_tokens: int = 0
     units: Word = (0, ())
+    device: str = ""
     gate: Gate = field(default_factory=Gate)  # who is let in; by default everybody
     tokens_per_step: int | None = None
     shares: Sequence[Mapping[str, Share]] = ()
@@ -87,6 +90,7 @@ class Presence:
         self.manifest_text = options.manifest_text
         self.records: dict[int, FetchedRecord] = {}
         self.reserve = Reserve()
+        self.recorder = Recorder()
         self.traffic = Traffic(upload_limit=options.upload_limit)
         self.addresses: list[str] = []
         self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
@@ -124,6 +128,7 @@ class Presence:
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
             tokens_per_step=options.tokens_per_step,
+            device=options.device,
             payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
         self.protocol.restore_shares(options.shares)
@@ -143,6 +148,7 @@ class Presence:
             on_lost=lambda peer, why: self.do(self.protocol.lost(peer, self.now(), why)),
             on_refused=self._refused,
             on_call_ended=self.notify,
+            on_named=lambda peers: self.recorder.named(self.protocol, peers, self.now()),
             objection=self._objection,
             record=lambda: [self.protocol.name, *self.gate.evidence()],
             on_record=self.gate.witness,
@@ -200,8 +206,8 @@ class Presence:
     async def _heartbeat(self) -> None:
         last_record_at = -RECORD_PERIOD_S
         while True:
-            self._mesh.broadcast(self.protocol.status())
-            self.do(self.protocol.tick(self.now()))
+            self.protocol.traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
+            self.do([Broadcast(self.protocol.status()), *self.protocol.tick(self.now())])
             self._stand_by()
             self._ask_for_units()
             if self.now() - last_record_at >= RECORD_PERIOD_S:
@@ -218,6 +224,7 @@ class Presence:
             match action:
                 case Broadcast():
                     self._mesh.broadcast(action.message)
+                    self.recorder.heard(self.protocol, self.protocol.me, action.message, self.now())
                 case Disconnect():
                     self._mesh.disconnect(action.peer)
                 case Note():
@@ -305,8 +312,13 @@ class Presence:
         self.do(self.protocol.enter(state, self.now()))
 
     def note(self, kind: str, **fields: object) -> None:
-        """Hand one event to whoever keeps the log."""
+        """Hand one event to whoever keeps the log, and keep it for whoever watches."""
+        self.recorder.note(kind, fields, self.now())
         self._on_event(kind, fields)
+
+    async def observe(self) -> Observed:
+        """What this peer knows of the swarm."""
+        return self.recorder.snapshot(self.protocol, self.manifest_text, self.now())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition that can change with any event.
@@ -349,6 +361,8 @@ class Presence:
             self.gate.hear(message)
             return
         self.do(self.protocol.heard(peer, message, self.now()))
+        if peer in self.protocol.members:
+            self.recorder.heard(self.protocol, peer, message, self.now())
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         await self._server.serve(Stream(peer, reader, writer, self.traffic))

@@ -13,6 +13,7 @@ from diloco.protocol.ledger import Units
 from diloco.protocol.messages import State
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Contributor
+from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.daemon import Libp2p
 from diloco.swarm.inner import InnerState, Layout
 from diloco.swarm.memory import give_back
@@ -151,6 +152,14 @@ class NodeRunner:
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
         """Figures for the next heartbeat; does not block."""
         self.loop.call_soon_threadsafe(self.protocol.progress, inner_step, target_steps, steps_per_s, tokens)
+
+    def measured(self, loss: float, rounds: int, seconds: Sequence[float], discarded: int = 0) -> None:
+        """As `Peer.measured`; does not block."""
+        self.loop.call_soon_threadsafe(self.protocol.measured, loss, rounds, seconds, discarded)
+
+    def observe(self) -> Snapshot | None:
+        """What this peer knows of the swarm; None when it has left."""
+        return self.call(self.node.observe()) if self._thread.is_alive() else None
 
     def expect_units(self, sequences_per_round: int) -> None:
         """As `Reserve.expect`, also before `start`."""

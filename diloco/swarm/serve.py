@@ -30,6 +30,7 @@ from diloco.protocol.messages import (
     PartRequest,
     Receipt,
     Refusal,
+    SnapshotRequest,
     StateHeader,
     StateRequest,
     UnitGrant,
@@ -41,6 +42,7 @@ from diloco.protocol.syncer import Syncer
 from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, send_state
 from diloco.swarm.gate import Gate
 from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
+from diloco.swarm.observe import Recorder, send_snapshot
 from diloco.swarm.streams import BROKEN, Stream
 from diloco.swarm.units import Reserve
 
@@ -68,6 +70,7 @@ class Host(Protocol):
     manifest_text: str
     inner_state: Snapshot
     reserve: Reserve
+    recorder: Recorder
     gate: Gate
 
     @property
@@ -153,6 +156,9 @@ class BulkServer:
                 await self._units(stream, request)
             case ManifestRequest():
                 await stream.send(ManifestReply(text=self._host.manifest_text))
+            case SnapshotRequest():
+                host = self._host
+                await send_snapshot(stream, host.recorder, host.protocol, host.manifest_text, host.now())
             case _:
                 raise PayloadError(f"a bulk stream cannot begin with {type(request).__name__}")
 

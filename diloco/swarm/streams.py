@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages import MAX_FRAME_BYTES, Message, decode, encode
-from diloco.swarm.transport import Reader, Writer
+from diloco.swarm.transport import Reader, Transport, Writer
 
-__all__ = ["BROKEN", "Stream", "Traffic"]
+if TYPE_CHECKING:  # who only watches has no tensors, and needs no torch
+    from torch import Tensor
+
+__all__ = ["BROKEN", "BULK", "Stream", "Traffic", "open_bulk"]
+
+BULK = "diloco/1/bulk"
+OPEN_TIMEOUT_S = 10.0
 
 # What reading from or writing to a peer that vanished raises.
 BROKEN = (
@@ -137,3 +142,9 @@ class Stream:
     def close(self) -> None:
         """End the stream in both directions."""
         self._writer.close()
+
+
+async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> Stream:
+    """Open a bulk stream to a peer."""
+    reader, writer = await asyncio.wait_for(transport.open(peer, BULK), OPEN_TIMEOUT_S)
+    return Stream(peer, reader, writer, traffic)

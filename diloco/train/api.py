@@ -180,8 +180,10 @@ class Swarm:
         """
         return Attachment(self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or Phases())
 
-    def options(self, parameters: Mapping[str, Tensor], saved: Saved | None, trains: bool = True) -> NodeOptions:
-        """Options of the node over these parameters."""
+    def options(
+        self, parameters: Mapping[str, Tensor], saved: Saved | None, trains: bool = True, device: str = ""
+    ) -> NodeOptions:
+        """Options of the node over these parameters; `device` is what watchers are told that it trains on."""
         text, hash_ = self._manifest_of(parameters)
         manifest = self.manifest
         return NodeOptions(
@@ -202,6 +204,7 @@ class Swarm:
             terms=saved.terms if saved else None,
             applied_tokens=saved.applied_tokens if saved else 0,
             units=saved.units if saved else (0, ()),
+            device=device,
             gate=gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains),
             shares=saved.shares if saved else (),
             applied=saved.applied if saved else {},

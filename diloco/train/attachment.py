@@ -23,7 +23,7 @@ from diloco.swarm.runner import NodeRunner
 from diloco.swarm.snapshot import Saved
 from diloco.train.island import Island
 from diloco.train.moments import layout_of, load_moments_, moments, snapshot
-from diloco.train.summary import Phases
+from diloco.train.summary import Phases, Seconds
 
 if TYPE_CHECKING:
     from diloco.train.api import Swarm
@@ -79,6 +79,11 @@ class Attachment:
         self._sent = [(0, 0)] * outer.fragments  # steps and tokens when each fragment was sent last
         self._paced = (0, 0.0)
         self._steps_per_s = 0.0
+        self._loss = 0.0
+        self._rounds = 0
+        self._last_round: Seconds | None = None
+        self._round_began = Seconds()
+        self._round_version = self.version
         self._hook: Any = None
         self._joins = saved is None
         self._cold = False  # in a first round that is left out
@@ -97,7 +102,7 @@ class Attachment:
             for fragment, (master, momentum) in saved.outer.items():
                 replica.hold(fragment, master, momentum)
             replica.residuals.update(saved.residuals)
-        options = self.swarm.options(self.parameters, saved)
+        options = self.swarm.options(self.parameters, saved, device=self.island.device_name)
         return NodeRunner(options, replica, self.swarm.on_event)
 
     # -- context ------------------------------------------------------------------------------------------------------
@@ -152,6 +157,7 @@ class Attachment:
         if fetched:
             self._take_over(state)
         self.version, self.applied_tokens = version, applied
+        self._round_began, self._round_version = self.phases.seconds(), version
         self._schedule.begin(position)
         self._sent = [(self.steps, self.tokens)] * self.swarm.outer.fragments
         self._paced = (self.steps, time.monotonic())
@@ -229,6 +235,27 @@ class Attachment:
         Contributions are weighted by tokens. A loop that never calls this counts every step as one token.
         """
         self._counted_tokens += tokens
+
+    def report(self, loss: float) -> None:
+        """Tell the mean loss of the last inner steps (nats per token), for whoever watches the swarm."""
+        self._loss = loss
+        self._tell()
+
+    def _tell(self, seconds: Seconds | None = None) -> None:
+        """What watchers are shown beside the figures that the protocol needs; `seconds` of a round that is over."""
+        if seconds is not None:
+            self._rounds, self._last_round = self._rounds + 1, seconds
+        if self.node is not None:
+            last = self._last_round
+            phases = [] if last is None else [last.compute, last.wait, last.comm, last.outer]
+            spent = [max(0.0, phase) for phase in phases]
+            self.node.measured(self._loss, self._rounds, spent, self.discarded_tokens)
+
+    def _round_over(self) -> None:
+        """Where the time went since the last round was over."""
+        now, began = self.phases.seconds(), self._round_began
+        self._round_began, self._round_version = now, self.version
+        self._tell(now - began)
 
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
@@ -316,6 +343,8 @@ class Attachment:
         self.discarded_tokens += discarded
         self.exchanged = version > self.version or self.swarm.outer.quorum is not None
         self.version, self.applied_tokens = max(version, self.version), applied  # less when another history won
+        if self.version > self._round_version:
+            self._round_over()
         if position:
             self._schedule.begin(position)
         if self.swarm.outer.dylu:

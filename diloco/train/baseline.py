@@ -64,6 +64,9 @@ class DataParallel:
         """Tokens of the coming step, of this process."""
         self._counted_tokens += tokens
 
+    def report(self, loss: float) -> None:
+        """There is no swarm to watch."""
+
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """The parameters are what there is."""

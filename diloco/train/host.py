@@ -43,7 +43,7 @@ class Host:
         fragments = partition({key: p.numel() for key, p in parameters.items()}, outer.fragments, outer.pattern)
         replica = Replica(parameters, fragments, outer)
         swarm = Swarm.of(config, manifest, identity_path(config, name), name, self._event)
-        self.node = NodeRunner(swarm.options(parameters, None, trains=False), replica, self._event)
+        self.node = NodeRunner(swarm.options(parameters, None, trains=False, device="cpu"), replica, self._event)
         torch.set_grad_enabled(False)
 
     def __enter__(self) -> Host:

@@ -59,6 +59,12 @@ class Island:
         """Whether this process is rank 0."""
         return self.rank == 0
 
+    @property
+    def device_name(self) -> str:
+        """What it trains on, in a few words."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        return name if self.size == 1 else f"{self.size} x {name}"
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model whose backward pass averages gradients over the ranks."""
         return DistributedDataParallel(model) if self.size > 1 else model

@@ -112,6 +112,7 @@ class Trainer:
                 f"training diverged: the loss is {self._loss} in outer step {self.sync.version + 1}; "
                 "lower inner.lr or outer.lr; the last checkpoint is good"
             )
+        self.sync.report(self._loss)
 
     def _boundary(self) -> None:
         """Once in a while, rank 0: what is worth doing while the parameters are the anchor."""

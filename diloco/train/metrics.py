@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -27,6 +28,7 @@ from diloco.train.summary import (
 )
 
 __all__ = [
+    "AGGREGATE_EVERY_S",
     "Evaluation",
     "JsonLines",
     "PeerSummary",
@@ -46,6 +48,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+AGGREGATE_EVERY_S = 30.0
 
 
 class RunLog:
@@ -90,6 +94,11 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(record)
 
+    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """Where the aggregated form of wandb has the swarm's figures from."""
+        if self._wandb is not None:
+            self._wandb.figures = figures
+
     def event(self, kind: str, **fields: Any) -> None:
         assert not fields.keys() & {"time", "peer"}, f"{kind}: these belong to the line: {sorted(fields)}"
         self._write(self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields})
@@ -117,7 +126,10 @@ class RunLog:
 
 
 class WandbLog:
-    """One wandb run per peer, grouped by run id, whose id stays the same when the peer resumes.
+    """One wandb run per peer, grouped by run id, whose id stays the same when the peer resumes; or one of the swarm.
+
+    With `aggregate` it is called `swarm`, and what `figures` returns is logged instead of the peer's own metrics, once
+    per outer step and in long ones every 30 s. Another peer that goes on with it resumes the same run.
 
     The service is a convenience: whatever fails in it is one warning, and the run goes on with its own files. wandb is
     imported only if `mode` asks for it.
@@ -133,8 +145,15 @@ class WandbLog:
         peer: str,
         directory: Path,
         config: Mapping[str, Any],
+        aggregate: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.figures: Callable[[], Mapping[str, Any]] = dict
+        self._aggregate = aggregate
+        self._clock = clock
+        self._logged: tuple[int, float] = (-1, -math.inf)  # version and time
         self._run: Any = None
+        peer = "swarm" if aggregate else peer
         if mode == "disabled":
             return
         try:
@@ -158,11 +177,25 @@ class WandbLog:
             self._give_up(f"wandb.mode={mode}: cannot start", error)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        if self._run is not None:
-            try:
+        """A line of `metrics.jsonl`."""
+        if self._run is None:
+            return
+        try:
+            if self._aggregate:
+                record = self._swarm(record)
+            if record:
                 self._run.log(dict(record))
-            except Exception as error:
-                self._give_up("wandb: cannot log", error)
+        except Exception as error:
+            self._give_up("wandb: cannot log", error)
+
+    def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The swarm's figures, when they are due; the held-out loss is the swarm's too, since anchors are equal."""
+        version, at = self._logged
+        held_out = {"swarm/held_out_loss": record["eval_loss"]} if "eval_loss" in record else {}
+        if not held_out and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:
+            return {}
+        self._logged = record["version"], self._clock()
+        return {**self.figures(), **held_out}
 
     def close(self) -> None:
         run, self._run = self._run, None

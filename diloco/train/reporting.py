@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from diloco.protocol.snapshot import Snapshot
 from diloco.train.files import finite
 
-__all__ = ["Listener", "json_lines", "log_lines"]
+__all__ = ["Listener", "json_lines", "log_lines", "swarm_figures"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,3 +48,27 @@ class log_lines:
             message["loss"],
             message["peers"],
         )
+
+
+def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
+    """A swarm in a few numbers, for one wandb run; none without a snapshot."""
+    if snapshot is None:
+        return {}
+    peers, ledger = snapshot.peers, snapshot.ledger
+    figures: dict[str, float] = {
+        "version": snapshot.run.version,
+        "peers": len(peers) + snapshot.left_out,
+        "training": sum(row.trains and row.state in ("training", "exchanging") for row in peers),
+        "components": len(snapshot.components),
+        "steps_per_s": sum(row.steps_per_s for row in peers),
+        "payload_bytes": sum(row.bytes for row in ledger.contributions),
+    }
+    figures |= {f"tokens/{name}": getattr(ledger, name) for name in ("processed", "applied", "discarded", "in_flight")}
+    if snapshot.loss:
+        figures["loss"] = snapshot.loss[-1].loss
+    newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
+    if newest is not None:
+        figures |= {"merged": newest.merged, "staleness": newest.staleness}
+        if newest.seconds is not None:
+            figures |= {f"seconds/{name}": value for name, value in newest.seconds.model_dump().items()}
+    return {f"swarm/{name}": value for name, value in figures.items()}

@@ -30,7 +30,7 @@ from diloco.train.loop import Trainer
 from diloco.train.metrics import RunLog, WandbLog
 from diloco.train.planning import Exchange, Link, predict
 from diloco.train.plot import plot_losses
-from diloco.train.reporting import Listener
+from diloco.train.reporting import Listener, swarm_figures
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 from diloco.train.summary import (
     Evaluation,
@@ -105,6 +105,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         phases = Phases(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         stream = _stream(config, dataset, shard, island, sync)
+        log.follow(lambda: {} if sync.node is None else swarm_figures(sync.node.observe()))
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(
             config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases,
@@ -274,7 +275,8 @@ def _write_settings(config: Config) -> None:
 def _wandb(config: Config, name: str) -> WandbLog:
     settings = config.wandb
     return WandbLog(
-        mode=settings.mode,
+        mode="disabled" if settings.aggregate and not config.run.lead else settings.mode,
+        aggregate=settings.aggregate,
         project=settings.project,
         entity=settings.entity,
         run_id=config.run.id,

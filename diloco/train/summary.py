@@ -50,6 +50,10 @@ class Seconds:
     def total(self) -> float:
         return self.compute + self.wait + self.comm + self.outer
 
+    def __sub__(self, earlier: Seconds) -> Seconds:
+        names = ("compute", "wait", "comm", "outer")
+        return Seconds(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
     @property
     def utilization(self) -> float:
         """The share of compute (T_inner / (T_inner + T_sync) of INTELLECT-1); 0 before anything was timed."""

@@ -1,0 +1,74 @@
+"""`diloco dashboard`: a swarm in the browser."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import ipaddress
+import socket
+
+import click
+
+from diloco.config.address import Address
+from diloco.errors import ConfigError
+from diloco.protocol.snapshot import Snapshot
+from diloco.swarm.visitor import Visitor, light_hivemind
+
+__all__ = ["run"]
+
+NEEDS = {"nicegui": "nicegui", "prometheus_client": "prometheus-client"}
+
+
+def run(address: str, host: str, port: int) -> int:
+    """Serve the page until Ctrl+C, which ends in 0.
+
+    Raises:
+        ConfigError: the extra is not installed, or nobody can listen there.
+        SwarmError: nobody answers at the address.
+    """
+    place = Address.parse(address)
+    missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(f"diloco dashboard needs {' and '.join(missing)}; pip install 'diloco[dashboard]'")
+    port = _free(host, port)
+    light_hivemind()
+    snapshot = asyncio.run(_first(place))
+    if not _loopback(host):
+        click.echo(f"diloco: warning: --host={host} shows the swarm to everyone who reaches this machine", err=True)
+    shown = f"[{host}]" if ":" in host else host
+    click.echo(f"http://{shown}:{port}  shows {snapshot.run.run_id}; Ctrl+C ends it")
+
+    from diloco.dashboard.server import serve
+
+    try:
+        serve(Visitor(place.peers, place.token), host, port, f"diloco: {snapshot.run.run_id}")
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+async def _first(place: Address) -> Snapshot:
+    """What is wrong with an address is said before anything is served."""
+    async with Visitor(place.peers, place.token) as visitor:
+        return await visitor.ask()
+
+
+def _free(host: str, port: int) -> int:
+    """The port, or one that is free for 0."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(
+            f"--host={host} --port={port} cannot be listened on: {error.strerror}; choose another --port, or 0 for any"
+        ) from None
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,222 @@
+"""A snapshot of a swarm as tables for a terminal, readable at 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from diloco.cli.table import state_style
+from diloco.protocol.snapshot import FragmentRow, PeerRow, Phases, Round, Snapshot
+from diloco.text import human_bytes, human_count, human_seconds, sparkline
+
+__all__ = ["render"]
+
+ROUNDS = 6
+EVENTS = 6
+LATE_S = 5.0  # without a word
+
+Cell = Text | str
+
+
+@dataclass(frozen=True)
+class Column:
+    """`importance` decides who goes first where there is no room: the least; None stays."""
+
+    title: str
+    importance: int | None = None
+    left: bool = False
+
+
+def render(snapshot: Snapshot, console: Console, rows: int = 1000, lost: str | None = None) -> RenderableType:
+    """Everything that `diloco status` shows; at most so many rows of peers, fragments and contributions each."""
+    names = snapshot.names()
+    parts: list[RenderableType] = [_head(snapshot, lost), _loss(snapshot, console.width)]
+    parts.append(_peers(snapshot, names, console, rows))
+    parts.append(_fragments(snapshot.fragments, names, console, rows))
+    if snapshot.rounds:
+        parts.append(_rounds(snapshot, console))
+    parts.append(_ledger(snapshot, names, console, rows))
+    if snapshot.events:
+        parts.append(_events(snapshot, names, console.width))
+    return Group(*(item for part in parts for item in (part, Text())))
+
+
+def _head(snapshot: Snapshot, lost: str | None) -> Text:
+    run, peers = snapshot.run, snapshot.peers
+    budget = "" if run.outer_steps is None else f"/{run.outer_steps}"
+    text = Text(f"{run.run_id}", style="bold")
+    facts = [
+        f"{run.model or 'model unnamed'}, {run.mode}",
+        f"outer step {run.version}{budget}",
+        f"{human_count(run.applied_tokens)}{'' if run.tokens is None else '/' + human_count(run.tokens)} tokens",
+        f"{len(peers) + snapshot.left_out} peers",
+    ]
+    text.append("  " + "  ".join(facts), style="not bold")
+    if len(snapshot.components) > 1:
+        elsewhere = sum(len(group) for group in snapshot.components[1:])
+        text.append(f"\nsplit: {elsewhere} more peers are in the DHT and cannot be reached from here", style="bold red")
+    if lost is not None:
+        text.append(f"\n{lost}", style="bold red")
+    return text
+
+
+def _loss(snapshot: Snapshot, width: int) -> Text:
+    points = snapshot.loss
+    if not points:
+        return Text("loss  none yet", style="dim")
+    first, last = f"loss {points[0].loss:.3f} ", f" {points[-1].loss:.3f}"
+    line = Text(first)
+    line.append(sparkline([point.loss for point in points], width - len(first) - len(last)), style="cyan")
+    return line.append(last)
+
+
+def _peers(snapshot: Snapshot, names: Mapping[str, str], console: Console, rows: int) -> Table:
+    columns = [
+        Column("peer", left=True),
+        Column("id", 1, left=True),
+        Column("state", left=True),
+        Column("device", 2, left=True),
+        Column("lag", 7),
+        Column("step", 4),
+        Column("steps/s", 8),
+        Column("loss", 9),
+        Column("busy", 5),
+        Column("tokens", 10),
+        Column("sent", 6),
+        Column("received", 3),
+        Column("seen"),
+    ]
+    return _table("peers", columns, snapshot.peers, lambda row: _peer_cells(row, names), console, rows)
+
+
+def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
+    role = "" if row.trains else "host "
+    return [
+        names[row.peer_id],
+        row.short_id,
+        Text(role + row.state, style=state_style(row.state)),
+        row.device or "-",
+        Text(str(row.version_lag), style="yellow" if row.version_lag else ""),
+        f"{row.inner_step}/{row.target_steps}" if row.target_steps else "-",
+        f"{row.steps_per_s:.2f}" if row.steps_per_s else "-",
+        "-" if row.loss is None else f"{row.loss:.2f}",
+        _busy(row.seconds),
+        human_count(row.tokens),
+        human_bytes(row.bytes_sent),
+        human_bytes(row.bytes_received),
+        Text(f"{row.last_seen_s:.0f} s", style="red" if row.last_seen_s > LATE_S else ""),
+    ]
+
+
+def _busy(seconds: Phases | None) -> str:
+    total = 0.0 if seconds is None else seconds.compute + seconds.wait + seconds.comm + seconds.outer
+    return "-" if seconds is None or not total else f"{seconds.compute / total:.0%}"
+
+
+def _fragments(fragments: Sequence[FragmentRow], names: Mapping[str, str], console: Console, rows: int) -> Table:
+    columns = [
+        Column("fragment"), Column("syncer", left=True), Column("term"), Column("version"), Column("backup", left=True)
+    ]  # fmt: skip
+
+    def cells(row: FragmentRow) -> list[Cell]:
+        syncer = Text("nobody", style="red") if row.syncer is None else _called(row.syncer, names)
+        backup = Text("none", style="yellow") if row.backup is None else _called(row.backup, names)
+        return [str(row.fragment), syncer, str(row.term), str(row.version), backup]
+
+    return _table("fragments", columns, fragments, cells, console, rows)
+
+
+def _called(peer: str, names: Mapping[str, str]) -> str:
+    return names.get(peer, peer[-6:])
+
+
+def _rounds(snapshot: Snapshot, console: Console) -> Table:
+    """Of the control fragment; all fragments' are in the JSON."""
+    columns = [Column("version"), Column("live"), Column("training"), Column("merged"), Column("staleness", 1)]
+    columns += [Column("compute"), Column("wait"), Column("exchange"), Column("outer", 2), Column("closed")]
+
+    def cells(row: Round) -> list[Cell]:
+        phases = row.seconds
+        spent = (
+            ["-"] * 4
+            if phases is None
+            else [f"{value:.2f} s" for value in (phases.compute, phases.wait, phases.comm, phases.outer)]
+        )
+        merged = Text(str(row.merged), style="yellow" if row.merged < row.participating else "")
+        ago = f"{human_seconds(max(0.0, snapshot.run.at - row.closed_at))} ago"
+        return [str(row.version), str(row.live), str(row.participating), merged, str(row.staleness), *spent, ago]
+
+    newest = [row for row in snapshot.rounds if row.fragment == 0][-ROUNDS:]
+    return _table("rounds", columns, newest, cells, console, ROUNDS)
+
+
+def _ledger(snapshot: Snapshot, names: Mapping[str, str], console: Console, rows: int) -> RenderableType:
+    ledger = snapshot.ledger
+    counts = [
+        f"{human_count(getattr(ledger, name))} {name.replace('_', ' ')}"
+        for name in ("processed", "applied", "discarded", "in_flight")
+    ]
+    head = Text("ledger", style="bold").append("  " + "  ".join(counts) + "  tokens", style="not bold")
+    total = max(1, sum(row.tokens for row in ledger.contributions))
+    columns = [Column("peer", left=True), Column("tokens"), Column("share"), Column("outer steps")]
+    columns += [Column("payload"), Column("versions", 1)]
+    table = _table(
+        "contributions",
+        columns,
+        ledger.contributions,
+        lambda row: [
+            names.get(row.peer_id, row.name or row.peer_id[-6:]),
+            human_count(row.tokens),
+            f"{row.tokens / total:.0%}",
+            str(row.outer_steps),
+            human_bytes(row.bytes),
+            f"{row.first_version} to {row.last_version}",
+        ],
+        console,
+        rows,
+    )
+    return Group(head, Text(), table)
+
+
+def _events(snapshot: Snapshot, names: Mapping[str, str], width: int) -> Text:
+    text = Text("events", style="bold")
+    for event in snapshot.events[-EVENTS:]:
+        line = event.text
+        for peer, name in names.items():
+            line = line.replace(peer, name)
+        ago = human_seconds(max(0.0, snapshot.run.at - event.at))
+        shown = f"{ago:>7} ago  {event.kind} {line}"
+        text.append("\n" + (shown if len(shown) <= width else shown[: width - 1] + "…"), style="not bold")
+    return text
+
+
+def _table(
+    title: str,
+    columns: Sequence[Column],
+    rows: Sequence[object],
+    cells: Callable[..., list[Cell]],
+    console: Console,
+    limit: int,
+) -> Table:
+    """Without the columns that the terminal has no room for, and the rows after the limit."""
+    shown = [cells(row) for row in rows[:limit]]
+    kept = list(columns)
+    unlimited = console.options.update(width=10_000)
+    while True:
+        table = Table(title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+        for column in kept:
+            table.add_column(column.title, justify="left" if column.left else "right", header_style="dim")
+        for row in shown:
+            chosen = [cell for cell, column in zip(row, columns, strict=True) if column in kept]
+            table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in chosen])
+        if len(rows) > limit:
+            table.add_row(Text(f"{len(rows) - limit} more", style="dim"))
+        optional = [column for column in kept if column.importance is not None]
+        if not optional or Measurement.get(console, unlimited, table).maximum <= console.width:
+            return table
+        kept.remove(min(optional, key=lambda column: column.importance or 0))

@@ -1,0 +1,75 @@
+"""`diloco status`: what a swarm is doing, seen from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from diloco.cli.panels import render
+from diloco.config.address import Address
+from diloco.errors import ConfigError, SwarmError
+from diloco.protocol.shares import Contributor
+from diloco.protocol.snapshot import Snapshot
+from diloco.swarm.visitor import Visitor, light_hivemind
+from diloco.train.summary import write_contributions
+
+__all__ = ["run"]
+
+EVERY_S = 1.0
+AROUND = 26  # lines of `render` beside the rows of peers, fragments and contributions
+
+
+def run(address: str, watch: bool, as_json: bool, table: Path | None) -> int:
+    """Print the tables or one JSON object; with `watch` every second until Ctrl+C, which ends in 0."""
+    place = Address.parse(address)
+    if watch and as_json:
+        raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
+    light_hivemind()
+    try:
+        return asyncio.run(_status(place, watch, as_json, table))
+    except KeyboardInterrupt:
+        if watch:
+            return 0
+        raise
+
+
+async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:
+    async with Visitor(place.peers, place.token) as visitor:
+        snapshot = await visitor.ask()
+        if table is not None:
+            write_contributions(table, [Contributor(**row.model_dump()) for row in snapshot.ledger.contributions])
+        if watch:
+            await _watch(visitor, snapshot)
+        elif as_json:
+            click.echo(snapshot.model_dump_json(indent=2))
+        else:
+            console = Console()
+            console.print(render(snapshot, console))
+    return 0
+
+
+async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
+    """Redraw in place, or print again where that cannot be; what was seen last stays while nobody answers."""
+    console = Console()
+    lost, seen_at = None, time.monotonic()
+    live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
+    with live if console.is_terminal else nullcontext():
+        while True:
+            if console.is_terminal:
+                rows = max(3, (console.height - AROUND) // 3)
+                live.update(render(snapshot, console, rows, lost), refresh=True)
+            else:
+                console.print(render(snapshot, console, lost=lost))
+            began = time.monotonic()
+            await asyncio.sleep(EVERY_S)
+            try:
+                snapshot = await visitor.ask()
+                lost, seen_at = None, time.monotonic()
+            except SwarmError as error:
+                lost = f"lost, last seen {began - seen_at:.0f} s ago: {error}"

@@ -1,0 +1,267 @@
+"""A snapshot as options of ECharts and rows of tables: pure functions, made once per snapshot for all pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from diloco.protocol.snapshot import PeerRound, Phases, Snapshot
+from diloco.text import human_bytes, human_count, human_seconds, sparkline
+
+__all__ = [
+    "contribution_rows",
+    "event_rows",
+    "fragment_map",
+    "fragment_rows",
+    "loss_by_time",
+    "loss_by_tokens",
+    "peer_rows",
+    "timeline",
+]
+
+COLOURS = ["#3b82f6", "#10b981", "#f59e0b", "#8b5cf6", "#ef4444", "#06b6d4", "#ec4899", "#84cc16", "#f97316", "#6366f1"]
+PHASES = {"compute": "#10b981", "wait": "#f59e0b", "exchange": "#8b5cf6"}
+QUIET = "#808892"  # readable on white and on black
+FAINT = "rgba(128, 136, 146, 0.25)"
+ROUNDS = 4  # of each peer in the timeline
+EVENTS = 60
+BARS = 16
+LATE_S = 5.0
+UNITS = [("billion", 10**9), ("million", 10**6), ("thousand", 10**3)]
+
+Options = dict[str, Any]
+Row = dict[str, Any]
+
+
+def loss_by_tokens(snapshot: Snapshot) -> Options:
+    """The newest point at each reading of the swarm clock."""
+    newest = {point.tokens: point for point in snapshot.loss}
+    points = list(newest.values())
+    most = max(newest, default=0)
+    unit, size = next((one for one in UNITS if most >= one[1]), ("", 1))
+    x = [point.tokens / size for point in points]
+    axis = {"type": "value", "name": f"{unit} tokens applied".lstrip(), "max": most / size or None}
+    return _loss(x, [(p.loss, p.low, p.high) for p in points], axis)
+
+
+def loss_by_time(snapshot: Snapshot) -> Options:
+    """All points."""
+    x = [round(point.at * 1000) for point in snapshot.loss]
+    return _loss(x, [(p.loss, p.low, p.high) for p in snapshot.loss], {"type": "time"})
+
+
+def _loss(x: Sequence[float], losses: Sequence[tuple[float, float, float]], axis: Options) -> Options:
+    """The mean over the peers as a line, lowest and highest as thin ones."""
+
+    def line(name: str, index: int, width: float, opacity: float) -> Options:
+        return {
+            "name": name,
+            "type": "line",
+            "showSymbol": len(x) == 1,
+            "lineStyle": {"width": width, "opacity": opacity},
+            "itemStyle": {"color": COLOURS[0]},
+            "data": [[at, round(loss[index], 4)] for at, loss in zip(x, losses, strict=True)],
+        }
+
+    label = {"color": QUIET, "hideOverlap": True, "showMaxLabel": None if axis["type"] == "time" else False}
+    quiet = {"axisLabel": label, "axisLine": {"lineStyle": {"color": FAINT}}}
+    return {
+        "animation": False,
+        "grid": {"left": 44, "right": 16, "top": 16, "bottom": 44},
+        "tooltip": {"trigger": "axis"},
+        "xAxis": {
+            **axis,
+            **quiet,
+            "nameLocation": "middle",
+            "nameGap": 28,
+            "nameTextStyle": {"color": QUIET},
+            "splitLine": {"show": False},
+        },
+        "yAxis": {
+            "type": "value",
+            "scale": True,
+            "axisLabel": {"color": QUIET},
+            "splitLine": {"lineStyle": {"color": FAINT}},
+        },
+        "series": [line("mean", 0, 2, 1.0), line("lowest", 1, 1, 0.35), line("highest", 2, 1, 0.35)],
+    }
+
+
+def fragment_map(snapshot: Snapshot) -> Options:
+    """Which syncer holds which fragments: an area per syncer, a tile per fragment with its version."""
+    names = snapshot.names()
+    held: dict[str, list[Row]] = {}
+    for row in snapshot.fragments:
+        syncer = "nobody" if row.syncer is None else names.get(row.syncer, row.syncer[-6:])
+        held.setdefault(syncer, []).append({"name": f"{row.fragment}  v{row.version}", "value": 1})
+    order = sorted(held)
+    tiles = [
+        {
+            "name": syncer,
+            "children": held[syncer],
+            "itemStyle": {"color": "#dc2626" if syncer == "nobody" else COLOURS[index % len(COLOURS)]},
+        }
+        for index, syncer in enumerate(order)
+    ]
+    return {
+        "animation": False,
+        "tooltip": {"formatter": "fragment {b}"},
+        "series": [
+            {
+                "type": "treemap",
+                "animation": False,
+                "animationDurationUpdate": 0,
+                "data": tiles,
+                "roam": False,
+                "nodeClick": False,
+                "breadcrumb": {"show": False},
+                "left": 0,
+                "right": 0,
+                "top": 0,
+                "bottom": 0,
+                "upperLabel": {"show": True, "height": 18, "color": QUIET},
+                "label": {"color": "#fff", "overflow": "truncate"},
+                "itemStyle": {"borderColor": "transparent", "borderWidth": 1, "gapWidth": 1},
+                "levels": [{"itemStyle": {"borderWidth": 0, "gapWidth": 3}, "upperLabel": {"show": False}}],
+            }
+        ],
+    }
+
+
+def timeline(snapshot: Snapshot) -> Options:
+    """The last rounds of each peer as consecutive bars; the axis ends where the newest round ended."""
+    names = snapshot.names()
+    rounds: dict[str, list[PeerRound]] = {row.peer_id: [] for row in snapshot.peers}
+    for row in snapshot.timeline:
+        if row.peer_id in rounds:
+            rounds[row.peer_id].append(row)
+    rounds = {peer: rows[-ROUNDS:] for peer, rows in rounds.items() if rows}
+    peers = sorted(rounds, key=lambda peer: names[peer], reverse=True)
+    end = max((row.ended_at for rows in rounds.values() for row in rows), default=0.0)
+    begin = min((rows[0].ended_at - _total(rows[0].seconds) for rows in rounds.values()), default=end)
+    bars = [_bars(rounds[peer], begin) for peer in peers]
+    series = [
+        {
+            "name": name,
+            "type": "bar",
+            "stack": "round",
+            "barCategoryGap": "30%",
+            "itemStyle": {"color": PHASES.get(name, "transparent")},
+            "tooltip": {"show": bool(name)},
+            "silent": not name,
+            "data": [round(row[index], 3) for row in bars],
+        }
+        for index, name in enumerate(["", *PHASES] * ROUNDS)
+    ]
+    labels = {"color": QUIET, "formatter": "{value} s"}
+    return {
+        "animation": False,
+        "grid": {"left": 76, "right": 16, "top": 32, "bottom": 40},
+        "legend": {"data": list(PHASES), "textStyle": {"color": QUIET}, "top": 0, "selectedMode": False},
+        "tooltip": {"trigger": "item", "formatter": "{b}: {a} {c} s"},
+        "xAxis": {
+            "type": "value",
+            "max": round(max(end - begin, 0.001), 3),
+            "axisLabel": {**labels, "showMaxLabel": False, "hideOverlap": True},
+            "splitLine": {"lineStyle": {"color": FAINT}},
+        },
+        "yAxis": {
+            "type": "category",
+            "data": [names[peer] for peer in peers],
+            "axisLabel": {"color": QUIET, "width": 64, "overflow": "truncate", "interval": 0},
+            "axisLine": {"lineStyle": {"color": FAINT}},
+        },
+        "series": series,
+    }
+
+
+def _bars(rows: Sequence[PeerRound], begin: float) -> list[float]:
+    """Gap, compute, wait and exchange of each round, from the beginning of the axis on; always `ROUNDS` of them."""
+    values, at = [], begin
+    for row in rows:
+        phases = row.seconds
+        gap = max(0.0, row.ended_at - _total(phases) - at)
+        values += [gap, phases.compute, phases.wait, phases.comm + phases.outer]
+        at = max(at, row.ended_at)
+    return values + [0.0] * (4 * ROUNDS - len(values))
+
+
+def _total(phases: Phases) -> float:
+    return phases.compute + phases.wait + phases.comm + phases.outer
+
+
+def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[Row]:
+    """Rows of the table of peers; `paces` has the history of a peer."""
+    names = snapshot.names()
+    rows = []
+    for peer in snapshot.peers:
+        total = 0.0 if peer.seconds is None else _total(peer.seconds)
+        history = paces(peer.peer_id)
+        row = {
+            "id": peer.peer_id,
+            "peer": names[peer.peer_id],
+            "short_id": peer.short_id,
+            "state": peer.state if peer.trains else f"host, {peer.state}",
+            "device": peer.device or "-",
+            "lag": peer.version_lag,
+            "step": f"{peer.inner_step}/{peer.target_steps}" if peer.target_steps else "-",
+            "pace": round(peer.steps_per_s, 2),
+            "history": sparkline(history, BARS) if any(history) else "",
+            "loss": None if peer.loss is None else round(peer.loss, 3),
+            "busy": "-" if peer.seconds is None or not total else f"{peer.seconds.compute / total:.0%}",
+            "tokens": human_count(peer.tokens),
+            "sent": human_bytes(peer.bytes_sent),
+            "received": human_bytes(peer.bytes_received),
+            "seen": f"{peer.last_seen_s:.0f} s" if peer.last_seen_s > LATE_S else "now",
+        }
+        rows.append(row)
+    return rows
+
+
+def fragment_rows(snapshot: Snapshot) -> list[Row]:
+    """Rows of the table of fragments."""
+    names = snapshot.names()
+
+    def called(peer: str | None) -> str:
+        return "nobody" if peer is None else names.get(peer, peer[-6:])
+
+    return [
+        {
+            "fragment": row.fragment,
+            "syncer": called(row.syncer),
+            "term": row.term,
+            "version": row.version,
+            "backup": called(row.backup),
+        }
+        for row in snapshot.fragments
+    ]
+
+
+def contribution_rows(snapshot: Snapshot) -> list[Row]:
+    """Rows of the table of contributions."""
+    names, contributions = snapshot.names(), snapshot.ledger.contributions
+    total = max(1, sum(row.tokens for row in contributions))
+    return [
+        {
+            "id": row.peer_id,
+            "peer": names.get(row.peer_id, row.name or row.peer_id[-6:]),
+            "tokens": human_count(row.tokens),
+            "share": f"{row.tokens / total:.1%}",
+            "steps": row.outer_steps,
+            "bytes": human_bytes(row.bytes),
+            "versions": f"{row.first_version} to {row.last_version}",
+        }
+        for row in contributions
+    ]
+
+
+def event_rows(snapshot: Snapshot) -> list[Row]:
+    """The newest events first, with names for ids."""
+    names, rows = snapshot.names(), []
+    for index, event in enumerate(reversed(snapshot.events[-EVENTS:])):
+        text = event.text
+        for peer, name in names.items():
+            text = text.replace(peer, name)
+        ago = human_seconds(max(0.0, snapshot.run.at - event.at))
+        rows.append({"id": len(snapshot.events) - index, "ago": ago, "kind": event.kind, "text": text})
+    return rows

@@ -1,0 +1,259 @@
+"""The page: what it is made of, and how a new snapshot gets into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nicegui import ui
+
+from diloco.dashboard import charts
+from diloco.dashboard.poller import Poller
+from diloco.protocol.snapshot import Snapshot
+from diloco.text import human_count, human_seconds
+
+__all__ = ["Model", "build"]
+
+EVERY_S = 1.0
+CARD = "w-full p-3 gap-1 min-w-0"
+LATE_S = 5.0
+WIDE = "max-sm:hidden"  # columns that a phone has no room for
+MODES = {None: ("brightness_auto", "as the system"), True: ("dark_mode", "dark"), False: ("light_mode", "light")}
+NEXT_MODE = {None: True, True: False, False: None}
+
+
+class Model:
+    """What all open pages show of the newest snapshot, computed once."""
+
+    def __init__(self, poller: Poller) -> None:
+        self.poller = poller
+        self.number = 0
+        self.options: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.figures: dict[str, str] = {}
+
+    def refresh(self) -> None:
+        """Follow the poller."""
+        snapshot = self.poller.snapshot
+        if snapshot is None or self.number == self.poller.number:
+            return
+        self.number = self.poller.number
+        for kind in (charts.loss_by_tokens, charts.loss_by_time, charts.fragment_map, charts.timeline):
+            self.options[kind.__name__] = kind(snapshot)
+        self.rows = {
+            "peers": charts.peer_rows(snapshot, self.poller.paces),
+            "fragments": charts.fragment_rows(snapshot),
+            "contributions": charts.contribution_rows(snapshot),
+            "events": charts.event_rows(snapshot),
+        }
+        self.figures = _figures(snapshot, self.poller.tokens_per_s)
+
+    def state(self) -> str:
+        """Whether somebody answers, in words; "live" when all is well."""
+        seen_s = self.poller.seen_s()
+        if self.poller.snapshot is None:
+            return "connecting" if self.poller.lost is None else "no answer yet"
+        if self.poller.lost is not None or seen_s > LATE_S:
+            return f"lost, last seen {human_seconds(seen_s)} ago"
+        return "live"
+
+
+def _figures(snapshot: Snapshot, tokens_per_s: float | None) -> dict[str, str]:
+    run, ledger = snapshot.run, snapshot.ledger
+    of_steps = "" if run.outer_steps is None else f" / {run.outer_steps}"
+    of_tokens = "" if run.tokens is None else f" / {human_count(run.tokens)}"
+    training = sum(row.trains and row.state in ("training", "exchanging") for row in snapshot.peers)
+    return {
+        "outer step": f"{run.version}{of_steps}",
+        "tokens applied": f"{human_count(run.applied_tokens)}{of_tokens}",
+        "loss": f"{snapshot.loss[-1].loss:.3f}" if snapshot.loss else "-",
+        "tokens / s": human_count(tokens_per_s),
+        "peers training": f"{training} / {len(snapshot.peers) + snapshot.left_out}",
+        "components": str(len(snapshot.components)),
+        "in flight": human_count(ledger.in_flight),
+        "discarded": human_count(ledger.discarded),
+    }
+
+
+def build(model: Model) -> None:
+    """One visitor's page. A timer of its own brings what has changed, and nothing else, to the browser."""
+    ui.colors(primary="#3b82f6")
+    ui.query(".nicegui-content").classes("p-2 sm:p-4 items-center")
+    updates: list[Callable[[], None]] = []
+    model.refresh()
+    with ui.column().classes("w-full max-w-7xl gap-3"):
+        updates.append(_head(model))
+        updates.append(_numbers(model))
+        with ui.grid().classes("w-full gap-3 grid-cols-1 lg:grid-cols-2"):
+            for title, name in (("Loss by tokens", "loss_by_tokens"), ("Loss by time", "loss_by_time")):
+                updates.append(_chart(model, title, name, lambda model: 260))
+            updates.append(_chart(model, "Fragments by syncer", "fragment_map", lambda model: 300))
+            updates.append(_table(model, "Fragments", "fragments", FRAGMENTS, 7))
+        updates.append(_table(model, "Peers", "peers", PEERS, 16))
+        updates.append(_chart(model, "Last rounds of each peer", "timeline", _timeline_height))
+        with ui.grid().classes("w-full gap-3 grid-cols-1 lg:grid-cols-2"):
+            updates.append(_table(model, "Contributions", "contributions", CONTRIBUTIONS, 10))
+            updates.append(_table(model, "Events", "events", EVENTS, 10))
+
+    def refresh() -> None:
+        model.refresh()
+        for update in updates:
+            update()
+
+    refresh()
+    ui.timer(EVERY_S, refresh)
+
+
+def _timeline_height(model: Model) -> int:
+    peers = len(model.options.get("timeline", {}).get("yAxis", {}).get("data", ()))
+    return 90 + max(3, peers) * (26 if peers <= 16 else 16)
+
+
+def _head(model: Model) -> Callable[[], None]:
+    dark = ui.dark_mode(None)
+    with ui.row().classes("w-full items-center gap-x-3 flex-nowrap"):
+        name = ui.label("diloco").classes("text-xl font-semibold whitespace-nowrap")
+        what = ui.label().classes("text-sm opacity-70 truncate min-w-0 flex-1")
+        state = ui.badge("connecting").classes("text-sm px-2 py-1 whitespace-nowrap")
+        button = ui.button().props('flat round dense aria-label="light or dark"')
+    why = ui.label().classes("w-full text-sm text-red-600 break-all")
+
+    def show_mode() -> None:
+        icon, text = MODES[dark.value]
+        button.props(f"icon={icon}").tooltip(text)
+
+    def switch() -> None:
+        dark.set_value(NEXT_MODE[dark.value])
+        button.clear()
+        show_mode()
+
+    button.on_click(switch)
+    show_mode()
+
+    def update() -> None:
+        snapshot, text = model.poller.snapshot, model.state()
+        state.set_text(text)
+        state.props(f"color={'green-8' if text == 'live' else 'grey-7' if text == 'connecting' else 'red-8'}")
+        why.set_text(model.poller.lost or "")
+        why.set_visibility(model.poller.lost is not None)
+        if snapshot is not None:
+            run = snapshot.run
+            name.set_text(run.run_id)
+            called = snapshot.names().get(run.answered_by, run.answered_by[-6:])
+            what.set_text(f"{run.model or 'model unnamed'}, {run.mode}, as {called} sees it")
+
+    return update
+
+
+def _numbers(model: Model) -> Callable[[], None]:
+    labels: dict[str, ui.label] = {}
+    names = [
+        "outer step",
+        "tokens applied",
+        "loss",
+        "tokens / s",
+        "peers training",
+        "components",
+        "in flight",
+        "discarded",
+    ]
+    with ui.grid().classes("w-full gap-2 grid-cols-2 sm:grid-cols-4 lg:grid-cols-8"):
+        for name in names:
+            with ui.card().classes("p-2 gap-0 min-w-0"):
+                ui.label(name).classes("text-xs opacity-70")
+                labels[name] = ui.label("-").classes("text-lg font-medium tabular-nums whitespace-nowrap")
+
+    def update() -> None:
+        for name, label in labels.items():
+            label.set_text(model.figures.get(name, "-"))
+
+    return update
+
+
+def _chart(model: Model, title: str, name: str, height: Callable[[Model], int]) -> Callable[[], None]:
+    shown: dict[str, Any] = {}
+    with ui.card().classes(CARD):
+        ui.label(title).classes("text-sm font-medium")
+        chart = ui.echart({}).classes("w-full").style(f"height: {height(model)}px")
+
+    def update() -> None:
+        options = model.options.get(name)
+        if options is None or shown.get("options") == options:
+            return
+        shown["options"] = options
+        chart.style(f"height: {height(model)}px")
+        chart.options.clear()
+        chart.options.update(options)
+        chart.update()
+
+    return update
+
+
+Columns = list[tuple[str, str, bool]]
+"""Field, title, and whether a phone has room for it. Numbers are right-aligned."""
+
+PEERS: Columns = [
+    ("peer", "peer", True),
+    ("short_id", "id", False),
+    ("state", "state", True),
+    ("device", "device", False),
+    ("lag", "lag", True),
+    ("step", "step", False),
+    ("pace", "steps/s", False),
+    ("history", "tokens/s, 2 min", False),
+    ("loss", "loss", True),
+    ("busy", "busy", False),
+    ("tokens", "tokens", False),
+    ("sent", "sent", False),
+    ("received", "received", False),
+    ("seen", "seen", True),
+]
+FRAGMENTS: Columns = [(name, name, name != "term") for name in ("fragment", "syncer", "term", "version", "backup")]
+CONTRIBUTIONS: Columns = [
+    ("peer", "peer", True),
+    ("tokens", "tokens", True),
+    ("share", "share", True),
+    ("steps", "outer steps", True),
+    ("bytes", "payload", False),
+    ("versions", "versions", False),
+]
+EVENTS: Columns = [("ago", "ago", True), ("kind", "event", True), ("text", "", True)]
+SORTABLE = {"peer", "short_id", "state", "device", "lag", "pace", "loss", "fragment", "syncer", "backup", "steps"}
+# Quasar's template of a cell; colours that are readable on white and on black.
+STATE = """<q-td :props="props"><q-badge outline :color="{training: 'green', exchanging: 'cyan', starting: 'orange',
+ready: 'orange', leaving: 'grey', done: 'blue'}[props.value] || 'grey'">{{ props.value }}</q-badge></q-td>"""
+LEFT = {"peer", "short_id", "state", "device", "syncer", "backup", "kind", "text", "history"}
+
+
+def _table(model: Model, title: str, name: str, columns: Columns, page: int) -> Callable[[], None]:
+    described = [
+        {
+            "name": field,
+            "label": label,
+            "field": field,
+            "align": "left" if field in LEFT else "right",
+            "sortable": name != "events"
+            and field not in ("history", "tokens", "sent", "received", "step", "bytes", "versions"),
+            "classes": f"{'' if phone else WIDE} {'text-primary tracking-tighter' if field == 'history' else ''}",
+            "headerClasses": "" if phone else WIDE,
+            "style": "white-space: normal; overflow-wrap: anywhere" if field == "text" else "",
+        }
+        for field, label, phone in columns
+    ]
+    with ui.card().classes(CARD):
+        ui.label(title).classes("text-sm font-medium")
+        table = ui.table(
+            rows=[], columns=described, row_key="id" if name != "fragments" else "fragment", pagination=page
+        )
+        table.classes("w-full tabular-nums").props("dense flat hide-no-data :rows-per-page-options=[]")
+        if name == "peers":
+            table.add_slot("body-cell-state", STATE)
+
+    def update() -> None:
+        rows = model.rows.get(name)
+        if rows is None or table.rows == rows:
+            return
+        table.props(f"{'hide-pagination' if len(rows) <= page else ''}")
+        table.rows = rows
+
+    return update

@@ -1,0 +1,99 @@
+"""Asks the swarm once a second, for all pages that are open."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from diloco.errors import DilocoError
+from diloco.protocol.snapshot import Snapshot
+
+__all__ = ["Poller", "Source"]
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+SAMPLE_S = 5.0  # of a peer's pace; heartbeats and inner steps would make shorter ones jump
+SAMPLES = 24
+
+
+class Source(Protocol):
+    """Where snapshots come from; `swarm.visitor.Visitor` is the real one."""
+
+    async def ask(self) -> Snapshot:
+        """The swarm now; `DilocoError` when nobody answers."""
+        ...
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+
+class Poller:
+    """The newest snapshot, and the pace of each peer over the last two minutes.
+
+    Attributes:
+        snapshot: the newest one; it stays when the swarm does not answer any more.
+        number: grows with every snapshot.
+        lost: why nobody answers; None while somebody does.
+
+    Nothing that the source raises ends it, short of a bug.
+    """
+
+    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+        self.snapshot: Snapshot | None = None
+        self.number = 0
+        self.lost: str | None = None
+        self._source = source
+        self._clock = clock
+        self._seen_at = clock()
+        self._sampled: tuple[float, dict[str, int], int] | None = None
+        self._paces: dict[str, deque[float]] = {}
+        self.tokens_per_s: float | None = None
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        try:
+            while True:
+                await self.poll()
+                await asyncio.sleep(EVERY_S)
+        finally:
+            await self._source.close()
+
+    async def poll(self) -> None:
+        """Ask once."""
+        try:
+            snapshot = await self._source.ask()
+        except DilocoError as error:
+            self.lost = str(error)
+            logger.debug("nobody answers: %r", error)
+            return
+        self.snapshot, self.lost = snapshot, None
+        self.number += 1
+        self._seen_at = self._clock()
+        self._sample(snapshot)
+
+    def seen_s(self) -> float:
+        """Seconds since the last answer."""
+        return self._clock() - self._seen_at
+
+    def paces(self, peer: str) -> list[float]:
+        """Tokens per second of a peer, from old to new."""
+        return list(self._paces.get(peer, ()))
+
+    def _sample(self, snapshot: Snapshot) -> None:
+        now = self._clock()
+        tokens = {row.peer_id: row.tokens for row in snapshot.peers}
+        if self._sampled is not None:
+            at, before, processed = self._sampled
+            if now - at < SAMPLE_S:
+                return
+            self.tokens_per_s = max(0, snapshot.ledger.processed - processed) / (now - at)
+            self._paces = {peer: self._paces.get(peer, deque(maxlen=SAMPLES)) for peer in tokens}
+            for peer in tokens.keys() & before.keys():
+                self._paces[peer].append(max(0, tokens[peer] - before[peer]) / (now - at))
+        self._sampled = now, tokens, snapshot.ledger.processed

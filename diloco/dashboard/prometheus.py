@@ -1,0 +1,91 @@
+"""A snapshot as metrics for Prometheus, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from diloco.dashboard.poller import Poller
+from diloco.protocol.snapshot import PeerRow, Snapshot
+
+__all__ = ["exposition"]
+
+Metric = GaugeMetricFamily
+
+
+def exposition(poller: Poller) -> bytes:
+    """The text that Prometheus reads; while nobody answers `diloco_up` is 0, and the rest is what was last seen."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Swarm(poller))
+    return generate_latest(registry)
+
+
+class _Swarm(Collector):
+    def __init__(self, poller: Poller) -> None:
+        self._poller = poller
+
+    def collect(self) -> Iterator[Metric]:
+        poller, snapshot = self._poller, self._poller.snapshot
+        up = poller.lost is None and snapshot is not None
+        yield _gauge("diloco_up", "Whether a peer of the swarm answers", float(up))
+        yield _gauge("diloco_last_answer_seconds", "Seconds since a peer answered", poller.seen_s())
+        if snapshot is not None:
+            yield from _swarm(snapshot)
+            yield from _peers(snapshot)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return Metric(name, text, value=value)
+
+
+def _labelled(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+    metric = Metric(name, text, labels=[label])
+    for key, value in values.items():
+        metric.add_metric([key], value)
+    return metric
+
+
+def _swarm(snapshot: Snapshot) -> Iterator[Metric]:
+    run, ledger = snapshot.run, snapshot.ledger
+    yield _gauge("diloco_outer_steps", "Outer steps that every fragment has seen", run.version)
+    tokens = {name: float(getattr(ledger, name)) for name in ("processed", "applied", "discarded", "in_flight")}
+    yield _labelled("diloco_tokens", "Tokens by what became of them", "fate", tokens)
+    states = Counter(row.state for row in snapshot.peers)
+    yield _labelled("diloco_peers", "Connected peers by state", "state", {name: float(n) for name, n in states.items()})
+    yield _gauge("diloco_components", "Disjoint groups of peers", len(snapshot.components))
+    unheld = sum(row.syncer is None for row in snapshot.fragments)
+    yield _gauge("diloco_fragments_unheld", "Fragments without a syncer", unheld)
+    if snapshot.loss:
+        yield _gauge("diloco_loss", "Mean training loss of the peers (nats per token)", snapshot.loss[-1].loss)
+    newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
+    if newest is None:
+        return
+    counts = {"live": newest.live, "participating": newest.participating, "merged": newest.merged}
+    yield _labelled(
+        "diloco_round_peers", "Peers of the newest version", "role", {name: float(n) for name, n in counts.items()}
+    )
+    yield _gauge("diloco_round_staleness", "Staleness of the oldest contribution in it", newest.staleness)
+    if newest.seconds is not None:
+        seconds = newest.seconds.model_dump()
+        yield _labelled("diloco_round_seconds", "Mean wall seconds of its round by phase", "phase", seconds)
+
+
+def _peers(snapshot: Snapshot) -> Iterator[Metric]:
+    names = snapshot.names()
+    figures: dict[str, tuple[str, Callable[[PeerRow], float]]] = {
+        "steps_per_second": ("Inner steps per second", lambda row: row.steps_per_s),
+        "tokens": ("Tokens processed", lambda row: row.tokens),
+        "version_lag": ("Outer steps behind the swarm", lambda row: row.version_lag),
+        "bytes_sent": ("Bytes sent", lambda row: row.bytes_sent),
+        "bytes_received": ("Bytes received", lambda row: row.bytes_received),
+        "last_seen_seconds": ("Seconds since its last word", lambda row: row.last_seen_s),
+    }
+    for name, (text, read) in figures.items():
+        metric = Metric(f"diloco_peer_{name}", f"{text}, by peer", labels=["peer", "peer_id"])
+        for row in snapshot.peers:
+            metric.add_metric([names[row.peer_id], row.peer_id], read(row))
+        yield metric

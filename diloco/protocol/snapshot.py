@@ -1,0 +1,238 @@
+"""What one peer knows of the swarm, for whoever watches: `diloco status --json`, the dashboard, Prometheus and wandb.
+
+    Snapshot -> pack (JSON, deflated) -> pieces of SnapshotReply -> unpack (bounded, validated) -> Snapshot
+
+Times are unix seconds by the answering peer's clock. What does not fit the limits is left out from the end, and
+`left_out` says how many peers that were.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
+
+from diloco.errors import PayloadError
+from diloco.protocol.messages import MAX_SNAPSHOT_PIECE_BYTES, Count, Index, Rate, State
+from diloco.text import plain
+
+__all__ = [
+    "MAX_FRAGMENTS",
+    "MAX_HISTORY",
+    "MAX_PACKED_BYTES",
+    "MAX_PEERS",
+    "MAX_PEER_ROUNDS",
+    "MAX_TEXT_BYTES",
+    "SHORT",
+    "Contributions",
+    "Event",
+    "FragmentRow",
+    "LedgerTotals",
+    "LossPoint",
+    "PeerRound",
+    "PeerRow",
+    "Phases",
+    "Round",
+    "RunInfo",
+    "Snapshot",
+    "pack",
+    "unpack",
+]
+
+SHORT = 6  # of a peer id; its beginning is the same for all
+MAX_PEERS = 1024
+MAX_HISTORY = 512  # of rounds, events and points of the loss
+MAX_PEER_ROUNDS = 2048
+MAX_FRAGMENTS = 4096
+MAX_PACKED_BYTES = 16 * MAX_SNAPSHOT_PIECE_BYTES
+MAX_TEXT_BYTES = MAX_PACKED_BYTES
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Neither who is named nor who answers can put more into a terminal or a page than printable text.
+Name = Annotated[str, Field(max_length=128), AfterValidator(plain)]
+Text = Annotated[str, Field(max_length=512), AfterValidator(plain)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Phases(_Part):
+    """Wall seconds of a training loop by what it did."""
+
+    compute: Rate = 0.0
+    wait: Rate = 0.0
+    comm: Rate = 0.0
+    outer: Rate = 0.0
+
+
+class RunInfo(_Part):
+    """Which run it is, how far it is, and who says so."""
+
+    run_id: Name
+    manifest_hash: Name
+    wire_version: Count
+    mode: Name
+    model: Name
+    outer_steps: Count | None = Field(description="Budget; null is without limit.")
+    tokens: Count | None = Field(description="Budget; null is without limit.")
+    version: Count = Field(description="Outer steps that every fragment has seen.")
+    applied_tokens: Count = Field(description="The swarm clock.")
+    at: Finite
+    answered_by: Name
+
+
+class PeerRow(_Part):
+    """A peer, as it said last. `last_seen_s` ago; `seconds` are those of its last round."""
+
+    peer_id: Name
+    short_id: Name
+    name: Name
+    state: State
+    trains: bool
+    holds: bool
+    device: Name
+    version: Count
+    version_lag: Count
+    inner_step: Count
+    target_steps: Count
+    steps_per_s: Rate
+    tokens: Count
+    loss: Finite | None
+    bytes_sent: Count
+    bytes_received: Count
+    last_seen_s: Rate
+    seconds: Phases | None
+
+
+class FragmentRow(_Part):
+    """A fragment; without `syncer` nobody holds it, and `backup` is who would claim it next."""
+
+    fragment: Index
+    syncer: Name | None
+    term: Count
+    version: Count
+    backup: Name | None
+
+
+class Round(_Part):
+    """A version of a fragment: connected, training and merged peers when it was published.
+
+    `seconds` are the means over the peers that have told theirs; None while none has.
+    """
+
+    fragment: Index
+    version: Count
+    live: Count
+    participating: Count
+    merged: Count
+    staleness: Count
+    seconds: Phases | None
+    closed_at: Finite
+
+
+class PeerRound(_Part):
+    """One peer's round: what it did in the seconds before `ended_at`."""
+
+    peer_id: Name
+    round: Count
+    version: Count
+    ended_at: Finite
+    seconds: Phases
+
+
+class Contributions(_Part):
+    """A line of the public record, as `shares.Contributor`."""
+
+    peer_id: Name
+    name: Name
+    outer_steps: Count
+    tokens: Count
+    bytes: Count
+    first_version: Count
+    last_version: Count
+
+
+class LedgerTotals(_Part):
+    """Where the tokens are: processed = applied + discarded + in_flight."""
+
+    processed: Count
+    applied: Count
+    discarded: Count
+    in_flight: Count
+    contributions: Annotated[list[Contributions], Field(max_length=MAX_PEERS), FailFast()]
+
+
+class LossPoint(_Part):
+    """Mean training loss of the peers that train (nats per token), and the lowest and highest of them."""
+
+    at: Finite
+    tokens: Count
+    loss: Finite
+    low: Finite
+    high: Finite
+
+
+class Event(_Part):
+    """A line of the answering peer's event log."""
+
+    at: Finite
+    kind: Name
+    text: Text
+
+
+class Snapshot(_Part):
+    """The swarm as one of its peers sees it.
+
+    `components` are the disjoint groups of peers: first that of the answering peer, then those that the DHT still names
+    and nobody here can reach. Histories go from old to new.
+    """
+
+    run: RunInfo
+    peers: Annotated[list[PeerRow], Field(max_length=MAX_PEERS), FailFast()]
+    fragments: Annotated[list[FragmentRow], Field(max_length=MAX_FRAGMENTS), FailFast()]
+    rounds: Annotated[list[Round], Field(max_length=MAX_HISTORY), FailFast()]
+    ledger: LedgerTotals
+    loss: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY), FailFast()]
+    timeline: Annotated[list[PeerRound], Field(max_length=MAX_PEER_ROUNDS), FailFast()]
+    events: Annotated[list[Event], Field(max_length=MAX_HISTORY), FailFast()]
+    components: Annotated[
+        list[Annotated[list[Name], Field(max_length=MAX_PEERS), FailFast()]], Field(max_length=64), FailFast()
+    ]
+    left_out: Count = 0
+
+    def names(self) -> dict[str, str]:
+        """How to call each peer, also those that are gone: its name, with the end of its id where two have the same."""
+        named = {row.peer_id: row.name for row in self.ledger.contributions}
+        named |= {row.peer_id: row.name for row in self.peers}
+        often = Counter(named.values())
+        return {
+            peer: name if name and often[name] == 1 else f"{name}-{peer[-SHORT:]}".lstrip("-")
+            for peer, name in named.items()
+        }
+
+
+def pack(snapshot: Snapshot) -> list[bytes]:
+    """A snapshot as the pieces of its replies."""
+    packed = zlib.compress(snapshot.model_dump_json().encode(), 3)
+    assert len(packed) <= MAX_PACKED_BYTES, "the limits of a snapshot's lists are too wide"
+    return [packed[at : at + MAX_SNAPSHOT_PIECE_BYTES] for at in range(0, len(packed), MAX_SNAPSHOT_PIECE_BYTES)]
+
+
+def unpack(packed: bytes) -> Snapshot:
+    """The snapshot that untrusted bytes hold; `PayloadError` when they hold none, or more than one may."""
+    inflating = zlib.decompressobj()
+    try:
+        text = inflating.decompress(packed, MAX_TEXT_BYTES)
+    except zlib.error as error:
+        raise PayloadError(f"a snapshot cannot be inflated: {error}") from None
+    if not inflating.eof or inflating.unused_data:
+        raise PayloadError(f"a snapshot is cut off, or longer than {MAX_TEXT_BYTES} bytes")
+    try:
+        return Snapshot.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PayloadError(f"a snapshot does not fit its schema: {where[:100]}: {first['msg'][:200]}") from None

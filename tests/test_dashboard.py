@@ -1,0 +1,271 @@
+"""The page of a swarm: charts and rows, the poller behind them, Prometheus, and (where there is one) a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_swarm import FRAGMENTS, FakeSwarm, peer_id, snapshot
+from swarm_helpers import Command, command, eventually, free_port
+
+from diloco.cli import dashboard as cli_dashboard
+from diloco.dashboard import charts
+from diloco.dashboard.poller import SAMPLE_S, SAMPLES, Poller
+from diloco.errors import ConfigError
+from diloco.protocol.snapshot import Snapshot
+
+PEERS = 64
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FAKE = str(Path(__file__).with_name("fake_swarm.py"))
+
+needs_extra = pytest.mark.skipif(
+    importlib.util.find_spec("nicegui") is None or importlib.util.find_spec("prometheus_client") is None,
+    reason="the extra `dashboard` is not installed",
+)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or importlib.util.find_spec("playwright") is None,
+    reason="no chromium, or no playwright to drive it, on this machine",
+)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def polled(poller: Poller, clock: Clock, seconds: float) -> None:
+    for _ in range(int(seconds)):
+        asyncio.run(poller.poll())
+        clock.now += 1.0
+
+
+# --- Charts and rows --------------------------------------------------------------------------------------------------
+
+
+def test_the_curves_are_of_the_loss_by_the_swarm_clock_and_by_time() -> None:
+    seen = snapshot(4)
+    last = seen.loss[-1]
+    by_tokens, by_time = charts.loss_by_tokens(seen), charts.loss_by_time(seen)
+    assert by_tokens["xAxis"]["name"] == "million tokens applied"
+    assert by_tokens["series"][0]["data"][-1] == [last.tokens / 1e6, round(last.loss, 4)]
+    assert by_time["series"][0]["data"][-1] == [round(last.at * 1000), round(last.loss, 4)]
+    lowest, highest = (series["data"][-1][1] for series in by_time["series"][1:])
+    assert lowest < last.loss < highest
+
+
+def test_points_at_one_reading_of_the_clock_are_one() -> None:
+    seen = snapshot(4)
+    still = [point.model_copy(update={"tokens": 7}) for point in seen.loss]
+    chart = charts.loss_by_tokens(seen.model_copy(update={"loss": still}))
+    assert chart["series"][0]["data"] == [[7.0, round(seen.loss[-1].loss, 4)]]
+    assert chart["series"][0]["showSymbol"]  # a line of one point is invisible
+
+
+def test_every_fragment_is_on_the_map_once_under_its_syncer() -> None:
+    seen = snapshot(PEERS)
+    fragments = [seen.fragments[0].model_copy(update={"syncer": None}), *seen.fragments[1:]]
+    [series] = charts.fragment_map(seen.model_copy(update={"fragments": fragments}))["series"]
+    tiles = {tile["name"]: [child["name"] for child in tile["children"]] for tile in series["data"]}
+    assert sorted(int(name.split()[0]) for names in tiles.values() for name in names) == list(range(FRAGMENTS))
+    assert tiles["nobody"] == ["0  v50"]
+    assert tiles["worker-05"] == ["1  v50"]
+
+
+def test_the_bars_of_a_peer_end_where_its_rounds_did() -> None:
+    seen = snapshot(3)
+    chart = charts.timeline(seen)
+    rows = [row for row in seen.timeline if row.peer_id == peer_id(1)][-charts.ROUNDS :]
+    begin = min(row.ended_at for row in seen.timeline if row.round == rows[0].round) - 12  # about
+    index = chart["yAxis"]["data"].index("worker-01")
+    lengths = [series["data"][index] for series in chart["series"]]
+    assert sum(lengths) == pytest.approx(rows[-1].ended_at - begin, abs=0.5)
+    assert lengths[1:4] == [pytest.approx(value) for value in (
+        rows[0].seconds.compute, rows[0].seconds.wait, rows[0].seconds.comm + rows[0].seconds.outer
+    )]  # fmt: skip
+    assert [series["name"] for series in chart["series"][:4]] == ["", "compute", "wait", "exchange"]
+
+
+def test_a_swarm_of_which_nothing_is_known_yet_has_a_page_too() -> None:
+    seen = snapshot(2)
+    empty: dict[str, Any] = {key: [] for key in ("peers", "fragments", "rounds", "loss", "timeline", "events")}
+    bare = seen.model_copy(update=empty)
+    for chart in (charts.loss_by_tokens, charts.loss_by_time, charts.fragment_map, charts.timeline):
+        json.dumps(chart(bare), allow_nan=False)
+    assert charts.peer_rows(bare, lambda peer: []) == charts.event_rows(bare) == []
+
+
+def test_events_name_peers_and_come_newest_first() -> None:
+    first = charts.event_rows(snapshot(4))[0]
+    assert (first["kind"], first["text"], first["ago"]) == ("join", "peer=worker-01 live=1", "0:03")
+
+
+# --- The poller -------------------------------------------------------------------------------------------------------
+
+
+def test_the_pace_of_each_peer_is_sampled_and_its_history_bounded() -> None:
+    clock = Clock()
+    poller = Poller(FakeSwarm(2, clock=clock), clock)
+    polled(poller, clock, SAMPLE_S * (SAMPLES + 5))
+    assert len(poller.paces(peer_id(1))) == SAMPLES
+    assert poller.paces(peer_id(1)) == pytest.approx([913] * SAMPLES, abs=1)
+    assert poller.tokens_per_s == pytest.approx(1813, abs=2)
+    assert poller.paces("nobody") == []
+
+
+def test_what_was_seen_last_stays_when_nobody_answers() -> None:
+    clock = Clock()
+    poller = Poller(FakeSwarm(2, dies_after_s=3, clock=clock), clock)
+    polled(poller, clock, 4)
+    assert (poller.lost, poller.number) == (None, 4)
+    polled(poller, clock, 10)
+    assert poller.lost is not None and "does not answer" in poller.lost
+    assert poller.snapshot is not None and poller.number == 4
+    assert poller.seen_s() == 11
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_extra_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nicegui" else found(name))
+    with pytest.raises(ConfigError, match=r"needs nicegui; pip install 'diloco\[dashboard\]'"):
+        cli_dashboard.run("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWA", "127.0.0.1", 0)
+
+
+@needs_extra
+@pytest.mark.parametrize(("host", "port"), [("203.0.113.7", 0), ("127.0.0.1", 1)])
+def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) -> None:
+    if port and os.geteuid() == 0:
+        pytest.skip("root may listen on every port")
+    with pytest.raises(ConfigError, match=rf"--host={host} --port={port} cannot be listened on"):
+        cli_dashboard.run("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWA", host, port)
+
+
+def test_only_loopback_counts_as_unseen() -> None:
+    assert [cli_dashboard._loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "box")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
+# --- Prometheus -------------------------------------------------------------------------------------------------------
+
+
+@needs_extra
+def test_prometheus_reads_the_swarm_and_that_it_is_lost() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from diloco.dashboard.prometheus import exposition
+
+    clock = Clock()
+    poller = Poller(FakeSwarm(3, dies_after_s=2, clock=clock), clock)
+
+    def read() -> dict[str, dict[str, float]]:
+        families = text_string_to_metric_families(exposition(poller).decode())
+        return {f.name: {str(dict(s.labels)): s.value for s in f.samples} for f in families}
+
+    assert read()["diloco_up"] == {"{}": 0.0} and "diloco_tokens" not in read()
+    polled(poller, clock, 1)
+    metrics = read()
+    assert metrics["diloco_up"] == {"{}": 1.0}
+    assert poller.snapshot is not None
+    ledger = poller.snapshot.ledger
+    tokens = metrics["diloco_tokens"]
+    assert tokens["{'fate': 'processed'}"] == ledger.processed
+    assert sum(tokens.values()) == 2 * ledger.processed
+    assert len(metrics["diloco_peer_tokens"]) == 3
+    polled(poller, clock, 10)
+    assert read()["diloco_up"] == {"{}": 0.0}
+    assert len(read()["diloco_peer_tokens"]) == 3  # what was seen last
+
+
+# --- Served -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[tuple[str, Command]]:
+    """Address and process of the page of a fake swarm."""
+    port = free_port()
+    with command(FAKE, str(port), str(PEERS), directory=tmp_path) as process:
+        url = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            assert process.process.poll() is None, process.stderr
+            try:
+                return bool(fetch(f"{url}/api/state"))
+            except (urllib.error.URLError, ConnectionError):
+                return False
+
+        eventually(answers, "the page")
+        yield url, process
+
+
+def fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return bytes(reply.read())
+
+
+@needs_extra
+@pytest.mark.swarm
+def test_state_metrics_and_page_are_served_from_one_process(page: tuple[str, Command]) -> None:
+    url, _ = page
+    seen = Snapshot.model_validate_json(fetch(f"{url}/api/state"))
+    assert len(seen.peers) == PEERS
+    assert b"diloco_up 1.0" in fetch(f"{url}/metrics")
+    assert b"diloco: fake" in fetch(url)
+
+
+@needs_extra
+@needs_browser
+@pytest.mark.swarm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize(("width", "height", "scheme"), [(1440, 900, "light"), (390, 844, "dark")])
+def test_a_browser_shows_the_swarm_live_offline_and_in_under_two_megabytes(
+    page: tuple[str, Command], width: int, height: int, scheme: str
+) -> None:
+    from playwright.sync_api import sync_playwright
+
+    url, _ = page
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        tab = context.new_page()
+        requested: list[str] = []
+        problems: list[str] = []
+        received = {"bytes": 0}
+        tab.on("request", lambda request: requested.append(request.url))
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+        network = context.new_cdp_session(tab)
+        network.send("Network.enable")
+        network.on("Network.loadingFinished", lambda event: received.update(
+            bytes=received["bytes"] + event["encodedDataLength"]
+        ))  # fmt: skip
+        network.on("Network.webSocketFrameReceived", lambda event: received.update(
+            bytes=received["bytes"] + len(event["response"]["payloadData"])
+        ))  # fmt: skip
+        tab.goto(url)
+        tab.get_by_text("live", exact=True).wait_for()
+        tab.get_by_text("worker-03", exact=True).first.wait_for()
+        assert received["bytes"] < 2_000_000
+        assert [one for one in requested if not one.startswith((url, "data:", "ws://127.0.0.1"))] == []
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.locator("canvas").count() == 4
+        assert tab.evaluate("document.body.classList.contains('body--dark')") == (scheme == "dark")
+        tokens = tab.get_by_text("tokens applied", exact=True).locator("xpath=following-sibling::*")
+        flight = tab.get_by_text("in flight", exact=True).locator("xpath=following-sibling::*")
+        before = (tokens.inner_text(), flight.inner_text())
+        eventually(lambda: (tab.wait_for_timeout(100), (tokens.inner_text(), flight.inner_text()) != before)[1], "news")
+        assert problems == []
+        browser.close()

@@ -1,0 +1,419 @@
+"""Seeing a swarm: what a node remembers, how it travels, and what `diloco status` makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import signal
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_swarm import peer_id, snapshot
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from swarm_helpers import ROOT, Crowd, command, diloco, eventually, free_port
+
+from diloco.cli.panels import render
+from diloco.config.address import Address
+from diloco.errors import PayloadError, SwarmError
+from diloco.protocol import snapshot as schema
+from diloco.protocol.messages import (
+    MAX_SNAPSHOT_PIECE_BYTES,
+    Hello,
+    Message,
+    Published,
+    Refusal,
+    SnapshotReply,
+    State,
+    Status,
+    encode,
+)
+from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
+from diloco.swarm.observe import ELSEWHERE_S, Recorder
+from diloco.swarm.visitor import Visitor
+from diloco.text import sparkline
+
+MANIFEST = "0" * 64
+TEXT = '{"model": {"name": "tiny"}, "budget": {"outer_steps": 9, "tokens": null}}'
+ME, OTHER = "a" * 46, "b" * 46
+
+
+def node(fragments: int = 2) -> Peer:
+    return Peer(ME, "me", "run", MANIFEST, ["1" * 64] * fragments, device="cpu")
+
+
+def status(state: State = "training", version: int = 0, **fields: Any) -> Status:
+    return Status(state=state, versions=[version, version], **fields)
+
+
+def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -> Peer:
+    hello = Hello(
+        wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True,
+        device="gpu", peers=[], status=status(**fields), claims=[],
+    )  # fmt: skip
+    peer.connected(other, hello, 0.0)
+    return peer
+
+
+def told(peer: Peer, recorder: Recorder, message: Status | Published, now: float, other: str = OTHER) -> None:
+    peer.heard(other, message, now)
+    recorder.heard(peer, other, message, now)
+
+
+def published(version: int, fragment: int = 0, **fields: Any) -> Published:
+    known = {"term": 1, "digest": "2" * 64, "contributors": [ME, OTHER], "applied_tokens": 100 * version}
+    return Published(fragment=fragment, version=version, **{**known, **fields})
+
+
+# --- What a node remembers --------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
+    peer, recorder = joined(node(), tokens=70, loss=2.5, bytes_sent=4), Recorder()
+    peer.acquainted(0.0)
+    seen = recorder.snapshot(peer, TEXT, 3.0)
+    assert (seen.run.run_id, seen.run.mode, seen.run.model, seen.run.outer_steps) == ("run", "synchronous", "tiny", 9)
+    mine, other = seen.peers
+    assert (mine.name, mine.device, mine.last_seen_s) == ("me", "cpu", 0.0)
+    assert (other.name, other.device, other.loss, other.last_seen_s) == ("other", "gpu", 2.5, 3.0)
+    for row in seen.fragments:
+        lease = peer.leases.get(row.fragment)
+        assert row.syncer == (None if lease is None else lease.holder)
+        assert row.backup is None or row.backup != row.syncer
+    assert any(row.syncer == ME and row.backup == OTHER for row in seen.fragments)
+
+
+def test_a_round_is_recorded_once_with_who_was_there_and_how_long_it_took() -> None:
+    peer, recorder = joined(node()), Recorder()
+    told(peer, recorder, published(1, contributors=[OTHER], staleness=2), 1.0)
+    told(peer, recorder, published(1), 1.1)
+    told(peer, recorder, status(version=1, rounds=1, seconds=[4.0, 2.0, 1.0, 0.0]), 1.2)
+    recorder.heard(peer, ME, status(version=1, rounds=1, seconds=[6.0, 0.0, 1.0, 0.0]), 1.3)
+    told(peer, recorder, status(version=1, rounds=1, seconds=[4.0, 2.0, 1.0, 0.0]), 2.0)
+    seen = recorder.snapshot(peer, TEXT, 5.0)
+    [row] = seen.rounds
+    assert (row.live, row.participating, row.merged, row.staleness) == (2, 2, 1, 2)
+    assert row.seconds is not None
+    assert (row.seconds.compute, row.seconds.wait, row.seconds.comm) == (5.0, 1.0, 1.0)
+    assert seen.run.at - row.closed_at == pytest.approx(4.0)
+    assert [(one.peer_id, one.round) for one in seen.timeline] == [(OTHER, 1), (ME, 1)]
+
+
+def test_versions_that_a_successor_makes_again_are_rounds_too() -> None:
+    peer, recorder = joined(node()), Recorder()
+    for term, version in ((1, 1), (1, 2), (1, 2), (2, 2), (1, 3)):
+        told(peer, recorder, published(version, term=term), 1.0)
+    assert [row.version for row in recorder.snapshot(peer, TEXT, 2.0).rounds] == [1, 2, 2]
+
+
+def test_the_loss_is_the_mean_of_those_who_train_and_its_history_spans_the_run() -> None:
+    peer, recorder = joined(node()), Recorder()
+    peer.state = "training"
+    peer.measured(3.0, 0, [])
+    told(peer, recorder, status(loss=2.0), 1.0)
+    told(peer, recorder, status(loss=2.0), 1.5)  # too soon
+    [point] = recorder.snapshot(peer, TEXT, 2.0).loss
+    assert (point.loss, point.low, point.high) == (2.5, 2.0, 3.0)
+    for second in range(2, 5000):
+        told(peer, recorder, status(loss=2.0, tokens=second), float(second))
+    loss = recorder.snapshot(peer, TEXT, 5000.0).loss
+    assert MAX_HISTORY // 4 < len(loss) <= MAX_HISTORY
+    assert loss[-1].at - loss[0].at > 4900
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -1.0])
+def test_a_loss_that_is_none_is_not_told(loss: float) -> None:
+    peer = node()
+    peer.measured(loss, 1, [])
+    assert peer.status().loss == 0.0
+
+
+def test_what_a_peer_gave_stays_on_the_books_when_it_is_gone_and_tokens_balance() -> None:
+    peer, recorder = joined(node()), Recorder()
+    told(peer, recorder, status(tokens=170, discarded=30), 1.0)
+    peer.adopted(0, 1, "2" * 64, 100, 2.0, contributors={OTHER: 100})
+    peer.lost(OTHER, 3.0, "reset")
+    ledger = recorder.snapshot(peer, TEXT, 4.0).ledger
+    [row] = ledger.contributions
+    assert (row.peer_id, row.name, row.tokens, row.outer_steps) == (OTHER, "other", 100, 1)
+    assert (ledger.processed, ledger.applied, ledger.discarded, ledger.in_flight) == (170, 100, 30, 40)
+
+
+def test_a_peer_that_the_dht_goes_on_naming_is_in_another_component() -> None:
+    peer, recorder = joined(node()), Recorder()
+    recorder.named(peer, {ME: "me", OTHER: "other", "c": "far"}, 0.0)
+    recorder.named(peer, {ME: "me", OTHER: "other", "c": "far"}, ELSEWHERE_S + 1)
+    assert recorder.snapshot(peer, TEXT, ELSEWHERE_S).components == [[ME, OTHER]]
+    assert recorder.snapshot(peer, TEXT, ELSEWHERE_S + 1).components == [[ME, OTHER], ["c"]]
+    recorder.named(peer, {OTHER: "other"}, ELSEWHERE_S + 2)  # its record has run out
+    assert recorder.snapshot(peer, TEXT, ELSEWHERE_S + 2).components == [[ME, OTHER]]
+
+
+def test_hundreds_of_peers_are_cut_to_what_a_reply_holds_and_the_rest_is_counted() -> None:
+    peer, recorder = node(), Recorder()
+    for index in range(MAX_PEERS + 7):
+        joined(peer, f"{index:046d}", "x" * 128)
+    seen = unpack(b"".join(recorder.packed(peer, TEXT, 1.0)))
+    assert (len(seen.peers), seen.left_out) == (MAX_PEERS, 8)
+    assert seen.peers[0].peer_id == ME
+
+
+def test_one_snapshot_answers_all_who_ask_at_the_same_time() -> None:
+    peer, recorder = joined(node()), Recorder()
+    first = recorder.packed(peer, TEXT, 1.0)
+    assert recorder.packed(peer, TEXT, 1.4) is first
+    assert recorder.packed(peer, TEXT, 1.5) is not first
+
+
+# --- How it travels ---------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_comes_through_unchanged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = snapshot(64)
+    assert max(map(len, pack(sent))) <= MAX_SNAPSHOT_PIECE_BYTES
+    monkeypatch.setattr(schema, "MAX_SNAPSHOT_PIECE_BYTES", 1000)
+    pieces = pack(sent)
+    assert len(pieces) > 3
+    assert unpack(b"".join(pieces)) == sent
+
+
+@given(st.binary(max_size=200))
+def test_what_is_no_snapshot_is_refused(garbage: bytes) -> None:
+    with pytest.raises(PayloadError):
+        unpack(garbage)
+
+
+def test_a_snapshot_that_is_cut_off_inflates_without_end_or_has_wrong_fields_is_refused() -> None:
+    whole = b"".join(pack(snapshot(2)))
+    for packed, reason in (
+        (whole[:-9], "cut off"),
+        (whole + b"x", "cut off"),
+        (zlib.compress(bytes(MAX_TEXT_BYTES + 1)), "longer than"),
+        (zlib.compress(b"{}"), "run: Field required"),
+        (zlib.compress(snapshot(2).model_dump_json().replace('"loss":2', '"loss":"2', 1).encode()), "schema"),
+    ):
+        with pytest.raises(PayloadError, match=reason):
+            unpack(packed)
+
+
+def test_who_only_watches_imports_neither_torch_nor_the_rest_of_hivemind() -> None:
+    code = (
+        "import sys\nfrom diloco.cli import status\n"
+        "from diloco.swarm.visitor import light_hivemind\nlight_hivemind()\n"
+        "from diloco.swarm.daemon import Libp2p\n"
+        "print(sorted({'torch', 'hivemind.dht.node', 'transformers', 'numpy'} & set(sys.modules)), Libp2p.__name__)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert shown.stdout == "[] Libp2p\n", shown.stderr
+
+
+class Answering:
+    """A transport on which every peer says the same; who asks has to open a stream first."""
+
+    def __init__(self, *messages: Message, why: str = "") -> None:
+        self.me, self.addresses, self.seeds = "", [], ["12D3KooWseed"]
+        self.messages, self.why = messages, why
+        self.closed = False
+
+    async def open(self, peer: str, protocol: str) -> tuple[Any, Any]:
+        if self.why:
+            raise ConnectionError(self.why)
+        reader = asyncio.StreamReader()
+        for message in self.messages:
+            frame = encode(message)
+            reader.feed_data(len(frame).to_bytes(4, "big") + frame)
+        reader.feed_eof()
+        return reader, Silent()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Silent:
+    def write(self, data: bytes) -> None: ...
+    async def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 1) -> Snapshot:
+    """The last of so many answers from a visitor that connects to these, one after the other."""
+    left = list(transports)
+
+    async def visit(addresses: Any, gate: Any) -> Answering:
+        return left.pop(0)
+
+    monkeypatch.setattr("diloco.swarm.daemon.Libp2p.visit", visit)
+
+    async def ask() -> Snapshot:
+        async with Visitor(["/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed"]) as visitor:
+            for _ in range(times - 1):
+                await visitor.ask()
+                visitor._connected_at = -1e9
+                transports[0].why = "gone"
+            return await visitor.ask()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("transport", "reason"),
+    [
+        (Answering(why="protocols not supported"), "peer oWseed is no diloco peer; check the address"),
+        (Answering(why="dial backoff"), "does not answer"),
+        (Answering(SnapshotReply(wire_version=99, data=b"")), "cannot be understood: wire version 99 there does not"),
+        (
+            Answering(SnapshotReply(wire_version=WIRE_VERSION, data=b"junk")),
+            "cannot be understood: a snapshot cannot be inflated",
+        ),
+        (Answering(Refusal(reason="not for you")), "cannot be understood: refused: not for you"),
+        (Answering(*[SnapshotReply(wire_version=WIRE_VERSION, data=bytes(2**19), more=True)] * 17), "more than"),
+        (Answering(SnapshotReply(wire_version=WIRE_VERSION, data=b"x", more=True)), "does not answer"),  # and ends
+    ],
+)
+def test_who_cannot_tell_what_the_swarm_does_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, transport: Answering, reason: str
+) -> None:
+    with pytest.raises(SwarmError, match=reason) as caught:
+        asked(monkeypatch, transport)
+    assert str(caught.value).startswith("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed: peer")
+    assert transport.closed
+
+
+def test_when_nobody_answers_any_more_the_address_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = SnapshotReply(wire_version=WIRE_VERSION, data=b"".join(pack(snapshot(2))))
+    first, second = Answering(reply), Answering(reply)
+    assert asked(monkeypatch, first, second, times=2).run.run_id == "fake"
+    assert first.closed and second.closed
+
+
+# --- What a terminal shows --------------------------------------------------------------------------------------------
+
+
+def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = None) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=50, color_system=None, _environ={})
+    with console.capture() as capture:
+        console.print(render(seen, console, rows, lost))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_tables_fit_the_terminal_and_name_everything(width: int) -> None:
+    lines = shown(snapshot(5), width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for part in ("peers\n", "fragments\n", "rounds\n", "ledger", "contributions\n", "events\n", "loss 5", "worker-04"):
+        assert part in text
+    assert ("device" in text) == (width == 200)
+
+
+def test_what_is_lost_or_split_or_has_no_syncer_is_said() -> None:
+    seen = snapshot(3)
+    nobody = [row.model_copy(update={"syncer": None}) for row in seen.fragments]
+    seen = seen.model_copy(update={"fragments": nobody, "components": [*seen.components, ["x", "y"]]})
+    text = "\n".join(shown(seen, lost="lost, last seen 7 s ago"))
+    for part in ("split: 2 more peers", "nobody", "lost, last seen 7 s ago"):
+        assert part in text
+
+
+def test_rows_that_have_no_room_are_counted() -> None:
+    assert "61 more" in "\n".join(shown(snapshot(64), rows=3))
+
+
+def test_a_name_moves_no_cursor() -> None:
+    peer, recorder = joined(node(), name="=\x1b[2J\nroot"), Recorder()
+    told(peer, recorder, status(tokens=1), 1.0)
+    recorder.note("join\n", {"name": "\x1b]0;x\x07"}, 1.0)
+    seen = recorder.snapshot(peer, TEXT, 1.0)
+    assert seen.peers[1].name == "= [2J root"
+    assert (seen.events[0].kind, seen.events[0].text) == ("join ", "name= ]0;x ")
+    assert not any("\x1b" in line for line in shown(seen))
+
+
+def test_peers_of_one_name_are_told_apart() -> None:
+    seen = snapshot(3)
+    alike = seen.model_copy(update={"peers": [row.model_copy(update={"name": "peer"}) for row in seen.peers]})
+    assert set(alike.names().values()) == {f"peer-{peer_id(index)[-6:]}" for index in range(3)}
+
+
+def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 5], 10) == "▁▁"
+    assert sparkline([8, 8, 1, 1], 2) == "█▁"
+    assert sparkline([], 10) == sparkline([1.0], 0) == ""
+
+
+# --- A real swarm -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.swarm
+def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path, {"w": (8, 8)}, fragments=2)
+    try:
+        peers = crowd.start(2)
+        watched, other = peers
+
+        async def watch() -> tuple[Snapshot, Snapshot]:
+            async with Visitor(Address.parse(watched.address).peers) as visitor:
+                before = await visitor.ask()
+                while len(visitor._acquainted) < 1:
+                    await visitor.ask()
+                await asyncio.to_thread(watched.node.close)
+                return before, await visitor.ask()
+
+        before, after = asyncio.run(watch())
+        assert {row.peer_id for row in before.peers} == {peer.peer_id for peer in peers}
+        assert (before.run.answered_by, after.run.answered_by) == (watched.peer_id, other.peer_id)
+        assert {row.syncer for row in before.fragments} <= {peer.peer_id for peer in peers}
+        assert len(other.node.protocol.members) <= 1  # who only looks is no member
+
+        async def nobody() -> None:
+            async with Visitor(Address.parse(watched.address).peers) as visitor:
+                await visitor.ask()
+
+        with pytest.raises(SwarmError, match="cannot be reached"):
+            asyncio.run(nobody())
+    finally:
+        crowd.close()
+
+
+@pytest.mark.swarm
+def test_status_prints_one_object_with_the_documented_lists_and_exits_with_three_where_nobody_is(
+    tmp_path: Path,
+) -> None:
+    crowd = Crowd(tmp_path, {"w": (8, 8)}, fragments=2)
+    try:
+        [peer] = crowd.start(1)
+        table = tmp_path / "table.csv"
+        done = diloco("status", peer.address, "--json", "--csv", str(table), directory=tmp_path).done()
+        content = json.loads(done.stdout)
+        assert all(isinstance(content[name], list) for name in ("peers", "fragments", "rounds"))
+        ledger = content["ledger"]
+        assert ledger["processed"] == ledger["applied"] + ledger["discarded"] + ledger["in_flight"]
+        assert table.read_text().startswith("peer_id,name,outer_steps,tokens,bytes,")
+        tables = diloco("status", peer.address, directory=tmp_path).done()
+        assert "fragments" in tables.stdout
+        nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{peer.peer_id}"
+        dead = diloco("status", nobody, directory=tmp_path).done(3)
+        assert dead.stderr.startswith(f"diloco: error: {nobody} cannot be reached") and dead.stderr.count("\n") == 1
+    finally:
+        crowd.close()
+
+
+@pytest.mark.swarm
+def test_watching_ends_with_control_c_and_exit_code_zero(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path, {"w": (8, 8)}, fragments=2)
+    try:
+        [peer] = crowd.start(1)
+        with command("-m", "diloco", "status", peer.address, "--watch", directory=tmp_path) as watching:
+            eventually(lambda: "fragments" in watching.stdout or watching.process.poll() is not None, "a table")
+            watching.process.send_signal(signal.SIGINT)
+            assert watching.done().stderr == ""
+    finally:
+        crowd.close()

@@ -25,6 +25,7 @@ from diloco.protocol.messages import (
     Anchor,
     Claim,
     Contribution,
+    Figures,
     Greeting,
     Hello,
     InnerHeader,
@@ -69,13 +70,17 @@ statuses = st.builds(
     target_steps=counts,
     steps_per_s=rates,
     tokens=counts,
-    discarded=counts,
-    loss=rates,
-    bytes_sent=counts,
-    bytes_received=counts,
-    rounds=counts,
-    seconds=st.lists(rates, max_size=4),
     units=units,
+    figures=st.none()
+    | st.builds(
+        Figures,
+        discarded=counts,
+        loss=rates,
+        bytes_sent=counts,
+        bytes_received=counts,
+        rounds=counts,
+        seconds=st.lists(rates, max_size=4),
+    ),
 )
 word = {"cursor": counts, "open": units}
 claims = st.builds(Claim, fragment=fragments, term=terms, version=counts, digest=digests, **word)
@@ -184,7 +189,7 @@ ANY = st.one_of(
 D = "0123456789abcdef" * 4
 STATUS = Status(
     state="training", versions=[3, 4], inner_step=5, target_steps=6, steps_per_s=0.5, tokens=7, units=[[8, 9]],
-    loss=2.5, bytes_sent=1, bytes_received=2, rounds=3, seconds=[1.0, 0.5, 0.25, 0.0],
+    figures=Figures(loss=2.5, bytes_sent=1, bytes_received=2, rounds=3, seconds=[1.0, 0.5, 0.25, 0.0]),
 )  # fmt: skip
 CLAIM = Claim(fragment=1, term=2, version=3, digest=D, cursor=9, open=[[0, 4], [6, 9]])
 REVOCATIONS = Revocations(number=1, token_ids=[D[:16]], peer_ids=["a"], signature=2 * D)
@@ -258,6 +263,8 @@ def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         wrong = [*WRONG[type(value)], *(DIGESTS if value == D else [])]
         if key == "contributors" and isinstance(value, dict):
             wrong = [*(one for one in wrong if one != {}), {"a": -1}, {"a": "1"}, {"a": None}, {"a" * 129: 1}]
+        if key == "figures":
+            wrong = [one for one in wrong if one not in (None, {})]  # none, or none of them yet
         if key == "shares":
             wrong = [
                 *(one for one in wrong if one != {}),

@@ -25,6 +25,7 @@ from diloco.errors import PayloadError, SwarmError
 from diloco.protocol import snapshot as schema
 from diloco.protocol.messages import (
     MAX_SNAPSHOT_PIECE_BYTES,
+    Figures,
     Hello,
     Message,
     Published,
@@ -50,7 +51,9 @@ def node(fragments: int = 2) -> Peer:
 
 
 def status(state: State = "training", version: int = 0, **fields: Any) -> Status:
-    return Status(state=state, versions=[version, version], **fields)
+    figures = Figures(**{key: value for key, value in fields.items() if key in Figures.model_fields})
+    others = {key: value for key, value in fields.items() if key not in Figures.model_fields}
+    return Status(state=state, versions=[version, version], figures=figures, **others)
 
 
 def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -> Peer:
@@ -132,7 +135,7 @@ def test_the_loss_is_the_mean_of_those_who_train_and_its_history_spans_the_run()
 def test_a_loss_that_is_none_is_not_told(loss: float) -> None:
     peer = node()
     peer.measured(loss, 1, [])
-    assert peer.status().loss == 0.0
+    assert peer.status(figures=True).figures.loss == 0.0
 
 
 def test_what_a_peer_gave_stays_on_the_books_when_it_is_gone_and_tokens_balance() -> None:

@@ -42,6 +42,8 @@ class Member:
         if moved != (self.status.state, self.status.versions, self.status.inner_step):
             self.progress_at = now
         self.heard_at = now
+        if status.figures is None and self.status.figures is not None:
+            status = status.model_copy(update={"figures": self.status.figures})
         self.status = status
         self._note_round()
 

@@ -48,6 +48,7 @@ __all__ = [
     "MAX_UNIT_RANGES",
     "Claim",
     "Contribution",
+    "Figures",
     "Greeting",
     "Hello",
     "InnerHeader",
@@ -145,6 +146,27 @@ class Greeting(Message):
     revoked: Annotated[list[Revocations], Field(max_length=1)] = Field(default_factory=list)
 
 
+class Figures(BaseModel):
+    """What only those who watch want to know of a peer.
+
+    Attributes:
+        discarded: tokens that it processed and that are in no version, and will not be.
+        loss: of its last inner steps, in nats per token; 0 while there is no measurement.
+        bytes_sent, bytes_received: of this process, with every stream.
+        rounds: how many rounds (exchanges and the inner steps before them) it has measured.
+        seconds: of the last of them: compute, wait, comm, outer; empty before the first.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    discarded: Count = 0
+    loss: Rate = 0.0
+    bytes_sent: Count = 0
+    bytes_received: Count = 0
+    rounds: Count = 0
+    seconds: Annotated[list[Rate], Field(max_length=4), FailFast()] = Field(default_factory=list)
+
+
 class Status(Message):
     """What a peer is doing; sent on every change and as the heartbeat.
 
@@ -153,12 +175,8 @@ class Status(Message):
         inner_step, target_steps: inner steps done since the last exchange, and how many there will be before the next.
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
-        discarded: those of them that are in no version, and will not be.
-        loss: of its last inner steps, in nats per token; 0 while there is no measurement.
-        bytes_sent, bytes_received: of this process, with every stream.
-        rounds: how many rounds (exchanges and the inner steps before them) it has measured.
-        seconds: of the last of them: compute, wait, comm, outer; empty before the first.
         units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
+        figures: with the heartbeat; None on a change, where they are those of before.
     """
 
     kind: Literal["status"] = "status"
@@ -168,13 +186,8 @@ class Status(Message):
     target_steps: Count = 0
     steps_per_s: Rate = 0.0
     tokens: Count = 0
-    discarded: Count = 0
-    loss: Rate = 0.0
-    bytes_sent: Count = 0
-    bytes_received: Count = 0
-    rounds: Count = 0
-    seconds: Annotated[list[Rate], Field(max_length=4), FailFast()] = Field(default_factory=list)
     units: FewUnits = Field(default_factory=list)
+    figures: Figures | None = None
 
 
 class Claim(Message):
@@ -450,8 +463,9 @@ M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
-    """Serialise a message as msgpack (without the length prefix)."""
-    packed: bytes = msgpack.packb(message.model_dump(), use_bin_type=True)
+    """Serialise a message as msgpack (without the length prefix); fields that have their default are left out."""
+    fields = {"kind": message.kind, **message.model_dump(exclude_defaults=True)}  # type: ignore[attr-defined]
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
 
 

@@ -9,7 +9,7 @@ from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
-from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Hello, State, Status, objection_to_wire
+from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Figures, Hello, State, Status, objection_to_wire
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 
@@ -90,10 +90,9 @@ class View:
 
     # -- what this peer says ------------------------------------------------------------------------------------------
 
-    def status(self) -> Status:
-        """This peer's status as the others shall see it."""
+    def status(self, figures: bool = False) -> Status:
+        """This peer's status as the others shall see it, at a heartbeat with figures for whoever watches."""
         inner_step, target_steps, steps_per_s, tokens = self._progress
-        loss, rounds, seconds, discarded = self._measured
         return Status(
             state=self.state,
             versions=list(self.versions),
@@ -101,13 +100,15 @@ class View:
             target_steps=target_steps,
             steps_per_s=steps_per_s,
             tokens=tokens,
-            discarded=discarded,
-            loss=loss,
-            bytes_sent=self.traffic[0],
-            bytes_received=self.traffic[1],
-            rounds=rounds,
-            seconds=seconds,
             units=[list(unit) for unit in self.units[:MAX_UNIT_RANGES]],
+            figures=self._figures() if figures else None,
+        )
+
+    def _figures(self) -> Figures:
+        loss, rounds, seconds, discarded = self._measured
+        sent, received = self.traffic
+        return Figures(
+            discarded=discarded, loss=loss, bytes_sent=sent, bytes_received=received, rounds=rounds, seconds=seconds
         )
 
     def hello(self) -> Hello:

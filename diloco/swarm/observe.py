@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco.protocol.membership import Member
-from diloco.protocol.messages import Message, Published, SnapshotReply, Status
+from diloco.protocol.messages import Figures, Message, Published, SnapshotReply, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.snapshot import (
     MAX_FRAGMENTS,
@@ -85,19 +85,22 @@ class Recorder:
         self._named_since = {peer: self._named_since.get(peer, now) for peer in strangers[:MAX_PEERS]}
 
     def _heard_status(self, protocol: Peer, peer: str, status: Status, now: float) -> None:
-        self._last[peer] = (_name(protocol, peer), status)
+        member = protocol.members.get(peer)
+        whole = status if member is None else member.status  # with the figures of the last heartbeat
+        self._last[peer] = (_name(protocol, peer), whole)
         if len(self._last) > MAX_KNOWN:
             gone = (one for one in self._last if one not in protocol.members and one != protocol.me)
             forgotten = next(gone, peer)
             self._last.pop(forgotten)
             self._told_rounds.pop(forgotten, None)
-        if len(status.seconds) == 4 and status.rounds != self._told_rounds.get(peer, 0):
-            self._told_rounds[peer] = status.rounds
-            version, seconds = min(status.versions, default=0), _phases(status)
-            assert seconds is not None
-            row = PeerRound(peer_id=peer, round=status.rounds, version=version, ended_at=now, seconds=seconds)
+        figures = status.figures or Figures()
+        seconds = _phases(figures)
+        if seconds is not None and figures.rounds != self._told_rounds.get(peer, 0):
+            self._told_rounds[peer] = figures.rounds
+            version = min(status.versions, default=0)
+            row = PeerRound(peer_id=peer, round=figures.rounds, version=version, ended_at=now, seconds=seconds)
             self._timeline.append(row)
-        if status.loss and (not self._loss or now - self._loss[-1].at >= self._loss_every_s):
+        if figures.loss and (not self._loss or now - self._loss[-1].at >= self._loss_every_s):
             self._add_loss(protocol, now)
 
     def _heard_published(self, protocol: Peer, message: Published, now: float) -> None:
@@ -118,8 +121,9 @@ class Recorder:
         self._rounds.append(row)
 
     def _add_loss(self, protocol: Peer, now: float) -> None:
-        statuses = [protocol.status(), *(member.status for member in protocol.members.all())]
-        losses = [s.loss for s in statuses if s.loss and s.state in ("training", "exchanging")]
+        statuses = [protocol.status(figures=True), *(member.status for member in protocol.members.all())]
+        training = (s.figures for s in statuses if s.figures and s.state in ("training", "exchanging"))
+        losses = [figures.loss for figures in training if figures.loss]
         if not losses:
             return
         mean = sum(losses) / len(losses)
@@ -169,7 +173,7 @@ class Recorder:
         last |= {member.peer: member.status for member in everybody}
         applied = protocol.swarm_clock()[1]
         processed = max(applied, sum(status.tokens for status in last.values()))
-        discarded = min(processed - applied, sum(status.discarded for status in last.values()))
+        discarded = min(processed - applied, sum(s.figures.discarded for s in last.values() if s.figures))
         return LedgerTotals(
             processed=processed,
             applied=applied,
@@ -191,20 +195,21 @@ def _name(protocol: Peer, peer: str) -> str:
     return protocol.name if member is None else member.name
 
 
-def _phases(status: Status) -> Phases | None:
-    if len(status.seconds) != 4:
+def _phases(figures: Figures) -> Phases | None:
+    if len(figures.seconds) != 4:
         return None
-    compute, wait, comm, outer = status.seconds
+    compute, wait, comm, outer = figures.seconds
     return Phases(compute=compute, wait=wait, comm=comm, outer=outer)
 
 
 def _myself(protocol: Peer, now: float) -> Member:
     me = protocol
-    return Member(me.me, me.name, me.trains, me.holds, me.status(), now, now, device=me.device)
+    return Member(me.me, me.name, me.trains, me.holds, me.status(figures=True), now, now, device=me.device)
 
 
 def _peer(member: Member, newest: int, now: float) -> PeerRow:
     status, version = member.status, min(member.status.versions, default=0)
+    figures = status.figures or Figures()
     return PeerRow(
         peer_id=member.peer,
         short_id=member.peer[-SHORT:],
@@ -219,11 +224,11 @@ def _peer(member: Member, newest: int, now: float) -> PeerRow:
         target_steps=status.target_steps,
         steps_per_s=status.steps_per_s,
         tokens=status.tokens,
-        loss=status.loss or None,
-        bytes_sent=status.bytes_sent,
-        bytes_received=status.bytes_received,
+        loss=figures.loss or None,
+        bytes_sent=figures.bytes_sent,
+        bytes_received=figures.bytes_received,
         last_seen_s=max(0.0, now - member.heard_at),
-        seconds=_phases(status),
+        seconds=_phases(figures),
     )
 
 

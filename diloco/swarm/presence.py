@@ -207,7 +207,7 @@ class Presence:
         last_record_at = -RECORD_PERIOD_S
         while True:
             self.protocol.traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
-            self.do([Broadcast(self.protocol.status()), *self.protocol.tick(self.now())])
+            self.do([Broadcast(self.protocol.status(figures=True)), *self.protocol.tick(self.now())])
             self._stand_by()
             self._ask_for_units()
             if self.now() - last_record_at >= RECORD_PERIOD_S:

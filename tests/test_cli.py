@@ -17,8 +17,21 @@ from diloco.config import Config, choices, compose
 from diloco.errors import SwarmError
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["local", "train", "host", "eval", "export", "generate", "simulate", "sweep", "compare", "plan"]
-ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWExample"
+COMMANDS = [
+    "local",
+    "train",
+    "join",
+    "host",
+    "eval",
+    "export",
+    "generate",
+    "simulate",
+    "sweep",
+    "compare",
+    "plan",
+    "doctor",
+]
+ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
 
 class Recorder(SimpleNamespace):

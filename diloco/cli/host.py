@@ -28,7 +28,9 @@ def run(config: Config) -> int:
             Host(config, name) as host,
             LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
         ):
-            view.update({"t": "ready", "peer": name, "time": time.time(), "address": host.address})
+            node, first = host.node, not config.swarm.initial_peers
+            ready = {"address": host.address, "addresses": node.addresses, "advice": node.node.advice, "first": first}
+            view.update({"t": "ready", "peer": name, "time": time.time(), **ready})
             while not stop.wait(0.5):
                 view.update({"peer": name, "time": time.time(), **host.status()})
     finally:

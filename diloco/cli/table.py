@@ -21,6 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco.cli.invite import invitation
+
 __all__ = ["LiveView", "human_bytes", "human_count", "human_seconds"]
 
 LINE_EVERY_S = 10.0  # a peer whose version stands still still gives a sign of life
@@ -104,8 +106,16 @@ class LiveView:
         """Takes one supervisor message: ready, status, event or summary; others are ignored."""
         kind, peer = message.get("t"), _text(message.get("peer", "?"))
         if kind == "ready":
+            address = _text(message.get("address", "?"))
             if self._live is None or not self._ready:  # one address is enough to join by; lines are for the record
-                self.note(f"{peer} ready at {_text(message.get('address', '?'))}")
+                self.note(f"{peer} ready" + (f" at {address}" if address else ""))
+            if message.get("advice"):
+                self.note(f"{peer}: {_text(message['advice'])}")
+            if message.get("first"):
+                first, *rest = invitation([_text(one) for one in message.get("addresses") or [address]])
+                self.note(first)
+                for line in rest:  # to copy, so nothing stands before it and nothing breaks it
+                    self._console.print(Text(line), soft_wrap=True)
             self._ready = True
         elif kind in ("event", "events"):
             known = {"t", "peer", "time", "kind"}

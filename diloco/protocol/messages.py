@@ -3,8 +3,9 @@
 Two kinds of streams carry these messages, each as one msgpack map behind a 4-byte length:
 
 - *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`;
-- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest` or
-  `ManifestRequest` and the answers to it, each followed by raw payload whose length both sides know beforehand.
+- *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest`,
+  `ManifestRequest`, `Probe` or `DialBack` and the answers to it, each followed by raw payload whose length both sides
+  know beforehand.
 
 What speaks of a version of the control fragment carries the ledger's *word* on it: `cursor` and `open` (see `ledger`);
 for other fragments they are empty.
@@ -26,11 +27,14 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_MOMENTS",
     "MAX_PARTS",
+    "MAX_PROBE_BYTES",
     "MAX_RANGES",
     "MAX_UNITS_WANTED",
     "MAX_UNIT_RANGES",
     "Claim",
     "Contribution",
+    "DialBack",
+    "DialBackReply",
     "Hello",
     "InnerHeader",
     "InnerRequest",
@@ -39,6 +43,8 @@ __all__ = [
     "Message",
     "PartList",
     "PartRequest",
+    "Probe",
+    "ProbeReply",
     "Published",
     "Receipt",
     "Record",
@@ -61,6 +67,7 @@ MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state, whose names and si
 MAX_UNIT_RANGES = 64  # that a peer has at a time
 MAX_RANGES = 2**10  # of all peers together
 MAX_UNITS_WANTED = 2**20  # sequences of one request
+MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
 
 State = Literal["starting", "ready", "training", "exchanging", "leaving", "done"]
 Name = Annotated[str, Field(max_length=128)]
@@ -71,6 +78,7 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # A list fails at its first wrong item: a frame of a million of them would keep the node busy for seconds.
 Names = Annotated[list[Name], Field(max_length=4096), FailFast()]
 Merged = Annotated[dict[Name, Count], Field(max_length=4096)]
+Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16), FailFast()]
 Versions = Annotated[list[Count], Field(max_length=2**20), FailFast()]
 
 
@@ -318,6 +326,59 @@ class ManifestReply(Message):
     text: Annotated[str, Field(max_length=MAX_FRAME_BYTES // 2)]
 
 
+class Probe(Message):
+    """Asks whether a peer is well and how well it is connected; `sends` bytes of no meaning follow.
+
+    With `wants`, as many come back behind the reply: their time is the bandwidth.
+    """
+
+    kind: Literal["probe"] = "probe"
+    sends: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)] = 0
+    wants: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)] = 0
+
+
+class ProbeReply(Message):
+    """What a peer says of itself to one that does not know it yet.
+
+    Attributes:
+        unix_s: its clock as the reply is sent.
+        addresses: where others reach it. peers: ids of some peers that it is connected to.
+        observed: multiaddr from which the asker's connection comes; empty where it is not known.
+    """
+
+    kind: Literal["probe_reply"] = "probe_reply"
+    wire_version: Count
+    run_id: Name
+    name: Name
+    unix_s: Annotated[float, Field(ge=0, lt=2**40, allow_inf_nan=False)]
+    addresses: Addresses
+    peers: Annotated[list[Name], Field(max_length=64), FailFast()]
+    observed: Annotated[str, Field(max_length=256)] = ""
+
+
+class DialBack(Message):
+    """Asks to be called at these addresses, anew: the asker wants to know whether others can reach it.
+
+    Only addresses with the IP that the asker's connection comes from are called, and only the asker itself answers to
+    its id, so this cannot be turned against others.
+    """
+
+    kind: Literal["dial_back"] = "dial_back"
+    addresses: Addresses
+
+
+class DialBackReply(Message):
+    """Those addresses under which the asker answered; `why` says what became of the others.
+
+    `observed` is the multiaddr from which its connection comes.
+    """
+
+    kind: Literal["dial_back_reply"] = "dial_back_reply"
+    reached: Addresses
+    why: Annotated[str, Field(max_length=512)] = ""
+    observed: Annotated[str, Field(max_length=256)] = ""
+
+
 class Refusal(Message):
     """The stream is not wanted; `reason` is one line for the user of the other side."""
 
@@ -344,6 +405,10 @@ _Any = Annotated[
     | UnitGrant
     | ManifestRequest
     | ManifestReply
+    | Probe
+    | ProbeReply
+    | DialBack
+    | DialBackReply
     | Refusal,
     Field(discriminator="kind"),
 ]

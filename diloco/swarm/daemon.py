@@ -10,12 +10,11 @@ import asyncio
 import hashlib
 import logging
 import os
-import re
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
@@ -25,54 +24,56 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
+from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
+from diloco.swarm.calling import START_TIMEOUT_S, best_first, call_each, mute, sheltered
+from diloco.swarm.probe import ask_to_be_called
 from diloco.swarm.transport import Handler, Reader, Writer
 
-__all__ = ["Libp2p", "identity_number", "peer_id_of", "read_addresses", "sheltered"]
+__all__ = ["Libp2p", "Rehearsal", "identity_number", "own_id", "peer_id_of", "read_addresses", "try_to_listen"]
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
-_ADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/\d+(/.*)?/p2p/[1-9A-HJ-NP-Za-km-z]+$")
 
 
 def peer_id_of(address: str) -> str:
     """The peer id at the end of a multiaddr; `ConfigError` says what a correct address looks like."""
-    if not _ADDRESS.match(address):
-        raise ConfigError(
-            f"swarm.initial_peers: {address!r} is not a peer address; "
-            "one looks like /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW..."
-        )
+    wrong = problem(address)
+    if wrong is not None:
+        raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
     return address.rsplit("/", 1)[1]
 
 
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
-    """Replace each `@FILE` by the address in that file, waiting until somebody has written it.
+    """Replace each `@FILE` by the addresses in that file, waiting until somebody has written it.
 
     Raises:
         SwarmError: a file did not appear in time.
         ConfigError: an entry is no address.
     """
-    addresses = []
+    addresses: list[str] = []
     for entry in entries:
         if entry.startswith("@"):
             path = Path(entry[1:])
             try:
-                entry = await asyncio.wait_for(_appears(path), timeout_s)
+                lines = await asyncio.wait_for(_appears(path), timeout_s)
             except asyncio.TimeoutError:
                 raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
-        peer_id_of(entry)
-        addresses.append(entry)
+            for line in lines:
+                addresses += Address.parse(line).peers
+        else:
+            peer_id_of(entry)
+            addresses.append(entry)
     return addresses
 
 
-async def _appears(path: Path) -> str:
+async def _appears(path: Path) -> list[str]:
     while not path.exists():
         await asyncio.sleep(0.05)
-    return path.read_text().strip()
+    return path.read_text().split()
 
 
 def _identity(path: Path) -> bytes:
@@ -86,7 +87,8 @@ def _identity(path: Path) -> bytes:
         raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
 
 
-def _own_id(path: Path) -> str:
+def own_id(path: Path) -> str:
+    """The peer id of the key in this file, which is made when it is missing; `ConfigError` when it is none."""
     key = _identity(path)
     try:
         return str(PeerID.from_identity(key).to_base58())
@@ -96,7 +98,7 @@ def _own_id(path: Path) -> str:
 
 def identity_number(path: Path) -> int:
     """A number below 2**48 that belongs to the key in this file, which is made when it is missing."""
-    return int.from_bytes(hashlib.sha256(_own_id(path).encode()).digest()[:6], "big")
+    return int.from_bytes(hashlib.sha256(own_id(path).encode()).digest()[:6], "big")
 
 
 def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[str]) -> Exception:
@@ -129,34 +131,66 @@ def _check_free(listen: Sequence[str]) -> None:
                 ) from None
 
 
-@contextmanager
-def sheltered() -> Iterator[None]:
-    """A daemon that is started inside, in the running loop, has a session of its own.
+def _nobody(outcome: Mapping[str, str]) -> str:
+    """One line for all addresses that do not answer."""
+    reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
+    if len(outcome) == 1:
+        [(address, why)] = outcome.items()
+        return f"{address} cannot be reached: {why}; check that a peer is running there and that its port is open"
+    return f"none of {len(outcome)} addresses can be reached ({reasons}); ask for one of a peer that is running"
 
-    Ctrl+C in a terminal, and what torchrun does to end its ranks, reaches every process of a group. The daemon must
-    outlive it for a clean leave; it does not ignore SIGINT reliably, and unblocks it where the mask blocks it.
-    """
-    loop = asyncio.get_running_loop()
-    loop.subprocess_exec = partial(loop.subprocess_exec, start_new_session=True)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del loop.subprocess_exec  # what hides the method of the class
+
+def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
+    """Whether it is a question if others can call this peer: not within one machine, unless it names an address."""
+    return bool(seeds) and (bool(announce) or any(scope(seed) != "loopback" for seed in seeds))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """How a peer that listens so would be reached; `advice` if it would not."""
+
+    addresses: list[str]
+    reachable: bool
+    advice: str
+
+
+def try_to_listen(seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str]) -> Rehearsal:
+    """Listen for a moment, with a passing identity, and have a peer at `seeds` call back; raises as `connect`."""
+
+    async def listen_and_ask() -> Rehearsal:
+        with TemporaryDirectory(prefix="diloco-") as directory:
+            key = Path(directory) / "identity.key"
+            peer = await Libp2p.connect(seeds, listen, announce, key, "ask" if seeds else "yes", dht=False)
+            try:
+                return Rehearsal(peer.addresses, peer.reachable, peer.advice)
+            finally:
+                await peer.close()
+
+    return asyncio.run(listen_and_ask())
 
 
 class Libp2p:
     """The real `Transport`: a libp2p daemon, and hivemind's DHT on it."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode | None, seeds: list[str], addresses: list[str]) -> None:
+    def __init__(self, p2p: P2P, seeds: list[str], addresses: list[str]) -> None:
         self.me = str(p2p.peer_id.to_base58())
         self.seeds = seeds
         self.addresses = addresses
+        self.reachable = bool(addresses)
+        self.advice = ""  # what would make this peer reachable
+        self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
         self._p2p = p2p
-        self._dht = dht
+        self._dht: DHTNode | None = None
 
     @classmethod
     async def connect(
-        cls, initial_peers: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path
+        cls,
+        initial_peers: Sequence[str],
+        listen: Sequence[str],
+        announce: Sequence[str],
+        identity_path: Path,
+        reachable: str = "auto",
+        dht: bool = True,
     ) -> Libp2p:
         """Start listening and join the DHT.
 
@@ -164,6 +198,9 @@ class Libp2p:
             initial_peers: multiaddrs of peers of the swarm, or `@FILE`s that hold one; empty starts a new one.
             listen, announce: multiaddrs to listen on, and those to tell others when they differ.
             identity_path: private key of this peer; made when there is none.
+            reachable: `yes`; `no`, which listens nowhere; `auto`, which asks a peer elsewhere to call back; `ask`,
+                which asks any.
+            dht: whether to take part in the DHT.
 
         Raises:
             SwarmError: nobody answers at the initial peers, the port is taken, this identity is that of an initial
@@ -171,12 +208,14 @@ class Libp2p:
             ConfigError: the identity cannot be written, or is none; an initial peer is no address.
         """
         seeds = await read_addresses(initial_peers, ADDRESS_WAIT_S)
-        own = _own_id(identity_path)
+        own = own_id(identity_path)
         if any(peer_id_of(address) == own for address in seeds):
             raise SwarmError(
                 f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
             )
-        _check_free(listen)
+        listens = reachable != "no"
+        if listens:
+            _check_free(listen)
         bootstrap = [Multiaddr(address) for address in seeds] or None
         try:
             with sheltered():
@@ -184,6 +223,8 @@ class Libp2p:
                     initial_peers=bootstrap,
                     host_maddrs=[Multiaddr(address) for address in listen],
                     announce_maddrs=[Multiaddr(address) for address in announce] or None,
+                    no_listen=not listens,
+                    dht_mode="server" if listens else "client",
                     identity_path=str(identity_path),
                     startup_timeout=START_TIMEOUT_S,
                     check_if_identity_free=False,
@@ -191,36 +232,43 @@ class Libp2p:
         except (P2PDaemonError, OSError, ValueError) as error:
             raise _explain(error, seeds, listen) from error
         try:
-            dht = await DHTNode.create(p2p=p2p, initial_peers=bootstrap)
-            addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+            addresses = [str(address) for address in await p2p.get_visible_maddrs()] if listens else []
+            self = cls(p2p, [peer_id_of(seed) for seed in seeds], best_first(addresses))
+            if reachable == "ask" or (reachable == "auto" and _elsewhere(seeds, announce)):
+                self.reachable, self.advice = await ask_to_be_called(self)
+            if dht:
+                self._dht = await DHTNode.create(p2p=p2p, initial_peers=bootstrap, client_mode=not self.reachable)
         except Exception as error:
             await p2p.shutdown()
             raise _explain(error, seeds, listen) from error
         logger.debug("daemon of %s started by process %d", own, os.getpid())
-        return cls(p2p, dht, [peer_id_of(seed) for seed in seeds], addresses)
+        return self
 
     @classmethod
-    async def visit(cls, initial_peers: Sequence[str]) -> Libp2p:
-        """Only ask others: listens nowhere, has no identity that lasts, and takes no part in the DHT.
+    async def visit(cls, initial_peers: Sequence[str], identity_path: Path | None = None) -> Libp2p:
+        """Only ask others: listens nowhere and takes no part in the DHT; without a file, the identity is a new one.
+
+        Its seeds are those that answered; `silent` has the others.
 
         Raises:
             SwarmError: nobody answers there.
             ConfigError: an initial peer is no address.
         """
         seeds = await read_addresses(initial_peers, VISIT_WAIT_S)
+        if identity_path is not None:
+            own_id(identity_path)
         try:
-            with sheltered():
-                p2p = await P2P.create(
-                    initial_peers=[Multiaddr(address) for address in seeds],
-                    dht_mode="client",
-                    no_listen=True,
-                    startup_timeout=START_TIMEOUT_S,
-                )
-        except (P2PDaemonError, OSError, ValueError) as error:
-            raise SwarmError(
-                f"{','.join(seeds)} cannot be reached; check that a peer is running there and that its port is open"
-            ) from error
-        return cls(p2p, None, [peer_id_of(seed) for seed in seeds], [])
+            p2p = await mute(None if identity_path is None else str(identity_path))
+        except (P2PDaemonError, OSError) as error:
+            raise _explain(error, (), ()) from error
+        outcome = await call_each(p2p, seeds)
+        answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
+        if not answered:
+            await p2p.shutdown()
+            raise SwarmError(_nobody(outcome))
+        self = cls(p2p, answered, [])
+        self.silent = {address: why for address, why in outcome.items() if why}
+        return self
 
     async def handle(self, protocol: str, handler: Handler) -> None:
         """As in `Transport`."""
@@ -256,6 +304,25 @@ class Libp2p:
         if found is None or not isinstance(found.value, dict):
             return {}
         return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
+
+    async def observed(self, peer: str) -> str:
+        """As in `Transport`."""
+        for info in await self._p2p.list_peers():
+            if info.peer_id.to_base58() == peer:
+                return next((str(address) for address in info.addrs), "")
+        return ""
+
+    async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
+        """As in `Transport`, with a daemon of its own: this one would use the connection that there is."""
+        visitor = await mute()
+        try:
+            outcome = {}
+            for address in addresses:
+                (outcome[address],) = (await call_each(visitor, [f"{address}/p2p/{peer}"])).values()
+                await visitor._client.disconnect(PeerID.from_base58(peer))
+            return outcome
+        finally:
+            await visitor.shutdown()
 
     async def failed(self) -> None:
         """As in `Transport`: a peer whose daemon ended would train on alone and not know it."""

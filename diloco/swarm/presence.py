@@ -21,6 +21,7 @@ from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
 from diloco.swarm.inner import Snapshot
+from diloco.swarm.probe import ProbeServer
 from diloco.swarm.rounds import Rounds
 from diloco.swarm.serve import BulkServer
 from diloco.swarm.snapshot import Word
@@ -49,6 +50,7 @@ class NodeOptions:
     listen: Sequence[str]
     announce: Sequence[str]
     identity_path: Path
+    reachable: str = "auto"
     min_peers: int = 1
     heartbeat_s: float = 1.0
     upload_limit: float | None = None
@@ -82,6 +84,7 @@ class Presence:
         self.reserve = Reserve()
         self.traffic = Traffic(upload_limit=options.upload_limit)
         self.addresses: list[str] = []
+        self.advice = ""  # what would let others connect to this peer, where they cannot
         self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
         self._options = options
         self._on_event = on_event
@@ -110,13 +113,17 @@ class Presence:
             versions=None if options.versions is None else list(options.versions),
             applied_tokens=options.applied_tokens,
             trains=options.trains,
+            holds=transport.reachable,
             min_peers=options.min_peers,
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
         )
+        self.advice = transport.advice
+        if not transport.reachable:
+            self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
         self.protocol.restore_word((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
-        self._server = BulkServer(self)
+        self._server = BulkServer(self, ProbeServer(transport, self.protocol, self.now))
         self.rounds = Rounds(self, self._client)
         await self._learn_terms()
         await transport.handle(BULK, self._serve)

@@ -30,7 +30,9 @@ CLOSE_S = 5.0
 
 async def connect(options: NodeOptions) -> Transport:
     """The real network."""
-    return await Libp2p.connect(options.initial_peers, options.listen, options.announce, options.identity_path)
+    return await Libp2p.connect(
+        options.initial_peers, options.listen, options.announce, options.identity_path, options.reachable
+    )
 
 
 class NodeRunner:
@@ -63,6 +65,11 @@ class NodeRunner:
     def addresses(self) -> list[str]:
         """Where others reach this peer."""
         return self.node.addresses
+
+    @property
+    def address(self) -> str:
+        """The best of its addresses; empty when it has none."""
+        return next(iter(self.addresses), "")
 
     @property
     def num_peers(self) -> int:

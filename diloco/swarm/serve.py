@@ -20,12 +20,14 @@ from diloco.protocol.actions import Action
 from diloco.protocol.messages import (
     MAX_RANGES,
     Contribution,
+    DialBack,
     InnerRequest,
     ManifestReply,
     ManifestRequest,
     Message,
     PartList,
     PartRequest,
+    Probe,
     Receipt,
     StateHeader,
     StateRequest,
@@ -37,6 +39,7 @@ from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, send_state
 from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
+from diloco.swarm.probe import ProbeServer
 from diloco.swarm.streams import BROKEN, Stream
 from diloco.swarm.units import Reserve
 
@@ -90,8 +93,9 @@ class BulkServer:
     long as anybody reads it, however many do.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, probes: ProbeServer) -> None:
         self._host = host
+        self._probes = probes
         self._stills: WeakValueDictionary[tuple[int, str], Still] = WeakValueDictionary()
         self._inner = SharedSnapshot()
         self.serving = 0
@@ -128,6 +132,8 @@ class BulkServer:
                 await self._units(stream, request)
             case ManifestRequest():
                 await stream.send(ManifestReply(text=self._host.manifest_text))
+            case Probe() | DialBack():
+                await self._probes.answer(stream, request)
             case _:
                 raise PayloadError(f"a bulk stream cannot begin with {type(request).__name__}")
 

@@ -145,8 +145,8 @@ def test_a_clock_that_is_right_by_most_peers_is_not_spoken_of() -> None:
 
 
 def test_a_clock_that_is_a_little_wrong_is_a_warning_and_one_that_is_very_wrong_is_refused_with_the_figure() -> None:
-    assert check_clock(found(-2.0, -2.2)) == "this machine's clock is 2.1 s behind those of 2 peers"
-    with pytest.raises(SwarmError, match=r"is 3600\.0 s ahead of those of 1 peers, and 3 s is the limit"):
+    assert check_clock(found(-2.0, -2.2)) == "this machine's clock is 2.1 s behind the swarm's (median of 2)"
+    with pytest.raises(SwarmError, match=r"is 3600\.0 s ahead of the swarm's \(median of 1\), and 3 s is the limit"):
         check_clock(found(3600.0))
 
 

@@ -73,7 +73,8 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
     second = f", peer {place.number + 1} of this machine (the first one runs)" if place.number else ""
     stages.show(
-        f"{machine.name}, {machine.threads} threads, {config.train.precision}, batch of {batch_size}{parts}{second}"
+        f"{machine.name}, {_count(machine.threads, 'thread')}, {config.train.precision}, "
+        f"batch of {batch_size}{parts}{second}"
     )
     if warning is not None:
         Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
@@ -86,8 +87,7 @@ def _look(address: Address, identity: Path, stages: Stages) -> Any:
     from diloco.train.join import acquaintances
 
     def connected(answered: int, silent: Mapping[str, str]) -> None:
-        text = f"{answered} peers answer" if answered != 1 else "a peer answers"
-        stages.show(text + "".join(f"; {one}: {why}" for one, why in silent.items()))
+        stages.show(f"{_count(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))
         stages.go_to("manifest")
 
     stages.show(f"calling {len(address.peers)} peers" if len(address.peers) > 1 else f"calling {address.peers[0]}")
@@ -102,6 +102,10 @@ def _look(address: Address, identity: Path, stages: Stages) -> Any:
             return look(others, identity, on_connected=connected)
         except SwarmError:
             raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _import_the_rest() -> None:
@@ -121,6 +125,7 @@ def _train(config: Config, stages: Stages, stack: ExitStack, console: Console) -
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, as peer {config.run.name}"
     view = LiveView(console, [config.run.name], config.budget.outer_steps, title)
     summary = train(config, _Arrival(stages, view, stack))
+    stack.close()  # or the table would stay below what follows
     [mine] = summary.peers
     loss = summary.eval.loss
     console.print(

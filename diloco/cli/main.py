@@ -132,14 +132,14 @@ def train(**arguments: Any) -> int:
 @click.argument("address", required=False)
 @_configured
 def join(address: str | None, overrides: tuple[str, ...], cfg: str | None, base: Path | None) -> int:
-    """Join a swarm as a volunteer: nothing but its ADDRESS is needed.
+    """Join a swarm as a volunteer.
 
     \b
     diloco join /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
     diloco join @runs/mine/address
     diloco join ADDRESS train.device=cpu train.threads=4 swarm.upload_limit=1e6
 
-    The run's settings come from the swarm; device, precision, threads and how much of a batch is computed at a time
+    Nothing but the ADDRESS is needed. The run's settings come from the swarm; device, precision, threads and how much of a batch is computed at a time
     from a look at this machine. Ctrl+C leaves cleanly at any time, and the same command comes back.
     """
     from diloco.config import compose
@@ -316,7 +316,7 @@ def compare(**arguments: Any) -> int:
 @_configured
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, which diloco plan --doctor reads.")
 def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, base: Path | None, as_json: bool) -> int:
-    """Check this machine, and with an ADDRESS the way to that swarm, without joining it.
+    """Check this machine and the way to a swarm.
 
     \b
     diloco doctor
@@ -324,7 +324,7 @@ def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, bas
     diloco doctor model=150m data.sequence_length=1024
 
     One line per check: ok, warning, or failed with the remedy. Exit code 2 says that something here has to change, 3
-    that the swarm cannot be joined. An ADDRESS brings the run's own settings.
+    that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS brings the run's own settings.
     """
     from diloco.config import compose
     from diloco.config.address import Address

@@ -159,7 +159,7 @@ def check_clock(found: Found) -> str | None:
     if ahead_s is None or abs(ahead_s) <= 1.0:
         return None
     side = "ahead of" if ahead_s > 0 else "behind"
-    text = f"this machine's clock is {abs(ahead_s):.1f} s {side} those of {len(found.peers)} peers"
+    text = f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's (median of {len(found.peers)})"
     if abs(ahead_s) > CLOCK_LIMIT_S:
         raise SwarmError(
             f"{text}, and {CLOCK_LIMIT_S:.0f} s is the limit; set it, for example by timedatectl set-ntp true"

@@ -19,7 +19,7 @@ from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.model.library import one_line
 from diloco.swarm.daemon import try_to_listen
 from diloco.swarm.manifest import CLOCK_LIMIT_S, Found, look, parse_manifest
-from diloco.train.join import Place
+from diloco.train.join import Place, suited
 from diloco.train.machine import GIB, Machine, fit, look_at_machine, need_of
 from diloco.train.measure import parameters_of, step_seconds
 
@@ -105,7 +105,7 @@ class Doctor:
     def _accelerator(self) -> Check:
         machine = self._machine = look_at_machine(self.config.train.device, self.config.train.threads)
         if machine.shared:
-            text = f"none: trains on the CPU, {machine.cores} cores, {machine.threads} of them idle enough"
+            text = f"none: trains on the CPU, with {machine.threads} of {machine.cores} cores, as idle as they are now"
             return Check("accelerator", "ok", text)
         precision = "bf16" if machine.bf16 else "fp32"
         return Check("accelerator", "ok", f"{machine.name}, {machine.device_bytes / GIB:.1f} GiB free, {precision}")
@@ -136,14 +136,15 @@ class Doctor:
 
     def _port(self) -> Check:
         listen = self.config.swarm.listen
-        where = ", ".join(f"{one} ({scope(one)})" for one in listen)
         result = try_to_listen((), listen, self.config.swarm.announce)
-        return Check("port", "ok", f"{where} can be listened on; libp2p says {', '.join(result.addresses[:3])}")
+        best = result.addresses[0].rpartition("/p2p/")[0]
+        return Check("port", "ok", f"{', '.join(listen)} can be listened on, for example as {best} ({scope(best)})")
 
     def _speed(self) -> Check | None:
         if self._machine is None:
             return None
-        step_s = self.figures["step_s"] = step_seconds(self.config)
+        config = suited(self.config, self._machine, self.config.inner.batch_size, ())
+        step_s = self.figures["step_s"] = step_seconds(config)
         tokens = self.config.inner.batch_size * self.config.data.sequence_length
         return Check("speed", "ok", f"{step_s:.3g} s per inner step, {tokens / step_s:.4g} tokens per second")
 
@@ -154,11 +155,11 @@ class Doctor:
             return Check("swarm", "ok", "no ADDRESS given, so nothing is asked of a swarm")
         found = self._found = look(self.addresses, self.place.identity, measure_bytes=PROBE_BYTES)
         self.figures["peers"] = len(found.peers)
-        names = ", ".join(peer.reply.name for peer in found.peers)
+        names = ", ".join(peer.reply.name for peer in found.peers) or "none says more"
         if found.silent:
             silent = "; ".join(f"{address}: {why}" for address, why in found.silent.items())
-            return Check("swarm", "warning", f"{len(found.peers)} peers answer ({names}); {silent}", swarm=True)
-        return Check("swarm", "ok", f"{len(found.peers)} peers answer: {names}", swarm=True)
+            return Check("swarm", "warning", f"answered by {len(found.peers)} ({names}); {silent}", swarm=True)
+        return Check("swarm", "ok", f"answered by {len(found.peers)}: {names}", swarm=True)
 
     def _manifest(self) -> Check | None:
         if self._found is None:
@@ -176,7 +177,7 @@ class Doctor:
         if found is None or found.ahead_s is None:
             return None
         each = ", ".join(f"{peer.ahead_s:+.3f}" for peer in found.peers)
-        text = f"{found.ahead_s:+.3f} s against {len(found.peers)} peers ({each})"
+        text = f"{found.ahead_s:+.3f} s against the swarm (by peer {each})"
         self.figures["clock_ahead_s"] = found.ahead_s
         if abs(found.ahead_s) > CLOCK_LIMIT_S:
             limit = f"more than {CLOCK_LIMIT_S:.0f} s is refused; "
@@ -195,7 +196,8 @@ class Doctor:
             listen = ("/ip4/0.0.0.0/tcp/0",)  # as `diloco join` does
         result = try_to_listen(seeds, listen, self.config.swarm.announce)
         if result.reachable:
-            return Check("reachable", "ok", f"a peer called {', '.join(result.addresses[:1])} back; no relay is needed")
+            best = result.addresses[0].rpartition("/p2p/")[0]
+            return Check("reachable", "ok", f"a peer called back {best}; no relay is needed")
         how = "it trains over its own connections and holds no fragments"
         return Check("reachable", "warning", f"others cannot call this peer: {how}", result.advice, swarm=True)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_schedule import Fault
-from links import Links, Loopback
+from links import Loopback
 
 __all__ = ["ChaosError", "Crowd", "Happened", "Session", "marked"]
 
@@ -103,7 +103,7 @@ class Session:
 class Crowd:
     """Starts peers, does to them what a schedule says, and leaves nothing behind."""
 
-    def __init__(self, directory: Path, network: Links | Loopback, overrides: Sequence[str], peers: int) -> None:
+    def __init__(self, directory: Path, network: Loopback, overrides: Sequence[str], peers: int) -> None:
         self.directory = directory
         self.network = network
         self.sessions: list[Session] = []
@@ -185,12 +185,10 @@ class Crowd:
                 return network.partition(fault.groups)
             case "heal":
                 return network.heal()
-            case "slow":
-                return network.slow(fault.peers[0], fault.value)
             case "fast":
                 return network.fast(fault.peers[0])
-            case "delay":
-                return network.delay(fault.peers[0], fault.value)
+            case "slow" | "delay" | "loss":
+                return network.worsen(fault.peers[0], fault.kind, fault.value)
         return self._hit(fault.kind, self._newest[fault.peers[0]])
 
     def _hit(self, kind: str, victim: Session) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chaos_schedule import Fault
+from link_pipe import WORSE
 
 __all__ = ["Account", "Log", "Stay", "accounts_of", "detection_s", "digests", "longest_gap", "rejoin", "report"]
 
@@ -112,7 +113,7 @@ def resume_s(log: Log, fault: Fault, at: float, end: float, frozen: set[int]) ->
         (longest_gap([max(since, step) for step in one.steps], at, end, one.trained_until), one.peer)
         for one in log.stays
         if one.peer not in frozen
-        and (one.peer not in fault.peers or fault.kind in ("slow", "fast", "delay"))
+        and (one.peer not in fault.peers or fault.kind in (*WORSE, "fast"))
         and one.steps
         and one.steps[0] < at <= one.trained_until
     ]

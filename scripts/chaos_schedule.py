@@ -7,14 +7,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "LINK_KINDS", "Fault", "ScheduleError", "joins", "parse", "shuffled"]
+from link_pipe import WORSE
 
-LINK_KINDS = ("partition", "heal", "slow", "fast", "delay")
+__all__ = ["DELAYS", "DRAWABLE", "KINDS", "LINK_KINDS", "Fault", "ScheduleError", "joins", "parse", "shuffled"]
+
+LINK_KINDS = ("partition", "heal", "fast", *WORSE)
+DELAYS = ("delay", "loss")  # these need netem, or the emulator
+DRAWABLE = ("kill", "stop", "term", "partition", *WORSE)
 KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)
 REPLACED_AFTER_S = 1.0  # somebody starts another process where one has died
 STOPPED_S = 4.0
 CUT_S = 8.0
-SLOW = ("1mbit", "4mbit")
+DRAWN = {"slow": ("1mbit", "4mbit"), "delay": ("25ms", "100ms"), "loss": ("1%", "5%")}
 FEWEST = 2  # a swarm of one has nobody to exchange with
 
 
@@ -24,7 +28,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """`groups` are the sides of a partition; `value` is a rate or a delay, as `tc` writes them."""
+    """`groups` are the sides of a partition; `value` is a rate, a delay or a loss, as `tc` writes them."""
 
     at: float
     kind: str
@@ -72,11 +76,16 @@ def _fault(part: str) -> Fault:
         groups = tuple(tuple(map(int, side.split(","))) for side in sides.split("|"))
         wanted, fault = 1, Fault(at, kind, groups=groups)
     else:
-        wanted = 2 if kind in ("slow", "delay") else 1
+        _, example, read = WORSE.get(kind, ("", "", None))
+        wanted = 2 if read else 1
         value = rest[1] if len(rest) > 1 else ""
         if len(rest) != wanted or not rest[0].isdigit():
-            example = {"slow": "slow 1 2mbit", "delay": "delay 1 50ms"}.get(kind, f"{kind} 1")
-            raise ScheduleError(f"--schedule: {part!r} is incomplete; expected {at:g}:{example}")
+            raise ScheduleError(f"--schedule: {part!r} is incomplete; expected {at:g}:{kind} 1 {example}".rstrip())
+        if read:
+            try:
+                read(value)
+            except ValueError as error:
+                raise ScheduleError(f"--schedule: {part!r}: {error}") from error
         fault = Fault(at, kind, (int(rest[0]),), value=value)
     if len(rest) != wanted:
         raise ScheduleError(f"--schedule: {part!r} says too much or too little")
@@ -111,8 +120,8 @@ def shuffled(seed: int, peers: int, every: float, seconds: float, kinds: Sequenc
     replaced by a new peer.
     """
     for kind in kinds:
-        if kind not in ("kill", "stop", "term", "partition", "slow"):
-            raise ScheduleError(f"--kinds: {kind} cannot be drawn; choose of kill, stop, term, partition, slow")
+        if kind not in DRAWABLE:
+            raise ScheduleError(f"--kinds: {kind} cannot be drawn; choose of {', '.join(DRAWABLE)}")
     draw, faults, alive, total = random.Random(seed), [], list(range(peers)), peers
     at = every
     while at + max(STOPPED_S, REPLACED_AFTER_S) < seconds:
@@ -133,7 +142,7 @@ def shuffled(seed: int, peers: int, every: float, seconds: float, kinds: Sequenc
             cut = draw.randrange(1, len(mixed))
             sides = (tuple(sorted(mixed[:cut])), tuple(sorted(mixed[cut:])))
             faults += [Fault(at, "partition", groups=sides), Fault(at + pause, "heal")]
-        elif kind == "slow":
-            faults += [Fault(at, "slow", (victim,), value=draw.choice(SLOW)), Fault(at + pause, "fast", (victim,))]
+        elif kind in DRAWN:
+            faults += [Fault(at, kind, (victim,), value=draw.choice(DRAWN[kind])), Fault(at + pause, "fast", (victim,))]
         at += every
     return faults

@@ -145,7 +145,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 1,
+  "wire_version": 2,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -169,9 +169,9 @@ CANONICAL = (
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,"weights":"tokens"},'
-    '"run":{"id":"golden","seed":3},"wire_version":1}'
+    '"run":{"id":"golden","seed":3},"wire_version":2}'
 )
-GOLDEN_HASH = "8f0afee1ac17d38b2bf6c335efa9bc80949f79c5edb2db426a383e715b0cd187"
+GOLDEN_HASH = "05430dd9cddb7a1ff5cfba1e0115f9ff809ccb33d311fad1c55713a478ac2aaa"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -656,15 +656,15 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
         ("1" * 60000, "manifest is not JSON: "),
         (" " * 70000, "manifest has 70000 characters; at most 65536 are accepted"),
         ('{"wire_version": NaN}', "manifest is not JSON: NaN is not a number"),
-        ("{}", "manifest has wire version null, this diloco speaks 1; install the same version on all peers"),
-        (edited(lambda it: it.update(wire_version=2)), "manifest has wire version 2, this diloco speaks 1; install"),
+        ("{}", "manifest has wire version null, this diloco speaks 2; install the same version on all peers"),
+        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 2; install"),
         (
             edited(lambda it: it.update(wire_version=True)),
-            "manifest has wire version true, this diloco speaks 1; install",
+            "manifest has wire version true, this diloco speaks 2; install",
         ),
         (
-            edited(lambda it: it.update(wire_version=1.0)),
-            "manifest has wire version 1.0, this diloco speaks 1; install",
+            edited(lambda it: it.update(wire_version=2.0)),
+            "manifest has wire version 2.0, this diloco speaks 2; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),
         (

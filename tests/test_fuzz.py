@@ -15,6 +15,7 @@ from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Claim, Contribution, Hello, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.shares import Share
 from diloco.sim import faults
 from diloco.sim.bare import Swarm
 from diloco.sim.faults import Fault, play, scenario, shrink
@@ -142,12 +143,12 @@ def test_a_successor_does_not_merge_again_what_is_in_its_anchor(way: str) -> Non
     a.connected("b", hello_of("b", 0), 0.0)
     match way:
         case "record":
-            a.adopted(0, 1, digest_of(1), 1, 0.0, contributors=["b"])
+            a.adopted(0, 1, digest_of(1), 1, 0.0, contributors={"b": 1})
         case "state":
-            a.adopted(0, 1, digest_of(1), 1, 0.0, merged={"b": 0})
+            a.adopted(0, 1, digest_of(1), 1, 0.0, shares={"b": Share(1, 1, 1, 1)})
         case "checkpoint":
             a.adopted(0, 1, digest_of(1), 1, 0.0)
-            a.restore_merged([{"b": 0}])
+            a.restore_shares([{"b": Share(1, 1, 1, 1)}])
     a.acquainted(0.0)
     a.tick(100.0)
     a.connected("b", hello_of("b", 0), 100.0)
@@ -178,9 +179,9 @@ def test_a_syncer_that_caught_up_does_not_know_its_version_by_the_contributors_o
     a.syncers[0].folded("a")
     a.enter("exchanging", 0.0)
     a.arrived("a", 0, 0.0)
-    a.published(0, digest_of(1), 1, ["a"], 0.0)
+    a.published(0, digest_of(1), {"a": 1}, 0.0)
     assert a.syncers[0].last_contributors == {"a"}
-    a.adopted(0, 2, digest_of("theirs"), 9, 1.0, merged={"c": 1, "d": 0})
+    a.adopted(0, 2, digest_of("theirs"), 9, 1.0, shares={"c": Share(1, 5, 2, 2), "d": Share(1, 4, 1, 1)})
     assert a.syncers[0].last_contributors == {"c"}
     assert a.offer("c", offer_of(1, term)).merged
 

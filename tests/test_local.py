@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -98,7 +99,7 @@ def test_the_summary_has_the_fields_that_tools_rely_on(whole: tuple[Command, Pat
     summary = summary_of(whole[1])
     assert list(summary) == [
         *("run_id", "manifest_hash", "mode", "wall_s", "outer_steps", "tokens", "eval", "peers"),
-        *("heals", "takeovers", "exit", "predicted"),
+        *("heals", "takeovers", "exit", "predicted", "contributions"),
     ]
     rounds, peers, per_round = 3, 2, 4 * 2 * 32  # inner steps x sequences x tokens
     assert (summary["run_id"], summary["mode"], summary["outer_steps"]) == ("smoke", "diloco", rounds)
@@ -116,6 +117,16 @@ def test_the_summary_has_the_fields_that_tools_rely_on(whole: tuple[Command, Pat
         assert sum(seconds.values()) < summary["wall_s"]
     [digest] = {peer["anchor_digest"] for peer in summary["peers"]}
     assert len(digest) == 64
+    record = {row.pop("name"): row for row in summary["contributions"]}
+    assert {name: row["peer_id"] for name, row in record.items()} == {
+        peer["name"]: peer["peer_id"] for peer in summary["peers"]
+    }
+    with (whole[1] / "contributions.csv").open() as file:
+        table = {row.pop("name"): row for row in csv.DictReader(file)}
+    assert table == {name: {key: str(value) for key, value in row.items()} for name, row in record.items()}
+    for row in record.values():
+        assert (row["outer_steps"], row["first_version"], row["last_version"]) == (rounds, 1, rounds)
+        assert row["tokens"] == rounds * per_round and 1000 < row["bytes"] < peer["bytes_sent"] + peer["bytes_received"]
     assert summary["manifest_hash"] == compose([], base=whole[1] / "config.yaml").manifest().hash()
 
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
+from diloco.protocol.shares import Contributor
 from diloco.train.metrics import (
     Evaluation,
     JsonLines,
@@ -36,6 +38,7 @@ from diloco.train.metrics import (
     write_atomic,
     write_summary,
 )
+from diloco.train.summary import write_contributions
 
 # --- Files ------------------------------------------------------------------------------------------------------------
 
@@ -315,6 +318,24 @@ def test_merging_adds_what_peers_did_and_takes_the_swarm_clock_from_the_furthest
     assert (merged.wall_s, merged.exit, merged.mode) == (11.0, 4, "diloco")
     assert [peer.name for peer in merged.peers] == ["p0", "p1", "p2"]
     assert merged.peers[0] == single("p0", 100, 0, None).peers[0]
+
+
+def test_the_record_of_contributions_is_the_furthest_peer_s_and_a_table_for_any_spreadsheet(tmp_path: Path) -> None:
+    rows = [Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3), Contributor("id2", "=SUM(A1)", 1, 10, 45, 2, 2)]
+    parts = [
+        peer_message(replace(single("p0", 1, 1, None, outer_steps=3), contributions=rows)),
+        peer_message(replace(single("p1", 1, 1, None, outer_steps=2), contributions=rows[1:])),
+        peer_message(single("p2", 1, 1, None, outer_steps=4)),
+    ]
+    parts = json.loads(json.dumps(parts))
+    merged = merge_peer_summaries(parts, run_id="r", manifest_hash="m", mode="diloco", wall_s=11.0, exit=0)
+    assert merged.contributions == rows and merged.to_json()["contributions"][0]["peer_id"] == "id1"
+    write_contributions(tmp_path / "contributions.csv", merged.contributions)
+    assert (tmp_path / "contributions.csv").read_text().splitlines() == [
+        "peer_id,name,outer_steps,tokens,bytes,first_version,last_version",
+        'id1,"anna, ""x""",2,30,99,1,3',
+        "id2,'=SUM(A1),1,10,45,2,2",
+    ]
 
 
 counts = st.builds(Tokens, st.integers(0, 99), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))

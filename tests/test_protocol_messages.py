@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol import messages
 from diloco.protocol.messages import (
@@ -21,6 +22,7 @@ from diloco.protocol.messages import (
     MAX_PROBE_BYTES,
     MAX_RANGES,
     MAX_UNIT_RANGES,
+    Anchor,
     Claim,
     Contribution,
     DialBack,
@@ -49,6 +51,7 @@ from diloco.protocol.messages import (
     encode,
     expect,
 )
+from diloco.protocol.shares import MAX_NAME_BYTES, MAX_SHARES, Share, short_name
 
 digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
 counts = st.integers(0, 2**62 - 1)
@@ -71,13 +74,18 @@ statuses = st.builds(
 word = {"cursor": counts, "open": units}
 claims = st.builds(Claim, fragment=fragments, term=terms, version=counts, digest=digests, **word)
 published = {"fragment": fragments, "term": terms, "version": counts, "digest": digests}
-shared = {"contributors": st.lists(names, max_size=3), "applied_tokens": counts, **word}
+shared = {"applied_tokens": counts, **word}
+tokens_of = st.dictionaries(names, counts, max_size=3)
+short_names = st.text(max_size=MAX_NAME_BYTES).map(short_name)
+shares = st.tuples(counts, counts, counts, counts, short_names).map(
+    lambda share: Share(*share[:2], *sorted(share[2:4]), share[4])
+)
 ANY = st.one_of(
     statuses,
     claims,
     st.builds(
         Hello,
-        wire_version=counts,
+        wire_version=st.just(WIRE_VERSION),
         run_id=names,
         manifest_hash=digests,
         name=names,
@@ -87,8 +95,17 @@ ANY = st.one_of(
         status=statuses,
         claims=st.lists(claims, max_size=3),
     ),
-    st.builds(Published, **published, **shared),
-    st.builds(Record, digest_before=digests, **published, **shared),
+    st.builds(Published, contributors=st.lists(names, max_size=3), **published, **shared),
+    st.builds(Record, digest_before=digests, contributors=tokens_of, **published, **shared),
+    st.builds(
+        StateHeader,
+        fragment=fragments,
+        version=st.just(2**62 - 1),
+        digest=digests,
+        outer=st.booleans(),
+        shares=st.dictionaries(names, shares, max_size=3),
+        **shared,
+    ),
     st.builds(
         Contribution,
         manifest_hash=digests,
@@ -165,7 +182,7 @@ STATUS = Status(
 )
 CLAIM = Claim(fragment=1, term=2, version=3, digest=D, cursor=9, open=[[0, 4], [6, 9]])
 HELLO = Hello(
-    wire_version=1,
+    wire_version=WIRE_VERSION,
     run_id="run",
     manifest_hash=D,
     name="me",
@@ -185,11 +202,11 @@ EXAMPLES: list[Message] = [
     Contribution(manifest_hash=D, fragment=1, term=2, base_version=3, steps=4, tokens=5, units=[[0, 2**61]]),
     Verdict(accepted=False, first_chunk=1, record_follows=True, reason="why", version=2, term=3),
     Receipt(),
-    Record(fragment=1, term=2, version=3, digest_before=D, digest=D, contributors=["a"], applied_tokens=4),
+    Record(fragment=1, term=2, version=3, digest_before=D, digest=D, contributors={"a": 4}, applied_tokens=4),
     StateRequest(manifest_hash=D, fragment=1, have_version=2, outer=True, in_parts=False),
     PartList(fragment=1, version=2, digest=D, applied_tokens=3, parts=[D, D]),
     PartRequest(manifest_hash=D, fragment=1, digest=D, part=MAX_PARTS - 1),
-    StateHeader(fragment=1, version=2, digest=D, applied_tokens=3, outer=True),
+    StateHeader(fragment=1, version=2, digest=D, applied_tokens=3, outer=True, shares={"a": Share(2, 3, 1, 2, "b")}),
     InnerRequest(manifest_hash=D),
     InnerHeader(names=["0.0.exp_avg"], numels=[4], steps=[2]),
     UnitRequest(manifest_hash=D, wanted=2**20, has=[[0, 1]]),
@@ -210,6 +227,15 @@ WRONG: dict[type, list[object]] = {
     list: [None, 1, "a", {}, {"a": 1}, [None], [[]], [-1], [b"a"]],
     dict: [None, 1, "a", [], {}, {"kind": "receipt"}],
 }
+SHARE = [2, 3, 1, 2, "b"]
+WRONG_SHARES = [
+    *([*SHARE[:at], wrong, *SHARE[at + 1 :]] for at in range(4) for wrong in WRONG[int]),
+    *(
+        [*SHARE[:4], wrong]
+        for wrong in (None, 1, b"a", ["a"], "a" * (MAX_NAME_BYTES + 1), "ä" * MAX_NAME_BYTES, "a\nb")
+    ),
+    *([], SHARE[:3], [*SHARE, 1], [2, 3, 2, 1, "b"], [2, 3, 1, 3, "b"], None, 1, "abcde"),
+]
 DIGESTS = [D.upper(), D[1:], D + "0", D + "\n", "g" + D[1:], ""]
 
 
@@ -221,11 +247,17 @@ def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (field, the fields with that one wrong), also for the messages inside a message."""
     for key, value in fields.items():
         wrong = [*WRONG[type(value)], *(DIGESTS if value == D else [])]
-        if key == "merged":
+        if key == "contributors" and isinstance(value, dict):
             wrong = [*(one for one in wrong if one != {}), {"a": -1}, {"a": "1"}, {"a": None}, {"a" * 129: 1}]
+        if key == "shares":
+            wrong = [
+                *(one for one in wrong if one != {}),
+                *({"a": share} for share in WRONG_SHARES),
+                {"a" * 129: SHARE},
+            ]
         yield from ((key, {**fields, key: other}) for other in wrong)
         inner = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else value
-        if isinstance(inner, dict) and key != "merged":
+        if isinstance(inner, dict) and key not in ("contributors", "shares"):
             for path, broken in corruptions(inner):
                 yield f"{key}.{path}", {**fields, key: [broken] if isinstance(value, list) else broken}
 
@@ -242,7 +274,8 @@ def test_every_message_comes_through_unchanged(message: Message) -> None:
 
 
 def test_there_is_an_example_of_every_kind() -> None:
-    assert {type(example) for example in EXAMPLES} == set(Message.__subclasses__())
+    kinds = {Message, *Message.__subclasses__(), *Anchor.__subclasses__()}
+    assert {type(example) for example in EXAMPLES} == {kind for kind in kinds if "kind" in kind.model_fields}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.kind)
@@ -290,6 +323,19 @@ def test_the_largest_inner_state_has_a_header_that_fits_a_frame() -> None:
     refusal_of(pack({**header.model_dump(), "steps": [0]}))
 
 
+def test_the_shares_of_all_peers_fit_a_frame_beside_the_parts_of_the_largest_fragment() -> None:
+    peers = [f"12D3KooW{number:044d}" for number in range(MAX_SHARES)]
+    share = Share(2**31, 2**61, 2**31, 2**31, short_name("n" * 100))
+    parts, open_ = [D] * MAX_PARTS, [[2**61 + 2 * at, 2**61 + 2 * at + 1] for at in range(MAX_RANGES)]
+    anchor = {"fragment": 1, "version": 2**31, "digest": D, "applied_tokens": 2**61, "open": open_}
+    listed = PartList(**anchor, parts=parts, shares=dict.fromkeys(peers, share))
+    assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
+    refusal_of(pack({**listed.model_dump(), "shares": dict.fromkeys([*peers, "one more"], share)}))
+    Record(
+        fragment=1, term=1, version=1, digest_before=D, digest=D, contributors=dict.fromkeys(peers, 1), applied_tokens=1
+    )
+
+
 def test_a_list_of_parts_is_neither_empty_nor_longer_than_a_frame() -> None:
     listed = PartList(fragment=1, version=2, digest=D, applied_tokens=3, parts=[D] * MAX_PARTS)
     assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
@@ -314,6 +360,12 @@ def test_nobody_has_or_leaves_open_more_ranges_than_a_peer_can_keep_track_of() -
         refusal_of(pack({**example.model_dump(), field: ranges[: limit + 1]}))
     for wanted in (0, 2**20 + 1):
         refusal_of(pack({**UnitRequest(manifest_hash=D, wanted=1, has=[]).model_dump(), "wanted": wanted}))
+
+
+def test_a_hello_of_another_wire_version_is_refused_by_that_whatever_else_is_in_it() -> None:
+    text = "wire version 1 there does not fit 2 here; install the same diloco version on both sides"
+    for other in ({}, {"status": 5}, {"unknown": 1}):
+        assert refusal_of(pack({**HELLO.model_dump(), "wire_version": 1, **other})) == text
 
 
 @given(st.binary(max_size=200))

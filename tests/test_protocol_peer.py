@@ -38,8 +38,11 @@ def status_of(state: State = "ready", versions: list[int] | None = None, inner_s
     return Status(state=state, versions=versions or [0] * FRAGMENTS, inner_step=inner_step)
 
 
-def claim_of(fragment: int, term: int = 1, version: int = 0, digest: str | None = None) -> Claim:
-    return Claim(fragment=fragment, term=term, version=version, digest=digest or DIGESTS[fragment])
+def claim_of(
+    fragment: int, term: int = 1, version: int = 0, digest: str | None = None, applied_tokens: int = 0
+) -> Claim:
+    known = digest or DIGESTS[fragment]
+    return Claim(fragment=fragment, term=term, version=version, digest=known, applied_tokens=applied_tokens)
 
 
 def contribution(peer: Peer, fragment: int, term: int = 1) -> Contribution:
@@ -80,7 +83,10 @@ def pair(mine: int = 0, **settings: object) -> Peer:
 @pytest.mark.parametrize(
     ("fields", "objection"),
     [
-        ({"wire_version": 2}, "wire version 2 does not fit 1 here; install the same diloco version"),
+        (
+            {"wire_version": 1},
+            "wire version 1 there does not fit 2 here; install the same diloco version on both sides",
+        ),
         ({"run_id": "other"}, "run.id=other is not the run here, which is run.id=run"),
         ({"manifest_hash": "0" * 64}, f"the manifest 000000000000 differs from {MANIFEST[:12]} here"),
         ({"status": status_of(versions=[0, 0, 0])}, "3 fragments there, 2 here"),
@@ -192,7 +198,7 @@ def test_a_fragment_is_claimed_at_the_highest_version_that_anyone_has() -> None:
     assert of_type(CatchUp, actions) == [] and of_type(CatchUp, peer.tick(1.0)) == []  # asked for at the first hello
     assert [lease.fragment for lease in peer.leases.held_by(ME)] == [1]
     actions = peer.adopted(0, 4, digest_of("four"), 100, 1.0)
-    assert said(Claim, actions) == [claim_of(0, version=4, digest=digest_of("four"))]
+    assert said(Claim, actions) == [claim_of(0, version=4, digest=digest_of("four"), applied_tokens=100)]
     assert of_type(Hold, actions) == [Hold(0, 1)] and peer.applied_tokens == 100
 
 
@@ -466,9 +472,9 @@ def test_a_round_is_merged_published_and_announced() -> None:
     assert peer.offer(OTHER, contribution(peer, 0)).accepted and peer.offer(ME, contribution(peer, 0)).accepted
     assert of_type(Merge, peer.arrived(OTHER, 0, 1.0)) == []
     (merge,) = of_type(Merge, peer.arrived(ME, 0, 2.0))
-    assert merge.close.contributors == tuple(sorted((ME, OTHER))) and merge.close.tokens == 18
+    assert list(merge.close.contributors) == sorted((ME, OTHER)) and merge.close.tokens == 18
     assert peer.merging(0) and of_type(Merge, peer.tick(3.0)) == []
-    actions = peer.published(0, digest_of("one"), 18, merge.close.contributors, 4.0)
+    actions = peer.published(0, digest_of("one"), merge.close.contributors, 4.0)
     (message,) = said(Published, actions)
     assert message == Published(
         fragment=0, term=1, version=1, digest=digest_of("one"), contributors=["a", "b"], applied_tokens=18
@@ -482,7 +488,7 @@ def test_only_the_control_fragment_moves_the_clock() -> None:
     for fragment in (0, 1):
         assert peer.offer("x", contribution(peer, fragment)).accepted
         peer.arrived("x", fragment, 1.0)
-        peer.published(fragment, digest_of(), 9, ["x"], 2.0)
+        peer.published(fragment, digest_of(), {"x": 9}, 2.0)
     assert peer.applied_tokens == 9
     peer.adopted(1, 5, digest_of(5), 500, 3.0)
     assert peer.applied_tokens == 9
@@ -510,7 +516,7 @@ def test_a_syncer_does_not_wait_for_itself_when_its_own_training_hangs() -> None
     for now in range(2, int(STALL_FLOOR_S) + 1):
         assert of_type(Merge, peer.heard(OTHER, status_of("exchanging"), float(now))) == []
     (merge,) = of_type(Merge, peer.heard(OTHER, status_of("exchanging"), STALL_FLOOR_S + 2))
-    assert merge.close.contributors == (OTHER,)
+    assert list(merge.close.contributors) == [OTHER]
 
 
 def test_a_fragment_that_is_lost_during_its_merge_is_not_published() -> None:
@@ -520,7 +526,7 @@ def test_a_fragment_that_is_lost_during_its_merge_is_not_published() -> None:
     peer.heard(OTHER, status_of("done"), 0.0)
     assert len(of_type(Merge, peer.arrived("x", 0, 1.0))) == 1
     peer.heard(OTHER, claim_of(0, term=2), 1.5)
-    assert peer.published(0, digest_of(), 9, ["x"], 2.0) == [] and peer.versions[0] == 0
+    assert peer.published(0, digest_of(), {"x": 9}, 2.0) == [] and peer.versions[0] == 0
     assert not peer.merging(0)
 
 

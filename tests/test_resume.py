@@ -40,7 +40,9 @@ def train(run_dir: Path, *overrides: str) -> dict[str, Any]:
 
 def kept(summary: dict[str, Any]) -> dict[str, Any]:
     """What a resumed run must have in common with one that was never stopped."""
-    return {key: summary[key] for key in ("steps", "tokens", "anchor_digest", "eval", "outer_steps")}
+    return {key: summary[key] for key in ("steps", "tokens", "anchor_digest", "eval", "outer_steps")} | {
+        "contributions": [{**row, "peer_id": ""} for row in summary["contributions"]]  # each run has its own identity
+    }
 
 
 def curve(run_dir: Path) -> dict[tuple[int, str], float]:

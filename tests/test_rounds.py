@@ -16,7 +16,8 @@ from diloco.protocol.actions import Action, Hold, Merge, Release
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Claim, Hello, Record, StateHeader, Status
-from diloco.protocol.peer import Peer
+from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.shares import Share
 from diloco.swarm.bulk import FetchedRecord, FetchedState
 from diloco.swarm.rounds import Rounds
 from diloco.swarm.units import Reserve
@@ -65,8 +66,8 @@ class StubHost:
         claim = Claim(fragment=0, term=1, version=0, digest=self.protocol.digests[0])
         status = Status(state="training", versions=[0], inner_step=0, target_steps=1, steps_per_s=1.0, tokens=0)
         return Hello(
-            wire_version=1, run_id="run", manifest_hash=MANIFEST, name=OTHER, trains=True, holds=True, peers=[],
-            status=status, claims=[claim] if claims else [],
+            wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=OTHER, trains=True, holds=True,
+            peers=[], status=status, claims=[claim] if claims else [],
         )  # fmt: skip
 
     def now(self) -> float:
@@ -120,7 +121,7 @@ class StubHost:
         self.replica.down.encode_update(anchor, self.replica.anchors[0], update)
         header = Record(
             fragment=0, term=1, version=version, digest_before=before or self.protocol.digests[0],
-            digest=self.replica.digest_of(anchor), contributors=[OTHER], applied_tokens=0,
+            digest=self.replica.digest_of(anchor), contributors={OTHER: 10}, applied_tokens=0,
         )  # fmt: skip
         return FetchedRecord(header, update)
 
@@ -253,8 +254,9 @@ def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         claim = Claim(fragment=0, term=2, version=5, digest=won.header.digest)
         host.do(host.protocol.heard(OTHER, claim, host.now()))
-        merged = {"merged": {ME: 0, OTHER: 4}}  # it has this peer's contribution from version 0, not the one from 1
-        host.client.answers = {2: FetchedState(won.header.model_copy(update=merged), won.anchor, None, None)}
+        # It has this peer's contribution from version 0, not the one from 1.
+        shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
+        host.client.answers = {2: FetchedState(won.header.model_copy(update=shares), won.anchor, None, None)}
         await host.rounds.catch_up(0, [OTHER], outer=False)
         assert host.notes.count("discarded") == 1
         assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
@@ -274,8 +276,8 @@ def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_th
         assert await host.exchange() == (10, 0)
         won = host.state(5, torch.full((6,), 4.0))
         host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=5, digest=won.header.digest), host.now()))
-        merged = {"merged": {ME: 0, OTHER: 4}}
-        host.client.answers = {0: FetchedState(won.header.model_copy(update=merged), won.anchor, None, None)}
+        shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
+        host.client.answers = {0: FetchedState(won.header.model_copy(update=shares), won.anchor, None, None)}
         await host.rounds.catch_up(0, [OTHER], outer=False)
         assert host.notes.count("applied_after_all") == 1
         assert host.rounds._lost_tokens == -10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from diloco.errors import ConfigError, DivergedError, SwarmError
 from diloco.protocol.view import View
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
+from diloco.swarm import node
 
 SMALL = ("experiment=smoke", "local.peers=4", "budget.outer_steps=2", "outer.sync_every=4")
 
@@ -74,6 +77,16 @@ def test_a_syncer_that_crashes_in_the_exchange_is_replaced(tmp_path: Path) -> No
 def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
     outcome = simulated(tmp_path, "budget.outer_steps=4", "sim.events=[join:4@2.5,leave:1@6.5]", "sim.latency_s=0.01")
     peers = {peer.name: peer for peer in outcome.summary.peers}
+    record = {row.name: row for row in outcome.summary.contributions}
+    assert {name: (row.first_version, row.last_version, row.outer_steps) for name, row in record.items()} == {
+        **dict.fromkeys(("p0", "p2", "p3"), (1, 4, 4)), "p1": (1, 1, 1), "p4": (1, 4, 4)
+    }  # fmt: skip
+    assert sum(row.tokens for row in record.values()) == outcome.summary.tokens.applied
+    assert len({row.bytes // row.outer_steps for row in record.values()}) == 1, "payloads are equal"
+    with (tmp_path / "contributions.csv").open() as file:
+        assert {row["name"]: int(row["tokens"]) for row in csv.DictReader(file)} == {
+            name: row.tokens for name, row in record.items()
+        }
     assert len({peers[name].anchor_digest for name in ("p0", "p2", "p3", "p4")}) == 1
     assert peers["p4"].steps < peers["p0"].steps
     assert {event["subject"] for event in said(tmp_path, "leave")} >= {"p1"}
@@ -81,6 +94,18 @@ def test_a_joiner_is_counted_in_and_a_leaver_hands_over(tmp_path: Path) -> None:
     counted = [(line["live"], line["training"], line["merged"]) for line in accounts]
     assert counted[0] == (5, 5, 5)
     assert counted[1] == (4, 4, 4) == counted[-1]
+
+
+def test_nobody_waits_for_a_joiner_that_fetches_its_inner_state(tmp_path: Path, monkeypatch: Any) -> None:
+    async def slow(*_: object) -> None:
+        await asyncio.sleep(21.0)
+
+    monkeypatch.setattr(node, "fetch_inner", slow)
+    outcome = simulated(tmp_path, "budget.outer_steps=6", "sim.events=[join:4@5]", "sim.step_s=[1.0]")
+    accounts = [line for line in json_lines(tmp_path / "metrics.jsonl") if "live" in line and line["peer"] == "p0"]
+    assert [line["live"] for line in accounts] == [4, *[5] * 5] and {line["merged"] for line in accounts} == {4}
+    assert [line["time"] for line in accounts] == pytest.approx([4.0 * version for version in range(1, 7)], abs=0.1)
+    assert outcome.summary.outer_steps == 6
 
 
 def test_a_thin_link_costs_utilization_and_moves_no_anchor(tmp_path: Path) -> None:

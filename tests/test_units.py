@@ -141,7 +141,7 @@ def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
     assert peer.offer(sender, header).accepted
     syncer.folded(sender)
     peer.arrived(sender, 0, 10.0)
-    return peer.published(0, digest_of(syncer.version + 1), 1, [sender], 10.0)
+    return peer.published(0, digest_of(syncer.version + 1), {sender: 1}, 10.0)
 
 
 def twice_noted(actions: list[Action]) -> list[object]:
@@ -193,10 +193,10 @@ def test_what_a_version_holds_is_not_handed_out_again_whoever_still_claims_it(he
         case "published":
             peer.heard("s", Published(term=1, contributors=["b"], **named, **word), 0.6)
         case "record":
-            peer.hear_word(Record(term=1, digest_before=digest_of(0), contributors=["b"], **named, **word))
+            peer.hear_word(Record(term=1, digest_before=digest_of(0), contributors={"b": 1}, **named, **word))
         case "state":
             peer.hear_word(StateHeader(outer=False, **named, **word))
-    peer.adopted(0, 1, digest_of(1), 1, 0.7, contributors=["b"])
+    peer.adopted(0, 1, digest_of(1), 1, 0.7, contributors={"b": 1})
     ledger = take_over(peer)
     assert ledger.open == [(4, 8)] and ledger.leased == {"b": [(4, 8)]}
 
@@ -222,7 +222,7 @@ def test_units_in_a_contribution_that_is_here_are_not_handed_out_when_its_sender
     assert peer.offer("b", header).accepted
     peer.lost("b", 9.5, "connection reset")
     assert peer.lease_units("a", 6, []) == [(4, 10)]
-    peer.published(0, digest_of(1), 1, ["a"], 10.0)  # it never became whole
+    peer.published(0, digest_of(1), {"a": 1}, 10.0)  # it never became whole
     assert peer.lease_units("a", 4, [(4, 10)]) == [(0, 4)]
 
 

@@ -32,7 +32,7 @@ from diloco.config import Config
 from diloco.errors import DilocoError, SwarmError, UnsavedError
 from diloco.train.files import check_same_run, exclusive, prepare_run_directory, write_atomic
 from diloco.train.plot import plot_losses
-from diloco.train.summary import Summary, merge_peer_summaries, write_summary
+from diloco.train.summary import Summary, merge_peer_summaries, write_contributions, write_summary
 
 __all__ = ["run"]
 
@@ -132,6 +132,8 @@ def _conclude(config: Config, children: list[_Child], stopped: bool, wall_s: flo
             summaries, run_id=config.run.id, manifest_hash=manifest_hash, mode=mode, wall_s=wall_s, exit=code
         )
         write_summary(run_dir / "summary.json", summary)
+        if summary.contributions:
+            write_contributions(run_dir / "contributions.csv", summary.contributions)
         plot_losses(run_dir / "metrics.jsonl", run_dir / "loss.png", f"{config.run.id}: {config.model.name}")
         _tell_result(config, summary, stopped, console)
     elif complaint is None:

@@ -139,8 +139,9 @@ def join(address: str | None, overrides: tuple[str, ...], cfg: str | None, base:
     diloco join @runs/mine/address
     diloco join ADDRESS train.device=cpu train.threads=4 swarm.upload_limit=1e6
 
-    Nothing but the ADDRESS is needed. The run's settings come from the swarm; device, precision, threads and how much of a batch is computed at a time
-    from a look at this machine. Ctrl+C leaves cleanly at any time, and the same command comes back.
+    Nothing but the ADDRESS is needed. The run's settings come from the swarm; device, precision, threads and how much
+    of a batch is computed at a time from a look at this machine. Ctrl+C leaves cleanly at any time, and the same
+    command comes back.
     """
     from diloco.config import compose
     from diloco.config.address import Address

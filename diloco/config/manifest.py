@@ -22,7 +22,7 @@ from diloco.errors import ConfigError
 __all__ = ["MAX_MANIFEST_CHARACTERS", "WIRE_VERSION", "Manifest", "check_model_fits_data", "flatten"]
 
 # Raised whenever peers of the old and the new version could not train together.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 # A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
 MAX_MANIFEST_CHARACTERS = 65536
 
@@ -51,8 +51,8 @@ class Manifest(RunOwned):
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Parses an untrusted manifest.
+    def from_json(cls, text: str, any_wire_version: bool = False) -> Manifest:
+        """Parses an untrusted manifest; `any_wire_version` takes one from a run directory that an older diloco wrote.
 
         Raises ConfigError, with one line, for anything but a complete manifest of this wire version.
         """
@@ -64,6 +64,8 @@ class Manifest(RunOwned):
             raise ConfigError(f"manifest is not JSON: {show(str(error))}") from None
         if not isinstance(content, dict):
             raise ConfigError("manifest is not a JSON object")
+        if any_wire_version:
+            content["wire_version"] = WIRE_VERSION
         version = content.get("wire_version")
         if type(version) is not int or version != WIRE_VERSION:
             raise ConfigError(

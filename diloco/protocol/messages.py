@@ -8,7 +8,7 @@ Two kinds of streams carry these messages, each as one msgpack map behind a 4-by
   know beforehand.
 
 What speaks of a version of the control fragment carries the ledger's *word* on it: `cursor` and `open` (see `ledger`);
-for other fragments they are empty.
+for other fragments they are empty. What brings an anchor brings its *shares* (see `shares`): who contributed how much.
 
 Nothing read from the network becomes an object without passing its schema: unknown fields, wrong types, values out of
 range and unknown kinds all raise `PayloadError`.
@@ -19,9 +19,20 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
+from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
+from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -59,6 +70,7 @@ __all__ = [
     "decode",
     "encode",
     "expect",
+    "objection_to_wire",
 ]
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
@@ -77,7 +89,7 @@ Index = Annotated[int, Field(ge=0, lt=2**20)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # A list fails at its first wrong item: a frame of a million of them would keep the node busy for seconds.
 Names = Annotated[list[Name], Field(max_length=4096), FailFast()]
-Merged = Annotated[dict[Name, Count], Field(max_length=4096)]
+Contributors = Annotated[dict[Name, Count], Field(max_length=MAX_SHARES)]
 Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16), FailFast()]
 Versions = Annotated[list[Count], Field(max_length=2**20), FailFast()]
 
@@ -89,6 +101,17 @@ def _ascending(unit: list[int]) -> list[int]:
 
 
 Unit = Annotated[list[Count], Field(min_length=2, max_length=2), FailFast(), AfterValidator(_ascending)]
+
+
+def _sound(share: Share) -> Share:
+    if share.first_version > share.last_version:
+        raise ValueError("a share does not end before it begins")
+    if share.name != short_name(share.name):
+        raise ValueError("a name in a share is short and can be printed")
+    return share
+
+
+Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], Field(max_length=MAX_SHARES)]
 Units = Annotated[list[Unit], Field(max_length=MAX_RANGES), FailFast()]
 FewUnits = Annotated[list[Unit], Field(max_length=MAX_UNIT_RANGES), FailFast()]
 
@@ -121,13 +144,17 @@ class Status(Message):
 
 
 class Claim(Message):
-    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor it stands on."""
+    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor it stands on.
+
+    `applied_tokens`, for the control fragment, is the swarm clock there.
+    """
 
     kind: Literal["claim"] = "claim"
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]
     version: Count
     digest: Digest
+    applied_tokens: Count = 0
     cursor: Count = 0
     open: Units = Field(default_factory=list)
 
@@ -206,7 +233,10 @@ class Receipt(Message):
 
 
 class Record(Message):
-    """Header of an update record; the encoded displacement follows, chunk after chunk."""
+    """Header of an update record; the encoded displacement follows, chunk after chunk.
+
+    `contributors` have given so many tokens each.
+    """
 
     kind: Literal["record"] = "record"
     fragment: Index
@@ -214,7 +244,7 @@ class Record(Message):
     version: Count
     digest_before: Digest
     digest: Digest
-    contributors: Names
+    contributors: Contributors
     applied_tokens: Count
     cursor: Count = 0
     open: Units = Field(default_factory=list)
@@ -235,17 +265,28 @@ class StateRequest(Message):
     in_parts: bool = False
 
 
-class PartList(Message):
-    """The digests of all parts of a fragment's anchor, which together give `digest`."""
+class Anchor(Message):
+    """What is said of a fragment's anchor. Its shares end with its version."""
 
-    kind: Literal["part_list"] = "part_list"
     fragment: Index
     version: Count
     digest: Digest
     applied_tokens: Count
-    merged: Merged = Field(default_factory=dict)
+    shares: Shares = Field(default_factory=dict)
     cursor: Count = 0
     open: Units = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _no_share_of_the_future(self) -> Anchor:
+        if any(share.last_version > self.version for share in self.shares.values()):
+            raise ValueError("a share is not of later versions than the anchor")
+        return self
+
+
+class PartList(Anchor):
+    """The digests of all parts of a fragment's anchor, which together give `digest`."""
+
+    kind: Literal["part_list"] = "part_list"
     parts: Annotated[list[Digest], Field(min_length=1, max_length=MAX_PARTS), FailFast()]
 
 
@@ -263,20 +304,13 @@ class PartRequest(Message):
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
 
 
-class StateHeader(Message):
+class StateHeader(Anchor):
     """Header of a fragment's state; fp32 anchor follows, then master and momentum when `outer`, or one part of it when
-    that was asked for. `merged` has for each peer the base version up to which its contributions are in the anchor.
+    that was asked for (then without shares: they are in the `PartList`).
     """
 
     kind: Literal["state"] = "state"
-    fragment: Index
-    version: Count
-    digest: Digest
-    applied_tokens: Count
     outer: bool
-    merged: Merged = Field(default_factory=dict)
-    cursor: Count = 0
-    open: Units = Field(default_factory=list)
 
 
 class UnitRequest(Message):
@@ -434,6 +468,10 @@ def decode(frame: bytes) -> Message:
         fields = msgpack.unpackb(frame, raw=False, strict_map_key=True)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise PayloadError(f"a frame is not valid msgpack: {error}") from None
+    if isinstance(fields, dict) and fields.get("kind") == "hello":
+        version = fields.get("wire_version")  # looked at first, for the rest may follow another schema
+        if type(version) is int and (objection := objection_to_wire(version)) is not None:
+            raise PayloadError(objection)
     try:
         message: Message = _adapter.validate_python(fields)
     except ValidationError as error:
@@ -442,6 +480,15 @@ def decode(frame: bytes) -> Message:
         # Keys and tags are the sender's, and may be as long as a frame.
         raise PayloadError(f"a message does not fit its schema: {where[:100]}: {first['msg'][:200]}") from None
     return message
+
+
+def objection_to_wire(version: int) -> str | None:
+    """Why a peer of that wire version cannot be talked to, as one line for its user; None when it can."""
+    if version == WIRE_VERSION:
+        return None
+    return (
+        f"wire version {version} there does not fit {WIRE_VERSION} here; install the same diloco version on both sides"
+    )
 
 
 def expect(message: Message, kind: type[M]) -> M:

@@ -15,12 +15,11 @@ of a peer:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
+from diloco.protocol.accounts import CONTROL_FRAGMENT, Accounts
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
-from diloco.protocol.dealer import Dealer, Word, fields_of
-from diloco.protocol.ledger import Units
+from diloco.protocol.leases import Lease
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import (
     Claim,
@@ -28,24 +27,21 @@ from diloco.protocol.messages import (
     Hello,
     Message,
     Published,
-    Record,
     State,
-    StateHeader,
     Status,
     Verdict,
 )
 from diloco.protocol.rendezvous import assign, order
+from diloco.protocol.shares import Share
 from diloco.protocol.syncer import Syncer
-from diloco.protocol.view import WIRE_VERSION, View
+from diloco.protocol.view import WIRE_VERSION
 
-__all__ = ["WIRE_VERSION", "Peer"]
+__all__ = ["CONTROL_FRAGMENT", "WIRE_VERSION", "Peer"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
-MERGED_MEMORY = 1024  # versions after which it is forgotten who contributed to one
-CONTROL_FRAGMENT = 0  # its update records carry the swarm clock and the word on the data; its syncer deals out units
 
 
-class Peer(View):
+class Peer(Accounts):
     """One peer's part in the swarm; arguments as of `View`.
 
     On failure of other peers: a lost member is expected no more and its fragments are claimed anew under a higher term.
@@ -53,6 +49,7 @@ class Peer(View):
     """
 
     def _begin(self) -> None:
+        super()._begin()
         self.syncers: dict[int, Syncer] = {}
         self.sync_s = 0.0  # moving average from a decision to close to its publication
         self.heals = 0
@@ -62,15 +59,12 @@ class Peer(View):
         self._handed_over: set[int] = set()
         self._closed_at: dict[int, float] = {}
         self._contributors: dict[int, tuple[str, ...]] = {}  # of each fragment's newest version
-        self._merged: dict[
-            int, dict[str, int]
-        ] = {}  # fragment -> peer -> base version up to which all is in the anchor
         self._wakes_at = 0.0
         self._vacant_since: dict[int, float] = {}
         self._myself: Member | None = None
         self._opened = False
-        self.warming = False  # a cold peer trains by itself: the others expect nothing of one that is starting
-        self.dealer = Dealer(self.versions[CONTROL_FRAGMENT])
+        # A cold peer trains by itself, or fetches what it begins with: nobody expects anything of one that is starting.
+        self.warming = False
 
     # -- events from the network --------------------------------------------------------------------------------------
 
@@ -144,6 +138,8 @@ class Peer(View):
         lease = self.leases.get(claim.fragment)
         if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
             self.hear_word(claim)
+            if claim.fragment == CONTROL_FRAGMENT and claim.version >= lease.version:
+                self.swarm_tokens = claim.applied_tokens  # fewer when versions died with the syncer before
         if not changed:
             return []
         actions: list[Action] = [
@@ -165,7 +161,7 @@ class Peer(View):
             self._contributors[message.fragment] = tuple(message.contributors)
             self.hear_word(message)
             if message.fragment == CONTROL_FRAGMENT:
-                self.swarm_tokens = max(self.swarm_tokens, message.applied_tokens)
+                self.swarm_tokens = message.applied_tokens
         return []
 
     # -- events from the training loop --------------------------------------------------------------------------------
@@ -186,45 +182,34 @@ class Peer(View):
         digest: str,
         applied_tokens: int,
         now: float,
-        contributors: Collection[str] | None = None,
-        merged: Mapping[str, int] | None = None,
+        contributors: Mapping[str, int] | None = None,
+        shares: Mapping[str, Share] | None = None,
     ) -> list[Action]:
-        """The anchor of a fragment moved to a version: by an update record, which names its `contributors`, or by
-        fetching its state, which says what is `merged`.
+        """The anchor of a fragment moved to a version: by an update record, which names its `contributors` and the
+        tokens of each, or by fetching its state, which says whose `shares` are in it.
         """
         self._catching_up.discard(fragment)
-        if merged is not None:
-            self._merged[fragment] = dict(merged)
+        if shares is not None:
+            self._shares[fragment] = dict(shares)
         if contributors is not None:
-            self._merged.setdefault(fragment, {}).update(dict.fromkeys(contributors, version - 1))
+            self._credit(fragment, version, contributors)
         if version == self.versions[fragment] and digest != self.digests[fragment] and version > 0:
             self.heals += 1
         self.versions[fragment] = version
         self.digests[fragment] = digest
         if fragment == CONTROL_FRAGMENT:
-            self.applied_tokens = max(self.applied_tokens, applied_tokens)
+            self.applied_tokens = applied_tokens
         actions: list[Action] = [Broadcast(self.status())]
         syncer = self.syncers.get(fragment)
         if syncer is not None and version >= syncer.version:
             # What was collected went with the anchor that it was relative to.
-            syncer.advance(version, self._merged.get(fragment))
+            syncer.advance(version, self.merged(fragment))
             self._merging.discard(fragment)
             self._deal(fragment)
-            claim = Claim(fragment=fragment, term=syncer.term, version=version, digest=digest, **self.word(fragment))
+            claim = self.claim_of(Lease(fragment, self.me, syncer.term, version, digest))
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by what the syncer says it stands on
         return [*actions, *self.tick(now)]
-
-    def merged(self, fragment: int) -> dict[str, int]:
-        """For each peer the base version up to which its contributions are in the anchor here, or were left out; goes
-        with the fragment's state, so that a successor merges nothing again.
-        """
-        oldest = self.versions[fragment] - MERGED_MEMORY
-        return {peer: base for peer, base in self._merged.get(fragment, {}).items() if base >= oldest}
-
-    def restore_merged(self, merged: Sequence[Mapping[str, int]]) -> None:
-        """What `merged` was for each fragment when a checkpoint was written."""
-        self._merged = {fragment: dict(known) for fragment, known in enumerate(merged)}
 
     def num_merged(self) -> int:
         """How many peers the control fragment's newest version is made of, as far as this peer has heard."""
@@ -265,10 +250,8 @@ class Peer(View):
             syncer.arrived(peer)
         return self.tick(now)
 
-    def published(
-        self, fragment: int, digest: str, tokens: int, contributors: Collection[str], now: float
-    ) -> list[Action]:
-        """The merge that `Merge` asked for is done: announce the new version."""
+    def published(self, fragment: int, digest: str, contributors: Mapping[str, int], now: float) -> list[Action]:
+        """The merge that `Merge` asked for is done: announce the new version, made of so many tokens of each peer."""
         self._merging.discard(fragment)
         syncer = self.syncers.get(fragment)
         if syncer is None:
@@ -279,10 +262,10 @@ class Peer(View):
         self.versions[fragment] = syncer.version
         self.digests[fragment] = digest
         if fragment == CONTROL_FRAGMENT:
-            self.applied_tokens += tokens
+            self.applied_tokens += sum(contributors.values())
         self.leases.published(fragment, syncer.term, syncer.version, digest)
         self._contributors[fragment] = tuple(sorted(contributors))
-        self._merged.setdefault(fragment, {}).update(dict.fromkeys(contributors, syncer.version - 1))
+        self._credit(fragment, syncer.version, contributors)
         twice = self._apply_units(syncer.version, contributors) if fragment == CONTROL_FRAGMENT else []
         message = Published(
             fragment=fragment,
@@ -324,54 +307,7 @@ class Peer(View):
         self._myself.hear(status, now)
         return status
 
-    # -- work units ---------------------------------------------------------------------------------------------------
-
-    def lease_units(self, peer: str, wanted: int, has: Iterable[Sequence[int]]) -> Units | None:
-        """Lease that many sequences more to a member, or to this peer, who has no others than `has`.
-
-        None when another peer deals them out, and for who is no member (nobody would notice that it is gone).
-        """
-        member = peer == self.me or peer in self.members
-        return self.dealer.lease(peer, wanted, has) if member else None
-
-    def word(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
-        if fragment != CONTROL_FRAGMENT:
-            return {}
-        if contributors is not None and self.dealer.ledger is not None:  # of the version that they are about to make
-            return fields_of(self.dealer.after(contributors))
-        return fields_of(self.dealer.word(self.versions[fragment]))
-
-    def hear_word(self, said: Claim | Published | Record | StateHeader) -> None:
-        """What the author of a version says of the data."""
-        if said.fragment == CONTROL_FRAGMENT:
-            self.dealer.hear(said)
-
-    def restore_word(self, word: Word) -> None:
-        """What the word on this peer's version was when a checkpoint was written."""
-        self.dealer.know(self.versions[CONTROL_FRAGMENT], word)
-
-    def _heard_units(self, peer: str, status: Status) -> None:
-        if status.state in ("leaving", "done"):
-            self.dealer.give_back(peer)
-        else:
-            self.dealer.has(peer, status.units)
-
-    def _deal(self, fragment: int) -> None:
-        """As syncer of the control fragment, deal out units behind what is in the anchor here."""
-        if fragment == CONTROL_FRAGMENT:
-            said = {member.peer: member.status.units for member in self.members.all() if self._live(member.peer)}
-            self.dealer.resume(self.versions[fragment], {**said, self.me: self.units})
-
-    def _apply_units(self, version: int, contributors: Collection[str]) -> list[Action]:
-        live = {self.me, *(member.peer for member in self.members.all() if self._live(member.peer))}
-        twice = self.dealer.published(version, contributors, live)
-        return [Note("units_twice", {"count": twice, "version": version})] if twice else []
-
     # -- leases -------------------------------------------------------------------------------------------------------
-
-    def _live(self, peer: str) -> Member | None:
-        member = self.members.get(peer)
-        return None if member is None or member.status.state in ("leaving", "done") else member
 
     def _claim_vacant(self, now: float) -> list[Action]:
         vacant = [f for f in range(len(self.versions)) if self._vacant(f)]
@@ -426,12 +362,13 @@ class Peer(View):
             self.takeovers += 1
         version = self.versions[fragment]
         self._deal(fragment)
-        digest = self.digests[fragment]
-        claim = Claim(fragment=fragment, term=term, version=version, digest=digest, **self.word(fragment))
+        claim = self.claim_of(Lease(fragment, self.me, term, version, self.digests[fragment]))
+        if fragment == CONTROL_FRAGMENT:
+            self.swarm_tokens = self.applied_tokens
         actions = self._heard_claim(self.me, claim)
         self.syncers[fragment] = Syncer(
             fragment, term, version, self.outer, self._contributors.get(fragment, ()),
-            merged=self._merged.get(fragment, {}),
+            merged=self.merged(fragment),
         )  # fmt: skip
         return [*actions, Hold(fragment, term), Broadcast(claim)]
 

@@ -32,7 +32,8 @@ SYNC = OuterConfig(method="diloco", sync_every=1)
 
 @dataclass(frozen=True)
 class Close:
-    """Decision to make the next version out of these whole contributions; `missing` were expected and are left out.
+    """Decision to make the next version out of these whole contributions, of so many tokens each; `missing` were
+    expected and are left out.
 
     `delay` is the number of contributions per momentum step, and `flush` says that it is due with this version (Delayed
     Nesterov, arXiv 2401.09135, Algorithm 3).
@@ -40,11 +41,15 @@ class Close:
 
     fragment: int
     base_version: int
-    contributors: tuple[str, ...]
-    tokens: int
+    contributors: Mapping[str, int]
     missing: tuple[str, ...]
     delay: int = 1
     flush: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Of all contributions."""
+        return sum(self.contributors.values())
 
 
 @dataclass
@@ -226,9 +231,8 @@ class Syncer:
     def _close(self, whole: set[str], members: Mapping[str, Member]) -> Close:
         self._closing = True
         missing = (self.last_contributors | set(self._offers)) - whole if self._settings.quorum is None else set()
-        tokens = sum(self._offers[peer].tokens for peer in whole)
-        contributors = tuple(sorted(whole))
-        close = Close(self.fragment, self.version, contributors, tokens, tuple(sorted(missing)))
+        contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
+        close = Close(self.fragment, self.version, contributors, tuple(sorted(missing)))
         return close if self._settings.optimizer == "nesterov" else self._delayed(close, members)
 
     def _delayed(self, close: Close, members: Mapping[str, Member]) -> Close:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from diloco.config import OuterConfig
+from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
-from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Hello, State, Status
+from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Hello, State, Status, objection_to_wire
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 
 __all__ = ["WIRE_VERSION", "View"]
-
-WIRE_VERSION = 1
 
 
 class View:
@@ -33,6 +31,7 @@ class View:
         newcomer: this peer joins others, and claims nothing before `acquainted` says that it has heard all of them;
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.
+        payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
     """
 
     def __init__(
@@ -49,6 +48,7 @@ class View:
         min_peers: int = 1,
         newcomer: bool = False,
         outer: OuterConfig = SYNC,
+        payload_bytes: Sequence[int] = (),
     ) -> None:
         self.me = me
         self.name = name
@@ -63,6 +63,7 @@ class View:
         self.min_peers = min_peers
         self.newcomer = newcomer
         self.outer = outer
+        self.payload_bytes = tuple(payload_bytes)
         self.members = Membership()
         self.leases = LeaseTable()
         self.state: State = "starting"
@@ -110,15 +111,19 @@ class View:
 
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
-        fragment, word = lease.fragment, self.word(lease.fragment)
-        return Claim(fragment=fragment, term=lease.term, version=lease.version, digest=lease.digest, **word)
+        return Claim(
+            fragment=lease.fragment,
+            term=lease.term,
+            version=lease.version,
+            digest=lease.digest,
+            applied_tokens=0 if lease.fragment else self.applied_tokens,
+            **self.word(lease.fragment),
+        )
 
     def objection(self, hello: Hello) -> str | None:
         """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
-        if hello.wire_version != WIRE_VERSION:
-            return (
-                f"wire version {hello.wire_version} does not fit {WIRE_VERSION} here; install the same diloco version"
-            )
+        if (objection := objection_to_wire(hello.wire_version)) is not None:
+            return objection
         if hello.run_id != self.run_id:
             return f"run.id={hello.run_id} is not the run here, which is run.id={self.run_id}"
         if hello.manifest_hash != self.manifest_hash:

@@ -17,6 +17,7 @@ from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Not
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.schedule import Schedule
+from diloco.protocol.shares import Shares
 from diloco.sim.lineage import Contributed, digest_of
 from diloco.sim.transfers import MANIFEST, Arena, Transfers
 from diloco.sim.world import Clock, Conversation, Violation
@@ -36,7 +37,7 @@ class Checkpoint:
     digests: list[str]
     terms: list[int]
     applied_tokens: int
-    merged: list[dict[str, int]]
+    shares: list[Shares]
 
 
 class Swarm(Arena):
@@ -115,7 +116,7 @@ class BareNode(Transfers):
         self.batch_size = batch_size  # leased sequences per step; 0: this node trains on data of its own
         self.reserve.expect(batch_size * outer.sync_every)
         if saved is not None:
-            self.peer.restore_merged(saved.merged)
+            self.peer.restore_shares(saved.shares)
         for fragment in range(world.fragments):
             self.peer.leases.see_term(fragment, max(world.dht.get(fragment, 0), saved.terms[fragment] if saved else 0))
 
@@ -245,8 +246,8 @@ class BareNode(Transfers):
         """What is written at a boundary."""
         peer = self.peer
         terms = [peer.leases.term(fragment) for fragment in range(len(peer.versions))]
-        merged = [peer.merged(fragment) for fragment in range(len(peer.versions))]
-        return Checkpoint(list(peer.versions), list(peer.digests), terms, peer.applied_tokens, merged)
+        shares = [peer.shares(fragment) for fragment in range(len(peer.versions))]
+        return Checkpoint(list(peer.versions), list(peer.digests), terms, peer.applied_tokens, shares)
 
     def leave(self) -> Conversation:
         """After the exchange that is under way: say goodbye, wait until the fragments are taken over, and go."""

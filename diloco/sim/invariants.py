@@ -5,7 +5,8 @@ After every event, of every living process:
 - its versions never go back;
 - it is syncer of a fragment exactly when it believes that it holds the lease, under the same term, and then the
   version it collects for is the one after its anchor;
-- its anchors are what their digests say, but while they move.
+- its anchors are what their digests say, but while they move;
+- its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it.
 
 At the end, when everything is healed and everybody is done:
 
@@ -22,8 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.sim.bare import BareNode, Swarm
-from diloco.sim.lineage import Contributed
+from diloco.sim.lineage import Contributed, Total
 from diloco.sim.transfers import CHUNKS
 from diloco.sim.world import Node, Violation
 
@@ -50,6 +52,8 @@ class Watch:
                 self._seen[node] = list(versions)
             if not node.moving and node.anchors != node.peer.digests:
                 raise Violation(f"an anchor of {node.name} is not what its digest says")
+            if seen != versions:
+                _check_shares(self._swarm, node)
             if node.peer.syncers or node.peer.leases.held_by(node.name):
                 self._look_at_syncers(node)
 
@@ -93,12 +97,27 @@ def check_end(swarm: Swarm) -> None:
     for fragment, digest in enumerate(one.digests):
         if again := swarm.lineage.repeated(digest):
             raise Violation(f"in fragment {fragment} are merged more than once: {again}")
+    for node in nodes:
+        _check_shares(swarm, node)
     for fragment in range(0 if one.outer.staleness_limit else swarm.fragments):
         _check_ledger(swarm, nodes, fragment)
 
 
 def _brief(node: BareNode) -> list[tuple[int, str]]:
     return [(version, digest[:8]) for version, digest in zip(node.peer.versions, node.peer.digests, strict=True)]
+
+
+def _check_shares(swarm: Swarm, node: BareNode) -> None:
+    peer = node.peer
+    for fragment, digest in enumerate(peer.digests):
+        shares, truth = peer.shares(fragment), swarm.lineage.totals(digest)
+        if {name: Total(*share[:4]) for name, share in shares.items()} != truth:
+            raise Violation(f"{node.name} counts {shares} in fragment {fragment}, and {truth} is in it")
+    tokens = sum(share.tokens for share in peer.shares(CONTROL_FRAGMENT).values())
+    if peer.applied_tokens != tokens:
+        raise Violation(
+            f"the swarm clock of {node.name} is {peer.applied_tokens}, and {tokens} tokens are in its anchor"
+        )
 
 
 def _check_ledger(swarm: Swarm, nodes: list[BareNode], fragment: int) -> None:

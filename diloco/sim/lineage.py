@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple
 
-__all__ = ["Contributed", "Lineage", "Made", "digest_of"]
+__all__ = ["Contributed", "Lineage", "Made", "Total", "digest_of"]
 
 
 def digest_of(*history: object) -> str:
@@ -27,7 +27,9 @@ class Contributed(NamedTuple):
 
 
 class Made(NamedTuple):
-    """One version: the anchor that it follows, who authored it under which term, and the chunks that are in it."""
+    """One version: the anchor that it follows, who authored it under which term, the chunks that are in it, and its
+    contributors with the tokens of each.
+    """
 
     before: str
     fragment: int
@@ -35,6 +37,16 @@ class Made(NamedTuple):
     author: str
     term: int
     chunks: tuple[tuple[Contributed, int], ...]
+    contributors: tuple[tuple[str, int], ...] = ()
+
+
+class Total(NamedTuple):
+    """What one peer gave to an anchor; the last version is what its newest contribution is in."""
+
+    contributions: int
+    tokens: int
+    first_version: int
+    last_version: int
 
 
 class Lineage:
@@ -42,6 +54,7 @@ class Lineage:
 
     def __init__(self) -> None:
         self.made: dict[str, Made] = {}
+        self._totals: dict[str, dict[str, Total]] = {}
 
     def add(self, digest: str, made: Made) -> None:
         """Note a version. Two syncers may make the very same one: from the same contributions and outer state."""
@@ -59,6 +72,18 @@ class Lineage:
         """Contributions that are in an anchor with all their chunks."""
         count = Counter(whose for made in self.of(digest) for whose, _ in made.chunks)
         return {whose for whose, number in count.items() if number >= chunks}
+
+    def totals(self, digest: str) -> dict[str, Total]:
+        """What each peer gave to an anchor, counted again from the versions that led to it."""
+        if digest not in self.made:
+            return {}
+        if digest not in self._totals:
+            made = self.made[digest]
+            totals = self._totals[digest] = dict(self.totals(made.before))
+            for peer, tokens in made.contributors:
+                known = totals.get(peer, Total(0, 0, made.version, made.version))
+                totals[peer] = Total(known.contributions + 1, known.tokens + tokens, known.first_version, made.version)
+        return self._totals[digest]
 
     def repeated(self, digest: str) -> list[tuple[Contributed, int]]:
         """Chunks that are in an anchor more than once."""

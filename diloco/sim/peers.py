@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.data import Stream
+from diloco.protocol.shares import Contributor
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.loop import VirtualLoop
 from diloco.swarm.node import Connect, Node
@@ -43,6 +44,9 @@ class SimRunner(NodeRunner):
 
     def start(self) -> None:
         self.call(self.node.start())
+
+    def contributions(self) -> list[Contributor]:
+        return self.protocol.contributions()
 
     def close(self) -> None:
         if not self._closed:

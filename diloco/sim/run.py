@@ -41,11 +41,11 @@ from diloco.train.plot import plot_losses
 from diloco.train.reporting import Listener
 from diloco.train.run import renamed, summary_of
 from diloco.train.session import Session
-from diloco.train.summary import Phases, Summary, merge_peer_summaries, peer_message
+from diloco.train.summary import Phases, Summary, merge_peer_summaries, peer_message, write_contributions
 
 __all__ = ["simulate", "simulate_in"]
 
-LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "loss.png")
+LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "contributions.csv", "loss.png")
 PATIENCE_S = 3600.0  # virtual; with nothing learnt for that long (and some steps and transfers), it hangs
 
 
@@ -85,6 +85,7 @@ def simulate(config: Config, listen: Listener) -> Simulated:
         content = outcome.summary.to_json()
         text = json.dumps({**content, "virtual_s": outcome.virtual_s}, indent=2, allow_nan=False)
         write_atomic(config.run.dir / "summary.json", text + "\n")
+        write_contributions(config.run.dir / "contributions.csv", outcome.summary.contributions)
         title = f"{config.run.id}: {config.model.name}, simulated"
         plot_losses(config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", title)
     return outcome

@@ -18,6 +18,7 @@ from diloco.protocol.leases import Lease
 from diloco.protocol.ledger import Units
 from diloco.protocol.messages import Contribution, Record, StateHeader, Verdict
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
+from diloco.protocol.shares import Shares
 from diloco.protocol.syncer import Close, Syncer
 from diloco.sim.lineage import Contributed, Lineage, Made, digest_of, repeated
 from diloco.sim.world import Clock, Conversation, Violation, World
@@ -38,7 +39,7 @@ class State(NamedTuple):
     digest: str
     anchor: str
     applied_tokens: int
-    merged: dict[str, int]
+    shares: Shares
     momentum: tuple[int, ...] | None
     header: StateHeader
 
@@ -349,11 +350,13 @@ class Transfers:
         digest = self.anchors[fragment] = digest_of(before, chunks, momentum)
         self.moving.discard(fragment)
         clock += close.tokens if fragment == CONTROL_FRAGMENT else 0
-        self.world.lineage.add(digest, Made(before, fragment, version, self.name, syncer.term, chunks))
+        self.world.lineage.add(
+            digest, Made(before, fragment, version, self.name, syncer.term, chunks, tuple(close.contributors.items()))
+        )
         lost = peer.syncers.get(fragment) is not syncer
         record = Record(
             fragment=fragment, term=syncer.term, version=version, digest_before=digest_before, digest=digest,
-            contributors=list(close.contributors), applied_tokens=clock,
+            contributors=dict(close.contributors), applied_tokens=clock,
             **(word if lost else peer.word(fragment, close.contributors)),
         )  # fmt: skip
         if lost:  # a version of the side that lost, which others adopt or replace
@@ -362,7 +365,7 @@ class Transfers:
         self.records[fragment] = record
         self.momentum[fragment] = (*momentum, version)
         self.world.records.append(record)
-        self.do(peer.published(fragment, digest, close.tokens, close.contributors, self.now()))
+        self.do(peer.published(fragment, digest, close.contributors, self.now()))
 
     def _check_whole(self, close: Close, chunks: Sequence[tuple[Contributed, int]], staged: bool) -> None:
         count = Counter((whose.peer, chunk) for whose, chunk in chunks)
@@ -416,7 +419,7 @@ class Transfers:
             applied_tokens=peer.applied_tokens, outer=outer, **peer.word(fragment),
         )  # fmt: skip
         return State(
-            header.version, header.digest, self.anchors[fragment], header.applied_tokens, peer.merged(fragment),
+            header.version, header.digest, self.anchors[fragment], header.applied_tokens, dict(peer.shares(fragment)),
             momentum, header,
         )  # fmt: skip
 
@@ -455,14 +458,15 @@ class Transfers:
         elif momentum is None:
             self.momentum.pop(fragment, None)
         digest = self.anchors[fragment]
-        contributors, merged = (update.contributors, None) if isinstance(update, Record) else (None, update.merged)
+        contributors, shares = (update.contributors, None) if isinstance(update, Record) else (None, update.shares)
         now, tokens = self.now(), update.applied_tokens
         self.peer.hear_word(update if isinstance(update, Record) else update.header)
-        self.do(self.peer.adopted(fragment, update.version, digest, tokens, now, contributors, merged))
-        self._recount(fragment, {} if merged is None else merged)
+        self.do(self.peer.adopted(fragment, update.version, digest, tokens, now, contributors, shares))
+        self._recount(fragment, {} if shares is None else shares)
 
-    def _recount(self, fragment: int, merged: dict[str, int]) -> None:
+    def _recount(self, fragment: int, shares: Shares) -> None:
         """What one half of a split left out is in the model after all, when the other half won (see `Anchors`)."""
+        newest = shares[self.name].last_version - 1 if self.name in shares else -1
         for exchange in self.exchanges:
-            if exchange.fragment == fragment and merged.get(self.name) == exchange.base_version:
+            if exchange.fragment == fragment and newest == exchange.base_version:
                 exchange.discarded = False

@@ -16,6 +16,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.replica import OuterStep
 from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.protocol.shares import Share
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState
 from diloco.swarm.download import fetch, further_donors
 from diloco.swarm.serve import Host
@@ -62,18 +63,24 @@ class Anchors:
         def kept(tensor: Tensor) -> Tensor:
             return tensor.clone() if copies else tensor
 
-        anchors, versions, outer = [], [], {}
+        anchors, versions, shares, outer = [], [], [], {}
         for fragment, moving in enumerate(self._moving):
             async with moving:
                 anchors.append(kept(replica.anchors[fragment]))
                 versions.append(protocol.versions[fragment])
+                shares.append(protocol.shares(fragment))
+                if fragment == CONTROL_FRAGMENT:
+                    clock, word = protocol.applied_tokens, protocol.dealer.word(protocol.versions[fragment])
                 if fragment in replica.outer:
                     state = replica.outer[fragment]
                     outer[fragment] = (kept(state.master), kept(state.momentum))
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
         residuals = {fragment: kept(residual) for fragment, residual in replica.residuals.items()}
-        word = protocol.dealer.word(versions[CONTROL_FRAGMENT])
-        return Saved(anchors, versions, terms, protocol.applied_tokens, outer, residuals, word)
+        return Saved(anchors, versions, terms, clock, outer, residuals, word, shares, dict(self._applied))
+
+    def restore(self, applied: Mapping[int, int]) -> None:
+        """`Saved.applied`, so that what a history that wins lacks of it is known after a restart, too."""
+        self._applied = dict(applied)
 
     async def catch_up(self, fragment: int, donors: Sequence[str], outer: bool, whole: bool = False) -> None:
         """Fetch a fragment from the first donor that has what its header says: the record that is missing here, or,
@@ -146,9 +153,9 @@ class Anchors:
                 self.replica.hold(fragment, state.master, state.momentum)
             outer = state.master is not None
             if fragment == CONTROL_FRAGMENT:
-                self._recount(header.merged)
+                self._recount(header.shares)
                 self.protocol.hear_word(header)
-            self._moved(fragment, header.version, digest, header.applied_tokens, outer, merged=header.merged)
+            self._moved(fragment, header.version, digest, header.applied_tokens, outer, shares=header.shares)
 
     async def stand_by(self, fragment: int) -> None:
         """Be backup of a fragment from its outer state as it is now; without an answer that fits, tried again later."""
@@ -175,11 +182,11 @@ class Anchors:
         if self._settings.staleness_limit and self.protocol.trains:
             self.replica.keep_base(fragment)
 
-    def _recount(self, merged: Mapping[str, int]) -> None:
+    def _recount(self, shares: Mapping[str, Share]) -> None:
         """The anchor comes from elsewhere, maybe from the other half of a swarm that was split: what it lacks of this
         peer's tokens is discarded, and its last contribution there is applied, though this half had left it out.
         """
-        newest = merged.get(self.protocol.me, -1)
+        newest = shares[me].last_version - 1 if (me := self.protocol.me) in shares else -1
         if (found := self._left_out_tokens.pop(newest, 0)) and newest not in self._applied:
             self._applied[newest] = found
             self._lost_tokens -= found
@@ -202,8 +209,8 @@ class Anchors:
         digest: str,
         applied_tokens: int,
         outer: bool = False,
-        contributors: Sequence[str] | None = None,
-        merged: Mapping[str, int] | None = None,
+        contributors: Mapping[str, int] | None = None,
+        shares: Mapping[str, Share] | None = None,
     ) -> None:
         """The anchor is at another version; so must be the outer state, which came with it or starts anew from it."""
         if fragment in self.protocol.syncers:
@@ -211,7 +218,7 @@ class Anchors:
         elif not outer:
             self.replica.release(fragment)
         now = self._host.now()
-        self._host.do(self.protocol.adopted(fragment, version, digest, applied_tokens, now, contributors, merged))
+        self._host.do(self.protocol.adopted(fragment, version, digest, applied_tokens, now, contributors, shares))
 
     def moving(self, fragment: int) -> asyncio.Lock:
         """Who holds it may read or write the anchor and the sum of a fragment."""

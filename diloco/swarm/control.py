@@ -11,6 +11,7 @@ by a pseudo-gradient does not starve heartbeats. A stream that ends is noticed a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -189,6 +190,10 @@ class ControlMesh:
                 self._on_message(peer, await stream.receive(None))
         except PayloadError as error:
             self._on_lost(peer, str(error))
+            if self._incoming.get(peer) is not stream:
+                with contextlib.suppress(*BROKEN):
+                    await stream.send(Refusal(reason=str(error)))
+                    await stream.drained()
         except BROKEN as error:
             logger.debug("the stream from %s ended: %r", peer, error)
         finally:

@@ -44,8 +44,10 @@ class Node(Presence):
     async def fetch_inner(self, layout: Layout) -> InnerState | None:
         """The inner optimizer's state of a peer that trains; None when nobody has any, or `interrupt` came first.
 
-        The others' rounds wait for this peer meanwhile, as for any that is slow but gets on (see `Member.stalled`).
+        Nobody waits for this peer meanwhile: it is `starting` again, and follows the others' versions.
         """
+        self.protocol.warming = True
+        await self.enter("starting")
         fetching = asyncio.ensure_future(fetch_inner(self, self._client, layout))
         fetching.add_done_callback(lambda _: self.notify())
         try:
@@ -53,6 +55,7 @@ class Node(Presence):
             return fetching.result() if fetching.done() else None
         finally:
             fetching.cancel()
+            self.protocol.warming = False
 
     async def begin(self, cold: bool = False) -> int | None:
         """Wait until this peer agrees with the swarm, then enter `training`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold
 from diloco.protocol.ledger import union
 from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message, State
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
+from diloco.protocol.shares import Share
 from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
 from diloco.swarm.inner import Snapshot
@@ -59,6 +60,8 @@ class NodeOptions:
     terms: Sequence[int] | None = None
     applied_tokens: int = 0
     units: Word = (0, ())
+    shares: Sequence[Mapping[str, Share]] = ()
+    applied: Mapping[int, int] = field(default_factory=dict)
     explain: Callable[[str], list[str]] = field(
         default=lambda text: []
     )  # manifest text of another peer -> differing keys
@@ -117,14 +120,17 @@ class Presence:
             min_peers=options.min_peers,
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
+            payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
         self.advice = transport.advice
         if not transport.reachable:
             self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
+        self.protocol.restore_shares(options.shares)
         self.protocol.restore_word((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
         self._server = BulkServer(self, ProbeServer(transport, self.protocol, self.now))
         self.rounds = Rounds(self, self._client)
+        self.rounds.restore(options.applied)
         await self._learn_terms()
         await transport.handle(BULK, self._serve)
         self._mesh = ControlMesh(

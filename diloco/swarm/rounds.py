@@ -20,7 +20,7 @@ from diloco.outer.replica import OuterStep
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.messages import Record
-from diloco.protocol.peer import CONTROL_FRAGMENT, MERGED_MEMORY
+from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.anchors import Anchors
 from diloco.swarm.bulk import BulkClient, FetchedRecord, Seconds
@@ -30,6 +30,7 @@ from diloco.swarm.streams import BROKEN
 
 __all__ = ["Exchanged", "Rounds"]
 
+COUNTED_VERSIONS = 1024  # after which it is forgotten what became of a contribution
 RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 
 
@@ -134,7 +135,7 @@ class Rounds(Anchors):
             version=close.base_version + 1,
             digest_before=before,
             digest=digest,
-            contributors=list(close.contributors),
+            contributors=dict(close.contributors),
             applied_tokens=clock,
             **(word if lost else self.protocol.word(fragment, close.contributors)),
         )
@@ -143,7 +144,7 @@ class Rounds(Anchors):
             self._moved(fragment, header.version, digest, clock, contributors=close.contributors)
             return False
         self._host.records[fragment] = FetchedRecord(header, update)
-        self._host.do(self.protocol.published(fragment, digest, close.tokens, close.contributors, self._host.now()))
+        self._host.do(self.protocol.published(fragment, digest, close.contributors, self._host.now()))
         return True
 
     def _of_another_history(self, exchange: Exchange) -> bool:
@@ -172,7 +173,7 @@ class Rounds(Anchors):
                 async with self._moving[fragment]:
                     await asyncio.to_thread(self.replica.capture, fragment)
             flight = asyncio.ensure_future(self._fly(exchange))
-            flight.add_done_callback(lambda _: self._host.notify())
+            flight.add_done_callback(self._ended)
             self._flights[fragment] = flight
 
     async def _fly(self, exchange: Exchange) -> Flight:
@@ -181,6 +182,11 @@ class Rounds(Anchors):
         self.replica.release_capture(exchange.fragment)
         self.longest_exchange_s = max(self.longest_exchange_s, self._host.now() - begun_at)
         return Flight(exchange, seconds)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        if not task.cancelled():
+            task.exception()  # whoever waits for the task raises it; in a node that failed already, nobody does
+        self._host.notify()
 
     async def turn(self, counts: Mapping[int, Count]) -> None:
         """A round that is over becomes the next contribution, and the next round begins; the update is a round late.
@@ -212,11 +218,11 @@ class Rounds(Anchors):
             self._settle(exchange)
             if not exchange.discarded:
                 self._applied[exchange.base_version] = exchange.tokens
-                self._applied.pop(exchange.base_version - MERGED_MEMORY, None)
+                self._applied.pop(exchange.base_version - COUNTED_VERSIONS, None)
             else:
                 discarded += exchange.tokens
                 self._left_out_tokens[exchange.base_version] = exchange.tokens
-                self._left_out_tokens.pop(exchange.base_version - MERGED_MEMORY, None)
+                self._left_out_tokens.pop(exchange.base_version - COUNTED_VERSIONS, None)
                 self._host.note("discarded", tokens=exchange.tokens, base_version=exchange.base_version)
         return discarded, max((f.seconds for f in flights), key=lambda s: s.comm + s.wait)  # they travel side by side
 
@@ -339,7 +345,7 @@ class Rounds(Anchors):
             current = self._live_lease(lease.fragment)
             return sending.done() or current is None or (current.holder, current.term) != (lease.holder, lease.term)
 
-        sending.add_done_callback(lambda _: self._host.notify())
+        sending.add_done_callback(self._ended)
         await self._host.until(moot)
         try:
             if not sending.done():

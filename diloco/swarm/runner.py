@@ -12,6 +12,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
 from diloco.protocol.messages import State
 from diloco.protocol.peer import Peer
+from diloco.protocol.shares import Contributor
 from diloco.swarm.daemon import Libp2p
 from diloco.swarm.inner import InnerState, Layout
 from diloco.swarm.memory import give_back
@@ -80,6 +81,14 @@ class NodeRunner:
         """Peers that are connected (`live`), that train, and that the newest version of fragment 0 is made of."""
         protocol = self.protocol
         return {"live": self.num_peers, "training": protocol.num_trainers(), "merged": protocol.num_merged()}
+
+    def contributions(self) -> list[Contributor]:
+        """As `Peer.contributions`, also after `close`."""
+
+        async def here() -> list[Contributor]:  # in the node's loop, where nothing of it moves meanwhile
+            return self.protocol.contributions()
+
+        return self.call(here()) if self._thread.is_alive() else self.protocol.contributions()
 
     def start(self) -> None:
         """As `Node.start`."""

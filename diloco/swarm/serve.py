@@ -245,14 +245,15 @@ class BulkServer:
             self._check(request)
             if still is None:
                 still = await self._still(request.fragment, request.digest)
+            brief = still.header.model_copy(update={"shares": {}, "open": []})  # they came with the list of parts
             ranges = part_ranges(still.anchor.numel())
             if request.fragment != still.header.fragment or request.part >= len(ranges):
                 raise PayloadError(f"part {request.part} of fragment {request.fragment} is not in this conversation")
             if request.digest == still.header.digest:
                 start, stop = ranges[request.part]
-                await send_part(stream, still.header, still.anchor[start:stop])
+                await send_part(stream, brief, still.anchor[start:stop])
             else:
-                await stream.send(still.header)
+                await stream.send(brief)
             request = expect(await stream.receive(PART_IDLE_S), PartRequest)
 
     async def _still(self, fragment: int, digest: str = "") -> Still:
@@ -287,7 +288,7 @@ class BulkServer:
             digest=host.protocol.digests[fragment],
             applied_tokens=host.protocol.applied_tokens,
             outer=outer is not None,
-            merged=host.protocol.merged(fragment),
+            shares=host.protocol.shares(fragment),
             **host.protocol.word(fragment),
         )
         return header, vectors

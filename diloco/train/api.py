@@ -191,6 +191,8 @@ class Swarm:
             terms=saved.terms if saved else None,
             applied_tokens=saved.applied_tokens if saved else 0,
             units=saved.units if saved else (0, ()),
+            shares=saved.shares if saved else (),
+            applied=saved.applied if saved else {},
             explain=lambda theirs: _differences(text, theirs),
         )
 

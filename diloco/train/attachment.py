@@ -315,7 +315,7 @@ class Attachment:
         self.island.share_(self.parameters.values())
         self.discarded_tokens += discarded
         self.exchanged = version > self.version or self.swarm.outer.quorum is not None
-        self.version, self.applied_tokens = max(version, self.version), max(applied, self.applied_tokens)
+        self.version, self.applied_tokens = max(version, self.version), applied  # less when another history won
         if position:
             self._schedule.begin(position)
         if self.swarm.outer.dylu:

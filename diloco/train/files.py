@@ -57,7 +57,7 @@ def check_same_run(config: Config, manifest: str) -> None:
     Raises:
         CheckpointError: names the settings that differ.
     """
-    differing = config.manifest().differences(Manifest.from_json(manifest))
+    differing = config.manifest().differences(Manifest.from_json(manifest, any_wire_version=True))
     differing = [line for line in differing if not line.startswith("budget.")]
     if differing:
         raise CheckpointError(

@@ -17,6 +17,7 @@ from diloco.swarm.runner import NodeRunner
 from diloco.train.api import Swarm
 from diloco.train.metrics import RunLog, prepare_run_directory, write_atomic
 from diloco.train.session import identity_path
+from diloco.train.summary import write_contributions
 
 __all__ = ["Host"]
 
@@ -58,6 +59,7 @@ class Host:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             self.node.leave(finished=False)
+            write_contributions(self._config.run.dir / "contributions.csv", self.node.contributions())
         finally:
             self.node.close()
             self._log.close()

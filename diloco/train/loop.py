@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from diloco import model as models
 from diloco.config import Config
 from diloco.data import Stream
-from diloco.errors import CheckpointError, ConfigError, DivergedError
+from diloco.errors import ConfigError, DivergedError
 from diloco.train.clock import finished, learning_rate
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
 from diloco.train.metrics import RunLog
 from diloco.train.reporting import Listener
 from diloco.train.session import Session, Sync
-from diloco.train.summary import Phases
+from diloco.train.summary import Phases, write_contributions
 
 __all__ = ["Trainer", "autocast"]
 
@@ -210,14 +210,18 @@ class Trainer:
         """A disk that is full stops nobody: the swarm has the model, and the next boundary is another chance."""
         try:
             self.save()
-        except CheckpointError as error:
+        except ConfigError as error:
             logger.warning("%s", error)
             if self.log is not None:
                 self.log.event("checkpoint_failed", version=self.sync.version, why=str(error))
 
     def save(self) -> None:
-        """Checkpoint of the last boundary; `CheckpointError` when it cannot be written."""
+        """Checkpoint of the last boundary, and from the peer that leads the record of who contributed how much up to
+        there; `ConfigError` (of a checkpoint: `CheckpointError`) when one cannot be written.
+        """
         self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
+        if self.config.run.lead and self.sync.node is not None:
+            write_contributions(self.config.run.dir / "contributions.csv", self.sync.node.contributions())
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received by this peer, over all its sessions."""

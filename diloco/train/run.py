@@ -40,6 +40,7 @@ from diloco.train.summary import (
     Tokens,
     merge_peer_summaries,
     peer_message,
+    write_contributions,
     write_summary,
 )
 
@@ -55,7 +56,7 @@ def run(config: Config, listen: Listener) -> Summary:
     """Train as one peer until the budget is used up, or until Ctrl+C.
 
     Leaves in the run directory: config.yaml, manifest.json, metrics, events, checkpoints, and from the peer that leads
-    model/, loss.png and summary.json.
+    contributions.csv, model/, loss.png and summary.json.
 
     Raises:
         DilocoError: whatever stops a user, as one line; the last checkpoint is then good.
@@ -185,6 +186,8 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
             config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", f"{config.run.id}: {config.model.name}"
         )
         write_summary(config.run.dir / "summary.json", summary)
+        if summary.contributions:
+            write_contributions(config.run.dir / "contributions.csv", summary.contributions)
     tell(trainer.status("left" if sync.interrupted else "done"))
     return summary
 
@@ -215,6 +218,7 @@ def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float
         heals=node.protocol.heals if node else 0,
         takeovers=node.protocol.takeovers if node else 0,
         exit=0,
+        contributions=node.contributions() if node else (),
         predicted=_predicted(trainer, config, bandwidth or config.swarm.upload_limit),
     )
 

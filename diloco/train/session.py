@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from diloco.config import Config
 from diloco.data import Stream
+from diloco.protocol.shares import Share
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
 from diloco.train.checkpoint import Checkpoint, CheckpointStore
@@ -83,7 +84,10 @@ class Session:
             versions=state["versions"],
             terms=state["terms"],
             applied_tokens=state["applied_tokens"],
-            units=state.get("units", (0, ())),  # checkpoints before there were units have none
+            # Older checkpoints have none of these.
+            units=state.get("units", (0, ())),
+            shares=[{peer: Share(*share) for peer, share in known.items()} for known in state.get("shares", ())],
+            applied={int(base_version): tokens for base_version, tokens in state.get("applied", {}).items()},
             outer={fragment: (outer[f"{fragment}.master"], outer[f"{fragment}.momentum"]) for fragment in held},
             residuals={int(name): residual for name, residual in self.checkpoint.tensors["residual"].items()},
         )
@@ -118,13 +122,10 @@ class Session:
             return
         inner, inner_json = flatten_optimizer(optimizer)
         rng, rng_json = rng_state()
-        anchors, outer, residuals, versions, terms, units = _swarm_tensors(sync, model)
+        swarm, swarm_json = _swarm_state(sync, model)
         state: dict[str, Any] = {
             "manifest": self.config.manifest().to_json(),
-            "versions": versions,
-            "terms": terms,
-            "applied_tokens": sync.applied_tokens,
-            "units": units,
+            **swarm_json,
             "counters": [sync.steps, sync.tokens, sync.discarded_tokens],
             "stream": stream.state(),
             "inner": inner_json,
@@ -132,18 +133,19 @@ class Session:
             "seconds": {name: getattr(seconds, name) for name in ("compute", "wait", "comm", "outer")},
             "traffic": list(traffic),
         }
-        tensors = {"anchor": anchors, "outer": outer, "residual": residuals, "inner": inner, "rng": rng}
-        self.store.save(sync.version, tensors, state)
+        self.store.save(sync.version, {**swarm, "inner": inner, "rng": rng}, state)
         self.saved_version = sync.version
 
 
 Tensors = dict[str, Tensor]
 
 
-def _swarm_tensors(sync: Sync, model: nn.Module) -> tuple[Tensors, Tensors, Tensors, list[int], list[int], list[Any]]:
+def _swarm_state(sync: Sync, model: nn.Module) -> tuple[dict[str, Tensors], dict[str, Any]]:
+    """What `Session.outer` reads: groups of tensors, and JSON."""
     if isinstance(sync, DataParallel):
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        return parameters, {}, {}, [sync.version], [0], [0, []]
+        position = {"versions": [sync.version], "terms": [0], "applied_tokens": sync.applied_tokens}
+        return {"anchor": parameters, "outer": {}, "residual": {}}, position
     saved = sync.saved()
     anchors = {str(fragment): anchor for fragment, anchor in enumerate(saved.anchors)}
     residuals = {str(fragment): residual for fragment, residual in saved.residuals.items()}
@@ -151,5 +153,11 @@ def _swarm_tensors(sync: Sync, model: nn.Module) -> tuple[Tensors, Tensors, Tens
     for fragment, (master, momentum) in saved.outer.items():
         outer[f"{fragment}.master"], outer[f"{fragment}.momentum"] = master, momentum
     cursor, open_ = saved.units
-    units = [cursor, [list(unit) for unit in open_]]
-    return anchors, outer, residuals, list(saved.versions), list(saved.terms), units
+    return {"anchor": anchors, "outer": outer, "residual": residuals}, {
+        "versions": list(saved.versions),
+        "terms": list(saved.terms),
+        "applied_tokens": saved.applied_tokens,
+        "units": [cursor, [list(unit) for unit in open_]],
+        "shares": [{peer: list(share) for peer, share in known.items()} for known in saved.shares],
+        "applied": dict(saved.applied),
+    }

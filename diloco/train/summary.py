@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from diloco.protocol.shares import Contributor
 from diloco.train.files import finite, write_atomic
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "Tokens",
     "merge_peer_summaries",
     "peer_message",
+    "write_contributions",
     "write_summary",
 ]
 
@@ -144,6 +148,7 @@ class Summary:
 
     `predicted` stands beside what was achieved: utilization and bytes_sent of a peer as `diloco plan` computes them
     from the measured inner step (step_s) and the limit of the link (bits_per_s; null where none is set).
+    `contributions` are the swarm's public record of who gave how much to the final model.
     """
 
     run_id: str
@@ -158,20 +163,34 @@ class Summary:
     takeovers: int
     exit: int
     predicted: Mapping[str, float | None] | None = None
+    contributions: Sequence[Contributor] = ()
 
     def to_json(self) -> dict[str, Any]:
         content: dict[str, Any] = finite(asdict(self))
         for peer in content["peers"]:
             if peer["name"] is None:
                 del peer["name"]
-        if self.predicted is None:
-            del content["predicted"]
+        for absent in ("predicted", "contributions"):
+            if not content[absent]:
+                del content[absent]
         return content
 
 
 def write_summary(path: Path, summary: Summary) -> None:
     """Raises ConfigError where `path` cannot be written."""
     write_atomic(path, json.dumps(summary.to_json(), indent=2, allow_nan=False) + "\n")
+
+
+def write_contributions(path: Path, contributions: Sequence[Contributor]) -> None:
+    """The public record as CSV, one line for each peer. Raises ConfigError where `path` cannot be written."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, [column.name for column in fields(Contributor)], lineterminator="\n")
+    table.writeheader()
+    for row in contributions:
+        # Names are strangers' words, and a spreadsheet takes these for formulas.
+        name = f"'{row.name}" if row.name.startswith(("=", "+", "-", "@")) else row.name
+        table.writerow({**asdict(row), "name": name})
+    write_atomic(path, text.getvalue())
 
 
 def peer_message(summary: Summary) -> dict[str, Any]:
@@ -181,7 +200,7 @@ def peer_message(summary: Summary) -> dict[str, Any]:
     """
     [peer] = summary.to_json()["peers"]
     shared = summary.to_json()
-    names = ("tokens", "eval", "heals", "takeovers", "outer_steps", "exit", "predicted")
+    names = ("tokens", "eval", "heals", "takeovers", "outer_steps", "exit", "predicted", "contributions")
     return {**peer, **{name: shared[name] for name in names if name in shared}}
 
 
@@ -195,6 +214,7 @@ def merge_peer_summaries(
     - applied, discarded: the swarm clock, which only grows: the largest count that any peer has seen.
     - in_flight: the rest, so the invariant of `Tokens` holds.
     - outer_steps: the largest; eval: of the peer that is furthest, since anchors of equal version are bit-identical.
+    - contributions: as the peer that is furthest has them.
     - heals, takeovers: sums, since each is counted by the one peer that does it.
     """
     counts = [_counts(message) for message in messages]
@@ -215,6 +235,7 @@ def merge_peer_summaries(
         heals=sum(int(message.get("heals") or 0) for message in messages),
         takeovers=sum(int(message.get("takeovers") or 0) for message in messages),
         exit=exit,
+        contributions=_contributions(messages),
         predicted=next((message["predicted"] for message in messages if message.get("predicted")), None),
     )
 
@@ -224,6 +245,12 @@ def _counts(message: Mapping[str, Any]) -> Tokens:
     if not isinstance(tokens, Mapping):
         return Tokens(processed=int(tokens))
     return Tokens(**{name: int(tokens.get(name) or 0) for name in ("processed", "applied", "discarded", "in_flight")})
+
+
+def _contributions(messages: Sequence[Mapping[str, Any]]) -> list[Contributor]:
+    told = [message for message in messages if message.get("contributions")]
+    furthest: Mapping[str, Any] = max(told, key=lambda message: int(message.get("outer_steps") or 0), default={})
+    return [Contributor(**row) for row in furthest.get("contributions", ())]
 
 
 def _evaluated(message: Mapping[str, Any]) -> float | None:

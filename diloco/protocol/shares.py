@@ -1,0 +1,87 @@
+"""Who contributed how much to a fragment's anchor: the swarm's public record, one share for each peer. Sans-IO.
+
+    version 4: {a: 2 contributions} -- merge of a's third and b's first --> version 5: {a: 3 contributions, b: 1}
+
+Shares go with the anchor that they describe, in states and checkpoints; a record says what it adds. So whoever has the
+same anchor has the same shares, whoever was syncer, and those of a history that lost end with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+__all__ = ["MAX_NAME_BYTES", "MAX_SHARES", "OTHERS", "Contributor", "Share", "Shares", "credited", "short_name"]
+
+MAX_SHARES = 4096  # so that they fit into a frame, beside the digests of all parts of an anchor
+MAX_NAME_BYTES = 24
+Count = Annotated[int, Field(ge=0, lt=2**62)]  # on the wire
+OTHERS = ""  # the sum of the shares that are too many, those that ended first
+
+
+class Share(NamedTuple):
+    """One peer's part in a fragment's anchor; `last_version` is what its newest contribution is merged in."""
+
+    contributions: Count
+    tokens: Count
+    first_version: Count
+    last_version: Count
+    name: str = ""
+
+
+Shares = dict[str, Share]
+"""By peer id."""
+
+
+@dataclass(frozen=True)
+class Contributor:
+    """One line of the public record.
+
+    Attributes:
+        peer_id, name: who; the id is empty for the sum of those that are too many to be told apart.
+        outer_steps: versions of the control fragment that its contributions are merged in.
+        tokens: that they were learned from.
+        bytes: payload of all that was merged of it, over all fragments.
+        first_version, last_version: of the control fragment.
+    """
+
+    peer_id: str
+    name: str
+    outer_steps: int
+    tokens: int
+    bytes: int
+    first_version: int
+    last_version: int
+
+
+def credited(shares: Mapping[str, Share], version: int, tokens: Mapping[str, int], names: Mapping[str, str]) -> Shares:
+    """The shares in a version that contributions of so many tokens made of the one before it."""
+    after = dict(shares)
+    for peer, number in sorted(tokens.items()):
+        new = Share(1, number, version, version, names.get(peer, ""))
+        known = after.get(peer)
+        after[peer] = new if known is None else _sum(known, new)
+    while len(after) > MAX_SHARES:
+        ended_first = min(after.keys() - {OTHERS}, key=lambda peer: (after[peer].last_version, peer))
+        share = after.pop(ended_first)._replace(name="")
+        after[OTHERS] = _sum(after[OTHERS], share) if OTHERS in after else share
+    return after
+
+
+def short_name(name: str) -> str:
+    """A display name that fits into a share: what can be printed of it, cut to `MAX_NAME_BYTES` of UTF-8."""
+    shown = "".join(letter for letter in name if letter.isprintable())
+    return shown.encode(errors="ignore")[:MAX_NAME_BYTES].decode(errors="ignore")
+
+
+def _sum(one: Share, other: Share) -> Share:
+    return Share(
+        one.contributions + other.contributions,
+        one.tokens + other.tokens,
+        min(one.first_version, other.first_version),
+        max(one.last_version, other.last_version),
+        other.name or one.name,
+    )

@@ -1,0 +1,122 @@
+"""What a process leaves for the next one: through the disk, and into a protocol core that knows it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.config import WIRE_VERSION, Config, compose
+from diloco.errors import CheckpointError
+from diloco.protocol.messages import Contribution
+from diloco.protocol.shares import Share
+from diloco.swarm.snapshot import Saved
+from diloco.train.files import check_same_run
+from diloco.train.session import Session
+from diloco.train.summary import Seconds
+from tests.test_rounds import ME, OTHER, StubHost
+
+SHARES = {ME: Share(1, 10, 1, 1, "mine"), OTHER: Share(1, 20, 1, 1)}
+
+
+def saved_by(host: StubHost, config: Config) -> None:
+    """Write what a node has at a boundary, as the training loop does."""
+    model = nn.Linear(2, 2)
+    saved = asyncio.run(host.rounds.snapshot(copies=True))
+    sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, saved=lambda: saved)
+    stream: Any = SimpleNamespace(state=dict)
+    Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, Seconds(), (0, 0))
+
+
+def loaded(config: Config) -> Saved:
+    saved = Session(config).outer()
+    assert saved is not None
+    return saved
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return compose(["experiment=smoke", f"run.dir={tmp_path}"])
+
+
+def host_of(saved: Saved | None = None) -> StubHost:
+    """A node that goes on from there, alone: within the staleness limit it takes contributions from older versions."""
+
+    async def make() -> StubHost:
+        return StubHost(OTHER, quorum=1, staleness_limit=4)
+
+    host = asyncio.run(make())
+    if saved is None:
+        host.protocol.adopted(0, 1, host.protocol.digests[0], 30, 0.0, shares=SHARES)
+        host.rounds.restore({0: 10})
+    else:
+        host.protocol.versions = list(saved.versions)
+        host.protocol.restore_shares(saved.shares)
+        host.rounds.restore(saved.applied)
+    host.protocol.members.remove(OTHER)
+    host.protocol.leases.vacate(0)
+    for now in (100.0, 110.0):
+        host.do(host.protocol.tick(now))
+    assert 0 in host.protocol.syncers
+    return host
+
+
+def verdict_on(host: StubHost, base_version: int) -> Any:
+    term = host.protocol.syncers[0].term
+    header = Contribution(
+        manifest_hash=host.protocol.manifest_hash, fragment=0, term=term, base_version=base_version, steps=1, tokens=20
+    )
+    return host.protocol.offer(OTHER, header)
+
+
+def test_when_everything_was_down_nothing_is_merged_again_and_the_record_goes_on(config: Config) -> None:
+    """1. The other's contribution from version 0 is in version 1. Everybody is killed, the other before it has that.
+    2. Restarted from its checkpoint it trains from version 0 again, and the staleness limit admits what it learned.
+    """
+    saved_by(host_of(), config)
+    saved = loaded(config)
+    assert saved.shares == [SHARES] and saved.applied == {0: 10} and saved.applied_tokens == 30
+    host = host_of(saved)
+    assert verdict_on(host, 0).merged and not verdict_on(host, 0).accepted
+    assert verdict_on(host, 1).accepted
+    assert [(row.peer_id, row.tokens) for row in host.protocol.contributions()] == [(OTHER, 20), (ME, 10)]
+
+
+def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -> None:
+    saved_by(host_of(), config)
+    [file] = Path(config.run.dir).rglob("state.json")
+    session = Session(config)
+    assert session.checkpoint is not None
+    for key in ("shares", "applied", "units"):
+        del session.checkpoint.state[key]
+    assert "shares" in json.loads(file.read_text())["state"]
+    saved = session.outer()
+    assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
+    assert host_of(saved).protocol.contributions() == []
+
+
+def test_a_run_directory_of_an_older_wire_version_is_gone_on_with(config: Config) -> None:
+    manifest = {**json.loads(config.manifest().to_json()), "wire_version": WIRE_VERSION - 1}
+    check_same_run(config, json.dumps(manifest))
+    manifest["run"] = {**manifest["run"], "seed": 99}
+    with pytest.raises(CheckpointError, match=r"run\.seed: 0 here, 99 there"):
+        check_same_run(config, json.dumps(manifest))
+
+
+def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config: Config) -> None:
+    saved_by(host_of(), config)
+    host = host_of(loaded(config))
+
+    async def scene() -> None:
+        won = host.state(5, torch.full((6,), 3.0))
+        host.client.answers = {1: won}
+        await host.rounds.catch_up(0, [OTHER], outer=False)
+
+    asyncio.run(scene())
+    assert host.protocol.versions == [5] and host.rounds._lost_tokens == 10 and "discarded" in host.notes

@@ -379,6 +379,9 @@ def test_stages_on_a_terminal_show_a_bar_for_what_is_under_way() -> None:
     console.print(stages.render())
     shown = console.export_text()
     assert "✓ connect" in shown and "state" in shown and "1 of 2 MB" in shown and "━" in shown
+    stages.__exit__(SwarmError, SwarmError("gone"), None)
+    console.print(stages.render())
+    assert "✗ state" in console.export_text()
 
 
 # -- real peers -------------------------------------------------------------------------------------------------------

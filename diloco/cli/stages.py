@@ -43,6 +43,7 @@ class Stages:
         self._began_at = clock()
         self._stages = [_Stage(name) for name in names]
         self._at = -1
+        self._failed = False
         fancy = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=8) if fancy else None
         self._spinner = Spinner("dots", style="cyan")
@@ -53,6 +54,7 @@ class Stages:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._failed = kind is not None
         self.close()
 
     def close(self) -> None:
@@ -101,7 +103,7 @@ class Stages:
             if seconds is not None:
                 mark = Text("✓", style="green")
             elif number == self._at:
-                mark = self._spinner
+                mark = Text("✗", style="bold red") if self._failed else self._spinner
                 seconds = self._clock() - (stage.began_at or self._clock())
             shown: RenderableType = Text(stage.text)
             if number == self._at and stage.done:

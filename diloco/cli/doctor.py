@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Collection
 from dataclasses import asdict
 
 import click
@@ -20,7 +21,7 @@ __all__ = ["run"]
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
-def run(config: Config, address: Address | None, as_json: bool) -> int:
+def run(config: Config, address: Address | None, as_json: bool, typed: Collection[str] = ()) -> int:
     """Check this machine, and the swarm at an address; returns the exit code: 2 for what fails here, 3 there."""
     console = Console()
     logging.basicConfig(level=logging.ERROR, format="diloco: %(message)s")
@@ -30,7 +31,7 @@ def run(config: Config, address: Address | None, as_json: bool) -> int:
         from diloco.train.join import own_place
 
         with own_place(config.swarm.identity_path) as place:
-            doctor = Doctor(config, place, () if address is None else address.peers)
+            doctor = Doctor(config, place, () if address is None else address.peers, typed)
             checks = []
             for check in doctor.checks():
                 checks.append(check)

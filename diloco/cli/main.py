@@ -194,12 +194,17 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
 
     For a machine without an accelerator that stays: it keeps the state of the swarm and others can start from it.
     """
-    addresses = [] if address is None else [address]
-    if address is not None and not address.startswith(("/", "@")):  # the first argument was an override already
-        addresses, overrides = [], (address, *overrides)
-    if arguments["cfg"] is None and new == bool(addresses):
+    from diloco.config.address import Address
+
+    if address is not None and "=" in address and not address.startswith(("/", "@", "diloco:")):
+        overrides, address = (address, *overrides), None  # the first argument was an override already
+    if arguments["cfg"] is None and new == (address is not None):
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
-    return _run("host", (*overrides, *(f"swarm.initial_peers={one}" for one in addresses)), **arguments)
+    if address is not None:
+        found = Address.parse(address)
+        peers = ",".join(f"'{peer}'" for peer in found.peers)
+        overrides = (*overrides, f"swarm.initial_peers=[{peers}]", *_admission(found))
+    return _run("host", overrides, **arguments)
 
 
 @cli.command(name="eval", cls=_Command)
@@ -336,7 +341,8 @@ def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, bas
         return _run("doctor", overrides, cfg, base)
     found = None if address is None else Address.parse(address)
     config = compose([*overrides, *([] if found is None else _admission(found))], base=base)
-    return _implementation("doctor")(config, found, as_json)
+    typed = frozenset(override.lstrip("+").partition("=")[0] for override in overrides)
+    return _implementation("doctor")(config, found, as_json, typed)
 
 
 @cli.command(cls=_Command)

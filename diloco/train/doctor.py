@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import shutil
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -47,12 +47,14 @@ class Check:
 class Doctor:
     """Checks a machine for a configuration, and with addresses for the swarm there.
 
-    `figures` has afterwards what `diloco plan` takes: up_bits_per_s, down_bits_per_s, latency_s, step_s.
+    `typed` are the keys that the user set. `figures` has afterwards what `diloco plan` takes: up_bits_per_s,
+    down_bits_per_s, latency_s, step_s.
     """
 
     config: Config
     place: Place
     addresses: Sequence[str] = ()
+    typed: Collection[str] = ()
     figures: dict[str, Any] = field(default_factory=dict)
     _found: Found | None = None
     _machine: Machine | None = None
@@ -192,7 +194,7 @@ class Doctor:
             return None
         seeds = self._found.addresses or list(self.addresses)
         listen = self.config.swarm.listen
-        if all(scope(one) == "loopback" for one in listen) and any(scope(one) != "loopback" for one in seeds):
+        if "swarm.listen" not in self.typed and any(scope(one) != "loopback" for one in seeds):
             listen = ("/ip4/0.0.0.0/tcp/0",)  # as `diloco join` does
         result = try_to_listen(seeds, listen, self.config.swarm.announce)
         if result.reachable:

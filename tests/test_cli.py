@@ -147,7 +147,7 @@ def test_a_bad_setting_is_one_line_and_exit_code_two(command: str, capsys: pytes
         (["host", ADDRESS, "--new"], "host needs either the ADDRESS of a peer, as it prints it, or --new"),
         (
             ["host", "/ip4/127.0.0.1"],
-            "swarm.initial_peers=/ip4/127.0.0.1 is not valid; expected a list, each an address with",
+            "ADDRESS=/ip4/127.0.0.1 cannot be used: it has no port and no peer id",
         ),
     ],
 )

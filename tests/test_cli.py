@@ -31,6 +31,7 @@ COMMANDS = [
     "plan",
     "doctor",
 ]
+OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of their own
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
 
@@ -81,14 +82,14 @@ def test_the_command_and_the_module_are_the_same() -> None:
 def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*arguments) == 0
     shown = capsys.readouterr().out
-    for command in COMMANDS:
+    for command in COMMANDS + OWNER:
         assert f"\n  {command} " in shown
 
 
 def test_no_summary_of_a_command_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     exit_code("--help")
     assert "..." not in capsys.readouterr().out.split("Commands:")[1]
-    assert set(cli.commands) == set(COMMANDS)
+    assert set(cli.commands) == {*COMMANDS, *OWNER}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from diloco.admission import RunKey, issue
 from diloco.config import Config, Manifest, OuterConfig, PeerLocal, RunOwned, choices, compose, help_text
 from diloco.config.describe import leaves
 from diloco.errors import ConfigError
@@ -35,6 +37,10 @@ DEFAULT = compose()
 SHIPPED = [(group, name) for group, names in choices().items() for name in names]
 
 # For every setting another valid value, as a user would type it; the first argument is the setting itself.
+SECRETS = TemporaryDirectory(prefix="diloco-test-")
+RUN_KEY = RunKey.create(Path(SECRETS.name) / "run.key")
+TOKEN = issue(RUN_KEY, "diloco", "worker", 2_000_000_000)
+(Path(SECRETS.name) / "token").write_text(TOKEN.to_text())
 CHANGES: dict[str, list[str]] = {
     "run.id": ["run.id=other"],
     "run.seed": ["run.seed=1"],
@@ -57,6 +63,9 @@ CHANGES: dict[str, list[str]] = {
     "data.holdout": ["data.holdout=0.1"],
     "data.name": ["data.name=org/set", "data.source=hub"],
     "data.subset": ["data.subset=en", "data.source=hub", "data.name=org/set"],
+    "run.key": [f"run.key={'0123456789abcdef' * 4}"],
+    "swarm.token": [f"swarm.token=@{SECRETS.name}/token"],
+    "swarm.key_path": [f"swarm.key_path={SECRETS.name}/run.key"],
     "data.split": ["data.split=validation"],
     "data.path": ["data.path=notes/", "data=text"],
     "data.shard": ["data.shard=1", "data.shards=2"],
@@ -141,6 +150,7 @@ PEER_LOCAL = {
     *(key for key in CHANGES if key.split(".")[0] in ("swarm", "sim", "train", "checkpoint", "eval", "wandb")),
 }
 
+CLOSING = {"swarm.token", "swarm.key_path"}  # whose run key is in the manifest, and they are not
 OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
@@ -169,9 +179,9 @@ CANONICAL = (
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,"weights":"tokens"},'
-    '"run":{"id":"golden","seed":3},"wire_version":2}'
+    '"run":{"id":"golden","key":null,"seed":3},"wire_version":2}'
 )
-GOLDEN_HASH = "05430dd9cddb7a1ff5cfba1e0115f9ff809ccb33d311fad1c55713a478ac2aaa"
+GOLDEN_HASH = "7e8df0306949975dd46ede6069a174a2854d03984a912dde6b7222584a56d15b"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -592,14 +602,52 @@ def test_every_run_owned_change_changes_the_hash_and_is_named(key: str) -> None:
 
 
 @settings(max_examples=8)
-@given(st.sets(st.sampled_from(sorted(PEER_LOCAL - {"data.path", "local.peers"})), min_size=1))
-@example(PEER_LOCAL - {"data.path", "local.step_delay_s"})
+@given(st.sets(st.sampled_from(sorted(PEER_LOCAL - {"data.path", "local.peers"} - CLOSING)), min_size=1))
+@example(PEER_LOCAL - {"data.path", "local.step_delay_s"} - CLOSING)
 def test_no_peer_local_change_reaches_the_manifest(keys: set[str]) -> None:
     overrides = [override for key in sorted(keys) for override in CHANGES[key]]
     config = compose(overrides)
     assert config != DEFAULT
     assert config.manifest() == DEFAULT.manifest()
     assert config.manifest().hash() == DEFAULT.manifest().hash()
+
+
+@pytest.mark.parametrize(
+    "override", [f"swarm.token={TOKEN.to_text()}", *CHANGES["swarm.token"], *CHANGES["swarm.key_path"]]
+)
+def test_an_invitation_and_the_private_key_both_say_what_the_run_key_is(override: str) -> None:
+    assert compose([override]).run.key == RUN_KEY.public.hex() == compose([override, override]).run.key
+    with pytest.raises(
+        ConfigError, match=rf"run\.key=0123.* is not the key of swarm\..*, which is {RUN_KEY.public.hex()}"
+    ):
+        compose([override, *CHANGES["run.key"]])
+
+
+def test_a_token_is_used_and_never_written_down() -> None:
+    config = compose([f"swarm.token={TOKEN.to_text()}"])
+    assert config.swarm.token == TOKEN.to_text() == config.adopt(config.manifest()).swarm.token
+    written = (config.to_yaml(), repr(config), str(config), str(config.model_dump(mode="json")))
+    assert not any(TOKEN.to_text()[-20:] in text for text in written)
+    assert f"token: '@{SECRETS.name}/token'" in compose(CHANGES["swarm.token"]).to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("run.key=abc", "run.key=abc is not valid; expected 64 hexadecimal digits"),
+        ("swarm.token=a,b", "several values"),
+        ("swarm.token=a b", "is not valid; expected the token of an invitation"),
+        ("swarm.token=abc", "the token of the invitation cannot be read"),
+        (f"swarm.token={TOKEN.to_text()[:-1]}", "the token of the invitation cannot be read"),
+        ("swarm.token=@missing", "swarm.token=@missing cannot be read: No such file"),
+        ("swarm.key_path=missing", "swarm.key_path=missing cannot be read: No such file"),
+        ("swarm.key_path=README.md", "swarm.key_path=README.md"),
+    ],
+)
+def test_what_is_no_key_or_invitation_is_refused_in_one_line(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([override])
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_path_of_the_data_is_not_in_the_manifest() -> None:

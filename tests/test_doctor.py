@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from diloco.swarm.probe import Probed
 from diloco.train import doctor as module
 from diloco.train.doctor import Check, Doctor
 from diloco.train.join import Place
+from diloco.train.machine import GIB, look_at_machine
 from diloco.train.planning import Figures, read_figures
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
@@ -28,7 +30,7 @@ PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
 
 
 def swarm_of(manifest: str, ahead_s: float = 0.0, mbit: float = 80.0, silent: dict[str, str] | None = None) -> Found:
-    reply = ProbeReply(wire_version=1, run_id="r", name="n1", unix_s=0.0, addresses=[PLACE], peers=[])
+    reply = ProbeReply(wire_version=1, run_id="r", name="n1", unix_s=0.0, addresses=[PLACE], known=[])
     return Found(manifest, [Probed("p", reply, 0.04, ahead_s, mbit * 125e3, 2 * mbit * 125e3)], silent or {})
 
 
@@ -115,7 +117,9 @@ def test_a_machine_that_is_too_small_or_full_fails_here_and_not_there(
 ) -> None:
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
     healthy.addresses = []
-    healthy.config = compose(["model=1b", "model.config.num_hidden_layers=4000", "train.device=cpu"])
+    healthy.config = compose(["model=150m", "train.device=cpu"])
+    small = replace(look_at_machine("cpu"), device_bytes=GIB, main_bytes=GIB)
+    monkeypatch.setattr(module, "look_at_machine", lambda *_: small)
     found = verdicts(healthy)
     assert (found["disk"].verdict, found["memory"].verdict) == ("failed", "failed")
     assert "too small" in found["memory"].text and not found["memory"].swarm
@@ -186,7 +190,7 @@ def test_a_file_that_is_no_report_is_refused(content: str, tmp_path: Path) -> No
         read_figures(tmp_path / "missing")
 
 
-def test_settings_of_the_swarm_are_those_that_are_checked(healthy: Doctor) -> None:
+def test_settings_of_the_swarm_are_those_that_are_checked(healthy: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs: Config = compose(["experiment=quickstart", "inner.batch_size=3"])
-    module.look = lambda *_, **__: swarm_of(theirs.manifest().to_json())  # type: ignore[assignment]
+    monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(theirs.manifest().to_json()))
     assert "a batch of 3 at once" in verdicts(healthy)["memory"].text

@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "diloco"
 # From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not know each other.
 LAYERS = [
     {"errors"},
+    {"admission"},
     {"config"},
     {"protocol", "outer"},
     {"swarm", "model", "data"},
@@ -41,6 +42,7 @@ HOMES = {
     "safetensors": {"model", "train"},
     "msgpack": {"protocol", "swarm"},
     "uvloop": {"swarm"},
+    "cryptography": {"admission", "swarm"},
     "hydra": {"config"},
     "omegaconf": {"config"},
     "yaml": {"config"},
@@ -52,7 +54,7 @@ HOMES = {
 }
 # Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per thread.)
 IO_MODULES = {"asyncio", "datetime", "multiprocessing", "select", "socket", "subprocess", "time"}
-SANS_IO = {"protocol": IO_MODULES | {"threading"}, "outer": IO_MODULES}
+SANS_IO = {"admission": IO_MODULES | {"threading"}, "protocol": IO_MODULES | {"threading"}, "outer": IO_MODULES}
 # Loading either can run somebody else's code.
 NEVER = {"pickle", "dill", "marshal", "shelve"}
 

@@ -135,7 +135,7 @@ def test_checkpoints_of_an_earlier_visit_are_set_aside(tmp_path: Path) -> None:
 
 
 def found(*ahead_s: float) -> Found:
-    reply = ProbeReply(wire_version=1, run_id="r", name="n", unix_s=0.0, addresses=[], peers=[])
+    reply = ProbeReply(wire_version=1, run_id="r", name="n", unix_s=0.0, addresses=[], known=[])
     return Found("{}", [Probed(str(number), reply, 0.01, value) for number, value in enumerate(ahead_s)])
 
 

@@ -27,6 +27,7 @@ from diloco.protocol.messages import (
     Contribution,
     DialBack,
     DialBackReply,
+    Greeting,
     Hello,
     InnerHeader,
     InnerRequest,
@@ -41,6 +42,7 @@ from diloco.protocol.messages import (
     Receipt,
     Record,
     Refusal,
+    Revocations,
     StateHeader,
     StateRequest,
     Status,
@@ -73,6 +75,13 @@ statuses = st.builds(
 )
 word = {"cursor": counts, "open": units}
 claims = st.builds(Claim, fragment=fragments, term=terms, version=counts, digest=digests, **word)
+revocations = st.builds(
+    Revocations,
+    number=terms,
+    token_ids=st.lists(st.binary(min_size=8, max_size=8).map(bytes.hex), max_size=3),
+    peer_ids=st.lists(names, max_size=3),
+    signature=st.binary(min_size=64, max_size=64).map(bytes.hex),
+)
 published = {"fragment": fragments, "term": terms, "version": counts, "digest": digests}
 shared = {"applied_tokens": counts, **word}
 tokens_of = st.dictionaries(names, counts, max_size=3)
@@ -168,12 +177,14 @@ ANY = st.one_of(
         name=names,
         unix_s=st.floats(0, 2**39),
         addresses=st.lists(names, max_size=3),
-        peers=st.lists(names, max_size=3),
+        known=st.lists(names, max_size=3),
         observed=st.text(max_size=256),
     ),
     st.builds(DialBack, addresses=st.lists(names, max_size=3)),
     st.builds(DialBackReply, reached=st.lists(names, max_size=3), why=st.text(max_size=512), observed=names),
     st.builds(Refusal, reason=st.text(max_size=2048)),
+    revocations,
+    st.builds(Greeting, credential=st.text(max_size=1024), revoked=st.lists(revocations, max_size=1)),
 )
 
 D = "0123456789abcdef" * 4
@@ -181,6 +192,7 @@ STATUS = Status(
     state="training", versions=[3, 4], inner_step=5, target_steps=6, steps_per_s=0.5, tokens=7, units=[[8, 9]]
 )
 CLAIM = Claim(fragment=1, term=2, version=3, digest=D, cursor=9, open=[[0, 4], [6, 9]])
+REVOCATIONS = Revocations(number=1, token_ids=[D[:16]], peer_ids=["a"], signature=2 * D)
 HELLO = Hello(
     wire_version=WIRE_VERSION,
     run_id="run",
@@ -213,11 +225,13 @@ EXAMPLES: list[Message] = [
     UnitGrant(units=[[0, 1]]),
     ManifestRequest(),
     Probe(sends=1, wants=2),
-    ProbeReply(wire_version=1, run_id="r", name="n", unix_s=3.0, addresses=["/a"], peers=["p"], observed="/o"),
+    ProbeReply(wire_version=1, run_id="r", name="n", unix_s=3.0, addresses=["/a"], known=["p"], observed="/o"),
     DialBack(addresses=["/ip4/127.0.0.1/tcp/4100"]),
     DialBackReply(reached=["/ip4/127.0.0.1/tcp/4100"], why="no answer", observed="/ip4/127.0.0.1/tcp/9"),
     ManifestReply(text="{}"),
     Refusal(reason="no"),
+    REVOCATIONS,
+    Greeting(credential="abc", revoked=[REVOCATIONS]),
 ]
 WRONG: dict[type, list[object]] = {
     bool: [None, 0, 1, "true", [True]],

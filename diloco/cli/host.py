@@ -9,6 +9,7 @@ import time
 
 from rich.console import Console
 
+from diloco.cli.notice import say_who_can_join
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.train.host import Host
@@ -28,6 +29,7 @@ def run(config: Config) -> int:
             Host(config, name) as host,
             LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
         ):
+            say_who_can_join(console, config, host.manifest.run.key)
             node, first = host.node, not config.swarm.initial_peers
             ready = {"address": host.address, "addresses": node.addresses, "advice": node.node.advice, "first": first}
             view.update({"t": "ready", "peer": name, "time": time.time(), **ready})

@@ -53,7 +53,7 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     place = stack.enter_context(own_place(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
     imports.start()
-    found = _look(address, place.identity, stages)
+    found = _look(config, address, place.identity, stages)
     stages.go_to("manifest")
     manifest = parse_manifest(found.manifest_text)
     warning = check_clock(found)
@@ -82,7 +82,8 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     return config
 
 
-def _look(address: Address, identity: Path, stages: Stages) -> Any:
+def _look(config: Config, address: Address, identity: Path, stages: Stages) -> Any:
+    from diloco.swarm.gate import watching
     from diloco.swarm.manifest import look
     from diloco.train.join import acquaintances
 
@@ -90,16 +91,17 @@ def _look(address: Address, identity: Path, stages: Stages) -> Any:
         stages.show(f"{_count(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))
         stages.go_to("manifest")
 
+    gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
     stages.show(f"calling {len(address.peers)} peers" if len(address.peers) > 1 else f"calling {address.peers[0]}")
     try:
-        return look(address.peers, identity, on_connected=connected)
+        return look(address.peers, identity, on_connected=connected, gate=gate)
     except SwarmError as error:
         others = acquaintances(address.peers)
         if stages.name != "connect" or not others:
             raise
         stages.show(f"nobody answers there; calling {len(others)} more that were in this run before")
         try:
-            return look(others, identity, on_connected=connected)
+            return look(others, identity, on_connected=connected, gate=gate)
         except SwarmError:
             raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
 

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from diloco.cli.notice import say_who_can_join
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.errors import DilocoError, SwarmError, UnsavedError
@@ -81,6 +82,7 @@ def _run(config: Config) -> int:
     names = [f"p{index}" for index in range(config.local.peers)]
     title = f"{config.run.id}: {len(names)} peers, {config.model.name} on {config.data.source}, {config.outer.method}"
     console = Console()
+    say_who_can_join(console, config, config.run.key)
     said: queue.Queue[tuple[_Child, Mapping[str, Any] | None]] = queue.Queue()
     with contextlib.ExitStack() as stack:
         children: list[_Child] = []

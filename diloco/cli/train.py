@@ -6,6 +6,7 @@ import logging
 
 from rich.console import Console
 
+from diloco.cli.notice import say_who_can_join
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.train.run import run as train
@@ -21,6 +22,7 @@ def run(config: Config) -> int:
         return train(config, json_lines).exit
     logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
     console = Console()
+    say_who_can_join(console, config, config.run.key)
     name = config.run.name or "peer"
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
     with LiveView(console, [name], config.budget.outer_steps, title) as view:

@@ -60,9 +60,26 @@ def compose(overrides: Sequence[str] = (), *, base: Path | None = None) -> Confi
         place = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{place}{_first_line(error)}") from None
     try:
-        return Config.model_validate(content)
+        config = Config.model_validate(content)
     except ValidationError as error:
         raise ConfigError(explain(error, Config, {item.key: item.text for item in settings})) from None
+    return _closed(config)
+
+
+def _closed(config: Config) -> Config:
+    """Whoever has the run's key, or an invitation, need not type its public key."""
+    swarm, typed = config.swarm, config.run.key
+    if swarm.key_path is None and swarm.token is None:
+        return config
+    from diloco.admission import RunKey, Token
+
+    if swarm.key_path is not None:
+        named, key = f"swarm.key_path={swarm.key_path}", RunKey.read(Path(swarm.key_path)).public.hex()
+    else:
+        named, key = "swarm.token", Token.read(swarm.token or "").grant.run_key.hex()
+    if typed not in (None, key):
+        raise ConfigError(f"run.key={typed} is not the key of {named}, which is {key}; drop one of them")
+    return config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
 
 
 def choices() -> dict[str, tuple[str, ...]]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_serializer, field_validator, model_validator
 
 from diloco.config.base import Directory, Expected, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, RunOwned, Tuple
 
@@ -37,6 +37,12 @@ __all__ = [
 CodecName = Literal["fp32", "fp16", "int8", "e3m0"]
 CodecUp = Literal["fp32", "fp16", "int8", "e3m0", "stat2", "topk"]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
+RunKeyText = Annotated[
+    str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("64 hexadecimal digits, as diloco keygen prints them")
+]
+TokenText = Annotated[
+    str, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
+]
 SimEvent = Annotated[
     str,
     Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"),
@@ -47,6 +53,9 @@ SimEvent = Annotated[
 class RunIdentity(RunOwned):
     id: Name = Field(description="Name of the run; peers of another run are refused.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the initial weights and of the order of the data.")
+    key: RunKeyText | None = Field(
+        None, description="Public key of a run that admits invited peers only; null: whoever reaches it can join."
+    )
 
 
 class RunPlace(PeerLocal):
@@ -385,6 +394,12 @@ class SwarmConfig(PeerLocal):
     identity_path: str | None = Field(
         None, min_length=1, description="File with this peer's private key, made if missing; null is a new identity."
     )
+    token: TokenText | None = Field(
+        None, repr=False, description="Invitation of this peer to a closed run, or @FILE with it; it is a secret."
+    )
+    key_path: str | None = Field(
+        None, min_length=1, description="File with the run's private key, for its owner: this peer invites itself."
+    )
     min_peers: int = Field(
         1, ge=1, le=100_000, description="Peers, this one included, that must be there before inner step 1."
     )
@@ -395,6 +410,11 @@ class SwarmConfig(PeerLocal):
     inner_state: Literal["donor", "cold"] = Field(
         "donor", description="A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."
     )
+
+    @field_serializer("token", when_used="json")
+    def _keep_secret(self, token: str | None) -> str | None:
+        """What is written down, to config.yaml or a log, names the file at most."""
+        return token if token is not None and token.startswith("@") else None
 
 
 class TrainConfig(PeerLocal):

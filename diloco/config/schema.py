@@ -62,6 +62,11 @@ class Config(Settings):
         check_model_fits_data(self.model, self.data)
         return self
 
+    @property
+    def only_here(self) -> bool:
+        """Whether nobody on another machine can connect to this peer."""
+        return all(_LOOPBACK.search(address) for address in self.swarm.listen)
+
     def manifest(self) -> Manifest:
         """The run-owned half."""
         return Manifest(
@@ -150,7 +155,7 @@ def _doubtful(config: Config) -> Iterator[str]:
             "choose model=tiny or another data.tokenizer"
         )
     elsewhere = any(not _LOOPBACK.search(one) for one in swarm.initial_peers if not one.startswith("@"))
-    if elsewhere and all(_LOOPBACK.search(address) for address in swarm.listen):
+    if elsewhere and config.only_here:
         yield (
             "swarm.initial_peers is on another machine but swarm.listen only on this one; "
             "add swarm=network, so that the others can connect to this peer"

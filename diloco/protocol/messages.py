@@ -2,10 +2,13 @@
 
 Two kinds of streams carry these messages, each as one msgpack map behind a 4-byte length:
 
-- *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`;
+- *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`,
+  `Revocations`;
 - *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest`,
   `ManifestRequest`, `Probe` or `DialBack` and the answers to it, each followed by raw payload whose length both sides
   know beforehand.
+
+Before either, two peers exchange a `Greeting` on a stream of its own.
 
 What speaks of a version of the control fragment carries the ledger's *word* on it: `cursor` and `open` (see `ledger`);
 for other fragments they are empty. What brings an anchor brings its *shares* (see `shares`): who contributed how much.
@@ -30,6 +33,7 @@ from pydantic import (
     model_validator,
 )
 
+from diloco.admission.revocations import MAX_REVOKED
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
@@ -46,6 +50,7 @@ __all__ = [
     "Contribution",
     "DialBack",
     "DialBackReply",
+    "Greeting",
     "Hello",
     "InnerHeader",
     "InnerRequest",
@@ -60,6 +65,7 @@ __all__ = [
     "Receipt",
     "Record",
     "Refusal",
+    "Revocations",
     "State",
     "StateHeader",
     "StateRequest",
@@ -120,6 +126,26 @@ class Message(BaseModel):
     """Base of all messages: frozen, strict, and no field that the schema does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Revocations(Message):
+    """The list of the run's owner of what counts no more, under its growing number; see `diloco.admission`."""
+
+    kind: Literal["revocations"] = "revocations"
+    number: Annotated[int, Field(ge=1, lt=2**62)]
+    token_ids: Annotated[
+        list[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]], Field(max_length=MAX_REVOKED), FailFast()
+    ]
+    peer_ids: Annotated[list[Name], Field(max_length=MAX_REVOKED), FailFast()]
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+class Greeting(Message):
+    """Who is there and why it may be: each side shows its credential, if it has one, and the newest revocations."""
+
+    kind: Literal["greeting"] = "greeting"
+    credential: Annotated[str, Field(max_length=1024)] = ""
+    revoked: Annotated[list[Revocations], Field(max_length=1)] = Field(default_factory=list)
 
 
 class Status(Message):
@@ -376,7 +402,7 @@ class ProbeReply(Message):
 
     Attributes:
         unix_s: its clock as the reply is sent.
-        addresses: where others reach it. peers: ids of some peers that it is connected to.
+        addresses: where others reach it. known: ids of some peers that it is connected to.
         observed: multiaddr from which the asker's connection comes; empty where it is not known.
     """
 
@@ -386,7 +412,7 @@ class ProbeReply(Message):
     name: Name
     unix_s: Annotated[float, Field(ge=0, lt=2**40, allow_inf_nan=False)]
     addresses: Addresses
-    peers: Annotated[list[Name], Field(max_length=64), FailFast()]
+    known: Annotated[list[Name], Field(max_length=64), FailFast()]
     observed: Annotated[str, Field(max_length=256)] = ""
 
 
@@ -421,7 +447,9 @@ class Refusal(Message):
 
 
 _Any = Annotated[
-    Status
+    Greeting
+    | Revocations
+    | Status
     | Claim
     | Hello
     | Published

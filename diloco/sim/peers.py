@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from diloco.data import Stream
 from diloco.protocol.shares import Contributor
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.loop import VirtualLoop
+from diloco.swarm.gate import Gate
 from diloco.swarm.node import Connect, Node
 from diloco.swarm.runner import NodeRunner
 from diloco.train.api import Attachment, Saved, Swarm
@@ -87,7 +88,8 @@ class _SimAttachment(Attachment):
         real.loop.close()
         swarm = self.swarm
         assert isinstance(swarm, SimSwarm)
-        node = Node(swarm.options(self.parameters, saved), real.replica, swarm.on_event, swarm.connect)
+        options = replace(swarm.options(self.parameters, saved), gate=Gate())  # there are no strangers here
+        node = Node(options, real.replica, swarm.on_event, swarm.connect)
         return SimRunner(node, swarm.loop, swarm.thread)
 
     def begin(self) -> None:

@@ -69,10 +69,10 @@ def _why(text: str, place: str) -> str:
     return next((why for said, why in _REASONS.items() if said in lines[-1].lower()), "no peer answers there")
 
 
-async def mute(identity_path: str | None = None) -> P2P:
+async def mute(identity_path: str | None = None, kind: type[P2P] = P2P) -> P2P:
     """A daemon that only calls others: it listens nowhere, and knows nobody."""
     with sheltered():
-        return await P2P.create(
+        return await kind.create(
             dht_mode="client",
             no_listen=True,
             startup_timeout=START_TIMEOUT_S,

@@ -19,7 +19,7 @@ from diloco.errors import PayloadError
 from diloco.protocol.messages import Hello, Message, Refusal, Status, expect
 from diloco.protocol.peer import Peer
 from diloco.swarm.streams import BROKEN, Stream, Traffic
-from diloco.swarm.transport import Reader, Transport, Writer
+from diloco.swarm.transport import Reader, Refused, Transport, Writer
 
 __all__ = ["ControlMesh"]
 
@@ -38,6 +38,8 @@ class ControlMesh:
         on_hello, on_message, on_lost: called in the loop for a peer that connected, spoke, or is gone.
         on_refused: called with the reason when the other side refuses us.
         on_call_ended: called when a call of ours was answered or given up.
+        objection: why a peer may not begin with a hello; None when it may.
+        record: what the DHT shall say of this peer, and `on_record` is called with what it says of others.
 
     A peer that cannot be reached is left out and dialled again when it is heard of again. Nothing here raises at the
     owner; a wrong run or manifest is refused on the stream with the reason.
@@ -53,6 +55,9 @@ class ControlMesh:
         on_lost: Callable[[str, str], None],
         on_refused: Callable[[str, str], Awaitable[None]],
         on_call_ended: Callable[[], None],
+        objection: Callable[[str, Message], str | None],
+        record: Callable[[], list[str]],
+        on_record: Callable[[str, object], None],
     ) -> None:
         self._transport = transport
         self._protocol = protocol
@@ -62,6 +67,9 @@ class ControlMesh:
         self._on_lost = on_lost
         self._on_refused = on_refused
         self._on_call_ended = on_call_ended
+        self._objection = objection
+        self._record = record
+        self._on_record = on_record
         self._outgoing: dict[str, asyncio.Queue[Message | None]] = {}
         self._incoming: dict[str, Stream] = {}
         self._dialling: dict[str, asyncio.Task[bool]] = {}
@@ -133,6 +141,9 @@ class ControlMesh:
                 await self._on_refused(peer, answer.reason)
                 return False
             expect(answer, Status)
+        except Refused as error:
+            await self._on_refused(peer, str(error))
+            return False
         except (*BROKEN, PayloadError) as error:
             logger.debug("dialling %s failed: %r", peer, error)
             if stream is not None:
@@ -175,7 +186,7 @@ class ControlMesh:
         stream = Stream(peer, reader, writer, self._traffic)
         try:
             hello = expect(await stream.receive(), Hello)
-            objection = self._protocol.objection(hello)
+            objection = self._objection(peer, hello) or self._protocol.objection(hello)
             if objection is not None or self._closed:
                 await stream.send(Refusal(reason=objection or "this peer is leaving"))
                 await stream.drained()
@@ -228,8 +239,9 @@ class ControlMesh:
         key = f"{self._protocol.run_id}/peers"
         while True:
             try:
-                await self._transport.store(key, self._protocol.me, self._protocol.name, RECORD_LIFE_S)
-                for peer in await self._transport.get(key):
+                await self._transport.store(key, self._protocol.me, self._record(), RECORD_LIFE_S)
+                for peer, record in (await self._transport.get(key)).items():
+                    self._on_record(peer, record)
                     if peer not in self._protocol.members:
                         self.dial(peer)
             except BROKEN as error:

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,8 +28,11 @@ from hivemind.utils.timed_storage import get_dht_time
 from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.calling import START_TIMEOUT_S, best_first, call_each, mute, sheltered
+from diloco.swarm.control import CONTROL
+from diloco.swarm.gate import GREETING, Gate, GuardedP2P
 from diloco.swarm.probe import ask_to_be_called
-from diloco.swarm.transport import Handler, Reader, Writer
+from diloco.swarm.streams import BROKEN
+from diloco.swarm.transport import Disbelieved, Handler, Reader, Refused, Writer
 
 __all__ = ["Libp2p", "Rehearsal", "identity_number", "own_id", "peer_id_of", "read_addresses", "try_to_listen"]
 
@@ -154,13 +158,21 @@ class Rehearsal:
     advice: str
 
 
-def try_to_listen(seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str]) -> Rehearsal:
-    """Listen for a moment, with a passing identity, and have a peer at `seeds` call back; raises as `connect`."""
+def try_to_listen(
+    seeds: Sequence[str],
+    listen: Sequence[str],
+    announce: Sequence[str],
+    gate: Gate,
+    identity_path: Path | None = None,
+) -> Rehearsal:
+    """Listen for a moment, without a key with a passing one, and have a peer at `seeds` call back; raises as
+    `connect`.
+    """
 
     async def listen_and_ask() -> Rehearsal:
         with TemporaryDirectory(prefix="diloco-") as directory:
-            key = Path(directory) / "identity.key"
-            peer = await Libp2p.connect(seeds, listen, announce, key, "ask" if seeds else "yes", dht=False)
+            key = identity_path or Path(directory) / "identity.key"
+            peer = await Libp2p.connect("", seeds, listen, announce, key, gate, "ask" if seeds else "yes", dht=False)
             try:
                 return Rehearsal(peer.addresses, peer.reachable, peer.advice)
             finally:
@@ -170,41 +182,47 @@ def try_to_listen(seeds: Sequence[str], listen: Sequence[str], announce: Sequenc
 
 
 class Libp2p:
-    """The real `Transport`: a libp2p daemon, and hivemind's DHT on it."""
+    """The real `Transport`: a libp2p daemon, and hivemind's DHT on it; nobody passes either but through the gate."""
 
-    def __init__(self, p2p: P2P, seeds: list[str], addresses: list[str]) -> None:
-        self.me = str(p2p.peer_id.to_base58())
+    def __init__(self, p2p: GuardedP2P, seeds: list[str], gate: Gate) -> None:
+        self.me = gate.me = str(p2p.peer_id.to_base58())
         self.seeds = seeds
-        self.addresses = addresses
-        self.reachable = bool(addresses)
+        self.addresses: list[str] = []
+        self.reachable = True
         self.advice = ""  # what would make this peer reachable
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
         self._p2p = p2p
         self._dht: DHTNode | None = None
+        self._gate = p2p.gate = gate
+        p2p.open_greeting = self._open_greeting
 
     @classmethod
     async def connect(
         cls,
+        run_id: str,
         initial_peers: Sequence[str],
         listen: Sequence[str],
         announce: Sequence[str],
         identity_path: Path,
+        gate: Gate,
         reachable: str = "auto",
         dht: bool = True,
     ) -> Libp2p:
         """Start listening and join the DHT.
 
         Args:
+            run_id: the run whose records this node takes in.
             initial_peers: multiaddrs of peers of the swarm, or `@FILE`s that hold one; empty starts a new one.
             listen, announce: multiaddrs to listen on, and those to tell others when they differ.
             identity_path: private key of this peer; made when there is none.
+            gate: who may connect to this peer, and whom it believes.
             reachable: `yes`; `no`, which listens nowhere; `auto`, which asks a peer elsewhere to call back; `ask`,
                 which asks any.
             dht: whether to take part in the DHT.
 
         Raises:
-            SwarmError: nobody answers at the initial peers, the port is taken, this identity is that of an initial
-                peer, or the daemon does not start.
+            SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, this
+                identity is that of an initial peer, or the daemon does not start.
             ConfigError: the identity cannot be written, or is none; an initial peer is no address.
         """
         seeds = await read_addresses(initial_peers, ADDRESS_WAIT_S)
@@ -219,7 +237,7 @@ class Libp2p:
         bootstrap = [Multiaddr(address) for address in seeds] or None
         try:
             with sheltered():
-                p2p = await P2P.create(
+                p2p = await GuardedP2P.create(
                     initial_peers=bootstrap,
                     host_maddrs=[Multiaddr(address) for address in listen],
                     announce_maddrs=[Multiaddr(address) for address in announce] or None,
@@ -231,34 +249,51 @@ class Libp2p:
                 )
         except (P2PDaemonError, OSError, ValueError) as error:
             raise _explain(error, seeds, listen) from error
+        from diloco.swarm.records import OwnedRecords  # needs all of hivemind, and a visitor needs little of it
+
+        self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
         try:
-            addresses = [str(address) for address in await p2p.get_visible_maddrs()] if listens else []
-            self = cls(p2p, [peer_id_of(seed) for seed in seeds], best_first(addresses))
+            await self._greet_seeds()
+            self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()]) if listens else []
+            self.reachable = bool(self.addresses)
             if reachable == "ask" or (reachable == "auto" and _elsewhere(seeds, announce)):
                 self.reachable, self.advice = await ask_to_be_called(self)
             if dht:
-                self._dht = await DHTNode.create(p2p=p2p, initial_peers=bootstrap, client_mode=not self.reachable)
+                records = OwnedRecords(run_id, _identity(identity_path))
+                records.on_refused = gate.refused
+                self._dht = await DHTNode.create(
+                    p2p=p2p, initial_peers=bootstrap, record_validator=records, client_mode=not self.reachable
+                )
+        except SwarmError:
+            await p2p.shutdown()
+            raise
         except Exception as error:
             await p2p.shutdown()
+            if gate.only_watches:
+                raise SwarmError(
+                    "the swarm refused this peer: its invitation allows to watch only; ask for another one"
+                ) from error
             raise _explain(error, seeds, listen) from error
         logger.debug("daemon of %s started by process %d", own, os.getpid())
         return self
 
     @classmethod
-    async def visit(cls, initial_peers: Sequence[str], identity_path: Path | None = None) -> Libp2p:
+    async def visit(
+        cls, initial_peers: Sequence[str], gate: Gate | None = None, identity_path: Path | None = None
+    ) -> Libp2p:
         """Only ask others: listens nowhere and takes no part in the DHT; without a file, the identity is a new one.
 
         Its seeds are those that answered; `silent` has the others.
 
         Raises:
-            SwarmError: nobody answers there.
+            SwarmError: nobody answers there, or they do not admit this peer.
             ConfigError: an initial peer is no address.
         """
         seeds = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
             own_id(identity_path)
         try:
-            p2p = await mute(None if identity_path is None else str(identity_path))
+            p2p = await mute(None if identity_path is None else str(identity_path), GuardedP2P)
         except (P2PDaemonError, OSError) as error:
             raise _explain(error, (), ()) from error
         outcome = await call_each(p2p, seeds)
@@ -266,20 +301,56 @@ class Libp2p:
         if not answered:
             await p2p.shutdown()
             raise SwarmError(_nobody(outcome))
-        self = cls(p2p, answered, [])
+        self = cls(p2p, answered, gate or Gate())
         self.silent = {address: why for address, why in outcome.items() if why}
+        try:
+            await self._greet_seeds()
+        except BaseException:
+            await self.close()
+            raise
         return self
+
+    async def _greet_seeds(self) -> None:
+        """Before anything else: `SwarmError` when all of them refuse this peer or are not believed by it."""
+        await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
+        greetings = (self._gate.greet(seed, partial(self._open_greeting, seed)) for seed in self.seeds)
+        answers = await asyncio.gather(*greetings, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
+                raise answer
+        if any(answer is None for answer in answers):
+            return
+        for answer in answers:
+            if isinstance(answer, Refused):
+                raise SwarmError(f"the swarm refused this peer: {answer}")
+            if isinstance(answer, Disbelieved):
+                raise SwarmError(f"{answer}; check the address")
+
+    async def _welcome(self, info: StreamInfo, reader: Reader, writer: Writer) -> None:
+        await self._gate.welcome(info.peer_id.to_base58(), reader, writer)
+
+    async def _open_greeting(self, peer: str) -> tuple[Reader, Writer]:
+        return await self._open(peer, GREETING)
 
     async def handle(self, protocol: str, handler: Handler) -> None:
         """As in `Transport`."""
 
         async def serve(info: StreamInfo, reader: Reader, writer: Writer) -> None:
-            await handler(info.peer_id.to_base58(), reader, writer)
+            await self._gate.serve(info.peer_id.to_base58(), reader, writer, handler)
 
         await self._p2p.add_binary_stream_handler(protocol, serve)
 
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
-        """As in `Transport`."""
+        """As in `Transport`. A peer that was restarted knows us no longer, so what comes first is greeted each time."""
+        if self._gate.admission is not None:
+            await self._gate.greet(peer, partial(self._open_greeting, peer), again=protocol == CONTROL)
+        return await self._open(peer, protocol)
+
+    async def greet(self, peer: str) -> None:
+        """Tell a peer once more who is here, and what is revoked; raises as `open`."""
+        await self._gate.greet(peer, partial(self._open_greeting, peer), again=True)
+
+    async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         try:
             _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), protocol)
         except (ControlFailure, P2PDaemonError) as error:

@@ -18,6 +18,7 @@ from diloco.config import WIRE_VERSION, Manifest
 from diloco.errors import PayloadError, SwarmError
 from diloco.swarm.bulk import request_manifest
 from diloco.swarm.daemon import Libp2p
+from diloco.swarm.gate import Gate
 from diloco.swarm.probe import Probed, probe
 from diloco.swarm.streams import BROKEN
 
@@ -55,38 +56,41 @@ def look(
     identity_path: Path | None = None,
     measure_bytes: int = 0,
     on_connected: Callable[[int, dict[str, str]], None] = lambda answered, silent: None,
+    gate: Gate | None = None,
 ) -> Found:
     """What the swarm at these addresses is; `measure_bytes` are sent to and fetched from each of some peers.
 
     Args:
         identity_path: this peer's key, for a swarm that admits identities; none is a new one.
         on_connected: called with the number of addresses that answered, and what is wrong with the others.
+        gate: shows the invitation of a closed run, and believes only peers of that run (`gate.watching`).
 
     Raises:
         SwarmError: nobody there, nobody that is a peer of a run, or none that admits this peer.
         ConfigError: an entry is no address.
     """
-    return asyncio.run(_look(initial_peers, identity_path, measure_bytes, on_connected))
+    return asyncio.run(_look(initial_peers, gate or Gate(), identity_path, measure_bytes, on_connected))
 
 
-def fetch_manifest(initial_peers: Sequence[str]) -> str:
-    """The manifest of the run at these addresses, as untrusted JSON text; raises as `look`."""
-    return look(initial_peers).manifest_text
+def fetch_manifest(initial_peers: Sequence[str], gate: Gate | None = None) -> str:
+    """The manifest of the run at these addresses, as untrusted JSON text; arguments and errors as of `look`."""
+    return look(initial_peers, gate=gate).manifest_text
 
 
 async def _look(
     initial_peers: Sequence[str],
+    gate: Gate,
     identity_path: Path | None,
     measure_bytes: int,
     on_connected: Callable[[int, dict[str, str]], None],
 ) -> Found:
-    visitor = await Libp2p.visit(initial_peers, identity_path)
+    visitor = await Libp2p.visit(initial_peers, gate, identity_path)
     on_connected(len(visitor.seeds), visitor.silent)
     refusals: list[str] = []
     try:
         peers = await _probe_all(visitor, visitor.seeds, 0, refusals)
         known = {peer.peer for peer in peers}
-        more = [one for peer in peers for one in peer.reply.peers if one not in known and one != visitor.me]
+        more = [one for peer in peers for one in peer.reply.known if one not in known and one != visitor.me]
         if len(peers) < PEERS_ASKED:
             peers += await _probe_all(visitor, list(dict.fromkeys(more))[: PEERS_ASKED - len(peers)], 0, [])
         for peer in [one.peer for one in peers] or visitor.seeds:

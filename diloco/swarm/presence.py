@@ -16,13 +16,15 @@ from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.ledger import union
-from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message, State
+from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message, Revocations, State
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.shares import Share
 from diloco.swarm.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
+from diloco.swarm.gate import Gate
 from diloco.swarm.inner import Snapshot
 from diloco.swarm.probe import ProbeServer
+from diloco.swarm.records import LEASES, REVOKED, leases_in, pack_revoked, revoked_in
 from diloco.swarm.rounds import Rounds
 from diloco.swarm.serve import BulkServer
 from diloco.swarm.snapshot import Word
@@ -60,6 +62,7 @@ class NodeOptions:
     terms: Sequence[int] | None = None
     applied_tokens: int = 0
     units: Word = (0, ())
+    gate: Gate = field(default_factory=Gate)  # who is let in; by default everybody
     shares: Sequence[Mapping[str, Share]] = ()
     applied: Mapping[int, int] = field(default_factory=dict)
     explain: Callable[[str], list[str]] = field(
@@ -89,6 +92,9 @@ class Presence:
         self.addresses: list[str] = []
         self.advice = ""  # what would let others connect to this peer, where they cannot
         self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
+        self.gate = options.gate
+        self.gate.on_refused = lambda peer, why: self.note("refused", peer=peer, why=why)
+        self.gate.on_revoked = self._revoked
         self._options = options
         self._on_event = on_event
         self._connect = connect
@@ -142,6 +148,9 @@ class Presence:
             on_lost=lambda peer, why: self.do(self.protocol.lost(peer, self.now(), why)),
             on_refused=self._refused,
             on_call_ended=self.notify,
+            objection=self._objection,
+            record=lambda: [self.protocol.name, *self.gate.evidence()],
+            on_record=self.gate.witness,
         )
         answered = await self._mesh.start()
         if self._refusal is not None:
@@ -182,6 +191,8 @@ class Presence:
     async def _refused(self, peer: str, reason: str) -> None:
         assert self._transport is not None
         self.note("refused_us", peer=peer, why=reason)
+        if peer not in self._transport.seeds and not self.gate.believes(peer):
+            return
         if "manifest" in reason:
             try:
                 differing = self._options.explain(await request_manifest(self._transport, peer))
@@ -200,8 +211,10 @@ class Presence:
             self._ask_for_units()
             if self.now() - last_record_at >= RECORD_PERIOD_S:
                 last_record_at = self.now()
-                for lease in self.protocol.leases.held_by(self.protocol.me):
-                    self.spawn(self._store_lease(lease.fragment, lease.term))
+                if self.protocol.leases.held_by(self.protocol.me):
+                    self.spawn(self._store_leases())
+                self.spawn(self._compare_revocations())
+            self._put_out()
             await asyncio.sleep(self._options.heartbeat_s)
 
     def do(self, actions: list[Action]) -> None:
@@ -216,7 +229,7 @@ class Presence:
                     self.note(action.kind, **action.fields)
                 case Hold():
                     self._take_over(action)
-                    self.spawn(self._store_lease(action.fragment, action.term))
+                    self.spawn(self._store_leases())
                 case Release():
                     self.replica.release(action.fragment)
                     self.records.pop(action.fragment, None)
@@ -305,9 +318,11 @@ class Presence:
 
         Raises `ConnectionError` when the node is closed meanwhile, and whatever made a task of the node fail.
         """
-        while not condition():
+        while True:
             if self._failure is not None:
                 raise self._failure
+            if condition():
+                return
             if self._closed:
                 raise ConnectionError("this node is closed")
             await self._changed.wait()
@@ -335,6 +350,9 @@ class Presence:
             self.do(self.protocol.tick(self.now()))
 
     def _heard(self, peer: str, message: Message) -> None:
+        if isinstance(message, Revocations):
+            self.gate.hear(message)
+            return
         self.do(self.protocol.heard(peer, message, self.now()))
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
@@ -342,26 +360,70 @@ class Presence:
         self._forget_records()
         self.notify()
 
-    async def _store_lease(self, fragment: int, term: int) -> None:
+    async def _store_leases(self) -> None:
+        held = [[lease.fragment, lease.term] for lease in self.protocol.leases.held_by(self.protocol.me)]
+        await self._store(LEASES, held)
+
+    async def _store(self, kind: str, value: object) -> None:
         assert self._transport is not None
-        value = [self.protocol.me, term]
         try:
-            await self._transport.store(f"{self.protocol.run_id}/leases", str(fragment), value, RECORD_LIFE_S)
+            key = f"{self.protocol.run_id}/{kind}"
+            await self._transport.store(key, self.protocol.me, value, RECORD_LIFE_S)
         except BROKEN as error:
-            logger.debug("the DHT did not take the lease of fragment %d: %r", fragment, error)
+            logger.debug("the DHT did not take %s: %r", kind, error)
 
     async def _learn_terms(self) -> None:
         """Terms from the checkpoint and the DHT, so that a claim of ours is above any that was made."""
         assert self._transport is not None
         for fragment, term in enumerate(self._options.terms or ()):
             self.protocol.leases.see_term(fragment, term)
-        records = await self._transport.get(f"{self.protocol.run_id}/leases")
-        for fragment in range(len(self.protocol.versions)):
-            record = records.get(str(fragment))
-            if isinstance(record, list | tuple) and len(record) == 2:
-                term = record[1]
-                if isinstance(term, int) and 0 < term < 2**62:
+        for record in (await self._transport.get(f"{self.protocol.run_id}/{LEASES}")).values():
+            for fragment, term in leases_in(record):
+                if fragment < len(self.protocol.versions):
                     self.protocol.leases.see_term(fragment, term)
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _objection(self, peer: str, message: Message) -> str | None:
+        reason = self.gate.objection(peer, message)
+        if reason is not None:
+            self.gate.refused(peer, reason)
+        return reason
+
+    def _revoked(self, revoked: Revocations) -> None:
+        """A newer list: tell everybody, those on it too, before they are put out."""
+        if hasattr(self, "_mesh"):
+            self.note("revoked", number=revoked.number, token_ids=revoked.token_ids, peer_ids=revoked.peer_ids)
+            self._mesh.broadcast(revoked)
+            self.spawn(self._store(REVOKED, pack_revoked(revoked)))
+            self._put_out()
+
+    def _put_out(self) -> None:
+        """Drop whoever may be in no longer; this peer too, if it is one of them."""
+        for peer, reason in self.gate.expel().items():
+            self._mesh.disconnect(peer)
+            self.do(self.protocol.lost(peer, self.now(), reason))
+        lapsed = self.gate.lapsed()
+        if lapsed is not None and self._failure is None:
+            self._failure = SwarmError(f"the swarm refused this peer: {lapsed}")
+            self.notify()
+
+    async def _compare_revocations(self) -> None:
+        """The newest list in the DHT and the one here; for who was away when it was spread."""
+        assert self._transport is not None
+        if self.gate.admission is None:
+            return
+        try:
+            records = await self._transport.get(f"{self.protocol.run_id}/{REVOKED}")
+        except BROKEN as error:
+            logger.debug("the DHT did not answer: %r", error)
+            return
+        for record in records.values():
+            revoked = revoked_in(record)
+            if revoked is not None:
+                self.gate.hear(revoked)
+        if self.gate.revocations is not None:
+            await self._store(REVOKED, pack_revoked(self.gate.revocations))
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -163,7 +163,7 @@ class ProbeServer:
                 name=protocol.name,
                 unix_s=time.time(),
                 addresses=[address for address in self._transport.addresses if len(address) <= 256][:16],
-                peers=[member.peer for member in protocol.members.all()][:KNOWN_PEERS],
+                known=[member.peer for member in protocol.members.all()][:KNOWN_PEERS],
                 observed=observed[:256],
             )
         )

@@ -32,7 +32,13 @@ CLOSE_S = 5.0
 async def connect(options: NodeOptions) -> Transport:
     """The real network."""
     return await Libp2p.connect(
-        options.initial_peers, options.listen, options.announce, options.identity_path, options.reachable
+        options.run_id,
+        options.initial_peers,
+        options.listen,
+        options.announce,
+        options.identity_path,
+        options.gate,
+        options.reachable,
     )
 
 

@@ -38,6 +38,7 @@ from diloco.protocol.messages import (
 from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, send_state
+from diloco.swarm.gate import Gate
 from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
 from diloco.swarm.probe import ProbeServer
 from diloco.swarm.streams import BROKEN, Stream
@@ -66,6 +67,7 @@ class Host(Protocol):
     manifest_text: str
     inner_state: Snapshot
     reserve: Reserve
+    gate: Gate
 
     @property
     def rounds(self) -> RoundsOf: ...
@@ -118,6 +120,9 @@ class BulkServer:
             stream.close()
 
     async def _answer(self, stream: Stream, request: Message) -> None:
+        objection = self._host.gate.objection(stream.peer, request)
+        if objection is not None:
+            raise PayloadError(objection)
         match request:
             case Contribution():
                 await self._contribution(stream, request)

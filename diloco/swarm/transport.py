@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Handler", "Reader", "Transport", "Writer"]
+__all__ = ["Disbelieved", "Handler", "Reader", "Refused", "Transport", "Writer"]
+
+
+class Refused(ConnectionError):
+    """A peer answers, but does not admit this one; the text says why."""
+
+
+class Disbelieved(ConnectionError):
+    """A peer answers, but has not shown that it is in the run; the text says how."""
 
 
 class Reader(Protocol):
@@ -53,7 +61,7 @@ class Transport(Protocol):
         ...
 
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
-        """Open a stream to a peer."""
+        """Open a stream to a peer; `Refused` or `Disbelieved` when one of the two does not admit the other."""
         ...
 
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:

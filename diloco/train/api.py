@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig, flatten
 from diloco.errors import ConfigError, PayloadError
+from diloco.swarm.gate import gate_for
 from diloco.swarm.node import NodeOptions
 from diloco.swarm.snapshot import Saved
 from diloco.train.attachment import Attachment
@@ -44,6 +45,10 @@ class Swarm:
         address: multiaddr of any peer of the swarm, or several; none starts a new swarm.
         identity: file with this peer's private key, made when it is missing; none is a new identity each time.
         name: how this peer is called in tables and logs.
+        key: public key of a run that admits invited peers only (64 hexadecimal digits); None is that of `token` or
+            `key_path`, and without either everybody who reaches this peer can join.
+        token: this peer's invitation, or `@FILE` with it.
+        key_path: file with the run's private key, for its owner: this peer invites itself.
         listen: multiaddrs to listen on; the default is this machine only.
         announce: multiaddrs to tell others, where they differ from `listen`.
         reachable: whether others can connect to this peer: `yes`, `no`, or `auto`, which has one of them try. One that
@@ -71,6 +76,9 @@ class Swarm:
         address: str | Sequence[str] = (),
         identity: Path | None = None,
         name: str = "peer",
+        key: str | None = None,
+        token: str | None = None,
+        key_path: str | None = None,
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
         reachable: str = "auto",
@@ -95,9 +103,14 @@ class Swarm:
             "heartbeat_s": heartbeat_s,
             "upload_limit": upload_limit,
             "inner_state": inner_state,
+            "token": token,
+            "key_path": key_path,
         }
         self.network = SwarmConfig.parse(network)
         self.manifest = manifest
+        self.key = key if manifest is None else manifest.run.key
+        if self.key is None and (token or key_path):
+            self.key = gate_for(run_id, None, token, key_path).run_key
         self._identity = identity
         self.on_event = on_event or (lambda kind, fields: logger.info("%s %s", kind, fields))
         self.on_ready = on_ready or (lambda address: logger.info("this peer can be reached at %s", address))
@@ -120,6 +133,8 @@ class Swarm:
             address=config.swarm.initial_peers,
             identity=identity,
             name=name,
+            token=config.swarm.token,
+            key_path=config.swarm.key_path,
             listen=config.swarm.listen,
             announce=config.swarm.announce,
             reachable=config.swarm.reachable,
@@ -191,6 +206,7 @@ class Swarm:
             terms=saved.terms if saved else None,
             applied_tokens=saved.applied_tokens if saved else 0,
             units=saved.units if saved else (0, ()),
+            gate=gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains),
             shares=saved.shares if saved else (),
             applied=saved.applied if saved else {},
             explain=lambda theirs: _differences(text, theirs),
@@ -200,7 +216,11 @@ class Swarm:
         if self.manifest is not None:
             return self.manifest.to_json(), self.manifest.hash()
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        content = {"run": {"id": self.run_id}, "outer": self.outer.model_dump(mode="json"), "parameters": shapes}
+        content = {
+            "run": {"id": self.run_id, "key": self.key},
+            "outer": self.outer.model_dump(mode="json"),
+            "parameters": shapes,
+        }
         text = json.dumps(content, sort_keys=True)
         return text, sha256(text.encode()).hexdigest()
 

@@ -18,6 +18,7 @@ from diloco.config.address import scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.model.library import one_line
 from diloco.swarm.daemon import try_to_listen
+from diloco.swarm.gate import Gate, watching
 from diloco.swarm.manifest import CLOCK_LIMIT_S, Found, look, parse_manifest
 from diloco.train.join import Place, suited
 from diloco.train.machine import GIB, Machine, fit, look_at_machine, need_of
@@ -87,6 +88,9 @@ class Doctor:
             if found is not None:
                 yield found
 
+    def _gate(self) -> Gate:
+        return watching(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
+
     # -- this machine --------------------------------------------------------------------------------------------------
 
     def _python(self) -> Check:
@@ -138,7 +142,7 @@ class Doctor:
 
     def _port(self) -> Check:
         listen = self.config.swarm.listen
-        result = try_to_listen((), listen, self.config.swarm.announce)
+        result = try_to_listen((), listen, self.config.swarm.announce, self._gate())
         best = result.addresses[0].rpartition("/p2p/")[0]
         return Check("port", "ok", f"{', '.join(listen)} can be listened on, for example as {best} ({scope(best)})")
 
@@ -155,7 +159,7 @@ class Doctor:
     def _swarm(self) -> Check | None:
         if not self.addresses:
             return Check("swarm", "ok", "no ADDRESS given, so nothing is asked of a swarm")
-        found = self._found = look(self.addresses, self.place.identity, measure_bytes=PROBE_BYTES)
+        found = self._found = look(self.addresses, self.place.identity, measure_bytes=PROBE_BYTES, gate=self._gate())
         self.figures["peers"] = len(found.peers)
         names = ", ".join(peer.reply.name for peer in found.peers) or "none says more"
         if found.silent:
@@ -196,7 +200,7 @@ class Doctor:
         listen = self.config.swarm.listen
         if "swarm.listen" not in self.typed and any(scope(one) != "loopback" for one in seeds):
             listen = ("/ip4/0.0.0.0/tcp/0",)  # as `diloco join` does
-        result = try_to_listen(seeds, listen, self.config.swarm.announce)
+        result = try_to_listen(seeds, listen, self.config.swarm.announce, self._gate(), self.place.identity)
         if result.reachable:
             best = result.addresses[0].rpartition("/p2p/")[0]
             return Check("reachable", "ok", f"a peer called back {best}; no relay is needed")

@@ -12,6 +12,7 @@ from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
+from diloco.swarm.gate import watching
 from diloco.swarm.manifest import check_clock, look, parse_manifest
 from diloco.swarm.runner import NodeRunner
 from diloco.train.api import Swarm
@@ -31,7 +32,8 @@ class Host:
         self._log = RunLog(config.run.dir, name)
         manifest = config.manifest()
         if config.swarm.initial_peers:
-            found = look(config.swarm.initial_peers, identity_path(config, name))
+            gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
+            found = look(config.swarm.initial_peers, identity_path(config, name), gate=gate)
             check_clock(found)
             manifest = parse_manifest(found.manifest_text)
         self.manifest = manifest

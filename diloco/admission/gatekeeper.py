@@ -1,0 +1,133 @@
+"""What one peer concludes from the credentials of others. Sans-IO: `now` is Unix time, and is passed in."""
+
+from __future__ import annotations
+
+from diloco.admission.invitation import Credential, Grant, Role, Token
+from diloco.admission.revocations import Revoked
+from diloco.errors import PayloadError
+
+__all__ = ["ALLOWED", "Admission"]
+
+TOLERANCE_S = 60  # clocks of honest peers differ by less; `doctor` and joining check that
+MAX_OBSERVERS = 256  # remembered; who looks at a swarm may do so from a new identity each time
+
+_READING = frozenset({"greeting", "manifest_request", "snapshot_request", "probe", "dial_back"})
+_HOLDING = _READING | {"hello", "state_request", "part_request"}
+ALLOWED: dict[Role, frozenset[str] | None] = {"worker": None, "host": _HOLDING, "observer": _READING}
+"""The kinds of message with which a peer of each role may begin a stream; None is any."""
+
+
+class Admission:
+    """The door of a closed run, as one of its peers keeps it.
+
+    Args:
+        token: this peer's own invitation; it names the run and the run key.
+
+    A peer is in once it has shown a good credential, until that expires or is revoked. `admit` and `revoke` say no by a
+    reason or False; untrusted input never raises here.
+    """
+
+    def __init__(self, token: Token) -> None:
+        self.token = token
+        self.run_key = token.grant.run_key
+        self.run_id = token.grant.run_id
+        self.revoked = Revoked(0, (), (), b"")
+        self._admitted: dict[str, Credential] = {}
+        self._users: dict[str, str] = {}  # token id -> the first peer that used it
+
+    def admit(self, peer: str, text: str, now: float) -> str | None:
+        """Let an authenticated peer in by its credential; returns the reason, with the remedy, why it is not."""
+        if not text:
+            return "this run admits invited peers only; ask its owner for a link, or give swarm.token=@FILE"
+        try:
+            credential = Credential.from_text(text)
+        except PayloadError as error:
+            return f"the credential cannot be read: {error}"
+        reason = self._objection(peer, credential, now)
+        if reason is None:
+            self._admitted[peer] = credential
+            self._forget_observers()
+        return reason
+
+    def witness(self, peer: str, text: str, now: float) -> None:
+        """Somebody published this credential of a peer, which shows who uses that token; the peer is not in by that."""
+        try:
+            credential = Credential.from_text(text)
+        except PayloadError:
+            return
+        self._objection(peer, credential, now)
+
+    def role_of(self, peer: str, now: float) -> Role | None:
+        """The role of a peer that is in, else None."""
+        credential = self._admitted.get(peer)
+        if credential is None or self._lapsed(peer, credential.grant, now) is not None:
+            return None
+        return credential.role
+
+    def objection(self, peer: str, kind: str, now: float) -> str | None:
+        """Why this peer may not begin a stream with a message of this kind; None when it may."""
+        role = self.role_of(peer, now)
+        if role is None:
+            return self.admit(peer, "", now)
+        allowed = ALLOWED[role]
+        if allowed is None or kind in allowed:
+            return None
+        return f"an invitation for role {role} does not allow {kind}; ask the owner of the run for another one"
+
+    def expel(self, now: float) -> dict[str, str]:
+        """Put out whoever may be in no longer; returns the reasons by peer."""
+        out = {
+            peer: reason
+            for peer, credential in self._admitted.items()
+            if (reason := self._lapsed(peer, credential.grant, now)) is not None
+        }
+        for peer in out:
+            del self._admitted[peer]
+        return out
+
+    def revoke(self, revoked: Revoked) -> bool:
+        """Take in a list; True when it is the owner's and newer than the one here."""
+        if revoked.number <= self.revoked.number or not revoked.signed_by(self.run_key, self.run_id):
+            return False
+        self.revoked = revoked
+        return True
+
+    def lapsed(self, me: str, now: float) -> str | None:
+        """Why this peer itself may be in no longer."""
+        return self._lapsed(me, self.token.grant, now)
+
+    def _objection(self, peer: str, credential: Credential, now: float) -> str | None:
+        grant = credential.grant
+        if grant.run_key != self.run_key:
+            return "the invitation is signed by another key than that of this run; ask its owner for a link"
+        if self._admitted.get(peer) != credential and not credential.proves(peer):
+            if grant.signed:
+                return "the credential belongs to another identity; use the invitation itself, or ask for one"
+            return "the signature of the invitation is wrong; ask the owner of the run for a link"
+        if grant.run_id != self.run_id:
+            return f"the invitation is for run.id={grant.run_id}, and this is run.id={self.run_id}"
+        if grant.peer not in ("", peer):
+            return f"the invitation is bound to peer {grant.peer}; use its swarm.identity_path, or ask for another one"
+        reason = self._lapsed(peer, grant, now)
+        if reason is None and credential.role != "observer" and self._users.setdefault(grant.token_id, peer) != peer:
+            return "the invitation is in use by another identity; ask for one for this peer"
+        return reason
+
+    def _lapsed(self, peer: str, grant: Grant, now: float) -> str | None:
+        if now > grant.expires_at + TOLERANCE_S:
+            return f"the invitation expired {_ago(now - grant.expires_at)} ago; ask the owner of the run for a new one"
+        if self.revoked.names(grant.token_id, peer):
+            return "the owner of the run has revoked the invitation of this peer; ask for a new one"
+        return None
+
+    def _forget_observers(self) -> None:
+        observers = [peer for peer, credential in self._admitted.items() if credential.role == "observer"]
+        for peer in observers[:-MAX_OBSERVERS]:
+            del self._admitted[peer]
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

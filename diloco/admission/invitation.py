@@ -1,0 +1,213 @@
+"""Grants, tokens and credentials: small, versioned, and with exactly one way to write each.
+
+    grant       version, run key, invitation key, role, expiry, run id, bound peer id (or none); signed by the run key
+    token       grant + private half of the invitation key: the text in an invitation
+    credential  grant + role + signature of the invitation key over role and peer id: what a peer shows to others
+
+Each is urlsafe base64 without padding. A reader accepts only what a writer would write, so that a flipped bit anywhere
+is noticed: in the text, in what the run key signed, or in a key that no longer fits.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from diloco.admission.keys import KEY_BYTES, SIGNATURE_BYTES, RunKey, new_key, verify
+from diloco.errors import ConfigError, PayloadError
+
+__all__ = ["MAX_CHARACTERS", "ROLES", "Credential", "Grant", "Role", "Token", "issue"]
+
+Role = Literal["worker", "host", "observer"]
+ROLES: tuple[Role, ...] = get_args(Role)  # from the most powerful down; their order is on the wire
+
+VERSION = 1
+MAX_CHARACTERS = 1024  # of a token or a credential; real ones have about 300
+_HEAD = struct.Struct(f">B{KEY_BYTES}s{KEY_BYTES}sBQ")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PEER = re.compile(r"[1-9A-HJ-NP-Za-km-z]{8,100}|")
+_GRANT_CONTEXT, _PROOF_CONTEXT = b"diloco grant\0", b"diloco credential\0"
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What the owner of a run allows to whoever holds the private half of `invitation_key`.
+
+    Attributes:
+        run_key, invitation_key: public keys (32 bytes each).
+        role: the most that it allows.
+        expires_at: Unix time, in whole seconds.
+        peer: the only peer that may use it; empty: the first that does.
+    """
+
+    run_key: bytes
+    invitation_key: bytes
+    role: Role
+    expires_at: int
+    run_id: str
+    peer: str
+    signature: bytes
+
+    @property
+    def token_id(self) -> str:
+        """By which it is named in lists and logs: 16 hexadecimal digits."""
+        return self.invitation_key[:8].hex()
+
+    @property
+    def signed(self) -> bool:
+        """Whether the run key that it names signed it."""
+        return verify(self.run_key, _GRANT_CONTEXT + self._body(), self.signature)
+
+    def _body(self) -> bytes:
+        head = _HEAD.pack(VERSION, self.run_key, self.invitation_key, ROLES.index(self.role), self.expires_at)
+        return head + _short(self.run_id) + _short(self.peer)
+
+    def to_bytes(self) -> bytes:
+        """Canonical bytes, signature included."""
+        return self._body() + self.signature
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> tuple[Grant, bytes]:
+        """Reads untrusted bytes: the grant, whose signature is not verified here, and what follows it.
+
+        Raises:
+            PayloadError: they are no grant, or one of another version.
+        """
+        if len(raw) < _HEAD.size or raw[0] != VERSION:
+            raise PayloadError(f"it is of version {raw[0]}, this diloco knows {VERSION}" if raw else "it is empty")
+        _, run_key, invitation_key, role, expires_at = _HEAD.unpack_from(raw)
+        run_id, rest = _read_short(raw[_HEAD.size :])
+        peer, rest = _read_short(rest)
+        if role >= len(ROLES) or not _RUN_ID.fullmatch(run_id) or not _PEER.fullmatch(peer):
+            raise PayloadError("it has a role, a run or a peer that cannot be")
+        if len(rest) < SIGNATURE_BYTES:
+            raise PayloadError("it is cut short")
+        grant = cls(run_key, invitation_key, ROLES[role], expires_at, run_id, peer, rest[:SIGNATURE_BYTES])
+        return grant, rest[SIGNATURE_BYTES:]
+
+
+@dataclass(frozen=True)
+class Credential:
+    """A grant as one peer uses it: in this role, which is not above the grant's, and from this identity alone."""
+
+    grant: Grant
+    role: Role
+    proof: bytes
+
+    def proves(self, peer: str) -> bool:
+        """Whether both signatures are good and the second one is for this peer."""
+        proven = verify(self.grant.invitation_key, _proof_of(self.role, peer), self.proof)
+        return proven and self.grant.signed and ROLES.index(self.role) >= ROLES.index(self.grant.role)
+
+    def to_text(self) -> str:
+        """As it is on the wire."""
+        return _to_text(self.grant.to_bytes() + bytes([ROLES.index(self.role)]) + self.proof)
+
+    @classmethod
+    def from_text(cls, text: str) -> Credential:
+        """Reads untrusted text; `PayloadError` says what is wrong with it. No signature is verified here."""
+        grant, rest = Grant.from_bytes(_from_text(text))
+        if len(rest) != 1 + SIGNATURE_BYTES or rest[0] >= len(ROLES):
+            raise PayloadError("it does not end where it should")
+        return cls(grant, ROLES[rest[0]], rest[1:])
+
+
+@dataclass(frozen=True)
+class Token:
+    """An invitation. Its text is a secret: keep it out of logs, and out of the arguments of a command where you can."""
+
+    grant: Grant
+    _seed: bytes
+
+    def __repr__(self) -> str:
+        return f"Token({self.grant.token_id})"
+
+    def to_text(self) -> str:
+        """As it is in an invitation; the secret is at the end."""
+        return _to_text(self.grant.to_bytes() + self._seed)
+
+    def credential(self, peer: str, role: Role | None = None) -> str:
+        """Text that proves to others that this peer was invited, in the role of the token or in one below."""
+        role = role or self.grant.role
+        return Credential(self.grant, role, _key(self._seed).sign(_proof_of(role, peer))).to_text()
+
+    @classmethod
+    def from_text(cls, text: str) -> Token:
+        """Reads what a user typed; `ConfigError` says what is wrong, without repeating it."""
+        try:
+            grant, seed = Grant.from_bytes(_from_text(text))
+        except PayloadError as error:
+            raise ConfigError(f"the token of the invitation cannot be read: {error}; copy all of it") from None
+        fits = len(seed) == KEY_BYTES and _key(seed).public_key().public_bytes_raw() == grant.invitation_key
+        if not fits or not grant.signed:
+            raise ConfigError("the token of the invitation is damaged; copy all of it, or ask for a new one")
+        return cls(grant, seed)
+
+    @classmethod
+    def read(cls, setting: str) -> Token:
+        """A token, or `@FILE` with one or with a whole link in it, as `swarm.token` takes it."""
+        if not setting.startswith("@"):
+            return cls.from_text(setting)
+        try:
+            with Path(setting[1:]).open(encoding="utf-8") as file:
+                text = file.read(16 * MAX_CHARACTERS).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ConfigError(f"swarm.token={setting} cannot be read: {why}; name a file with a token") from None
+        return cls.from_text(text.rpartition("?token=")[2])
+
+
+def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "") -> Token:
+    """A new invitation to a run; `ConfigError` when a value cannot be in one."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"--run={run_id} is no run id; expected 1 to 64 letters, digits, '.', '_' or '-'")
+    if not _PEER.fullmatch(peer):
+        raise ConfigError(
+            f"--bind={peer} is no peer id; expected one such as QmXoypiz... or 12D3Koo..., as a peer prints"
+        )
+    invitation = new_key()
+    public = invitation.public_key().public_bytes_raw()
+    unsigned = Grant(key.public, public, role, expires_at, run_id, peer, b"")
+    grant = Grant(key.public, public, role, expires_at, run_id, peer, key.sign(_GRANT_CONTEXT + unsigned.to_bytes()))
+    return Token(grant, invitation.private_bytes_raw())
+
+
+def _key(seed: bytes) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(seed)
+
+
+def _proof_of(role: Role, peer: str) -> bytes:
+    return _PROOF_CONTEXT + bytes([ROLES.index(role)]) + peer.encode()
+
+
+def _short(text: str) -> bytes:
+    return bytes([len(text)]) + text.encode("ascii")
+
+
+def _read_short(raw: bytes) -> tuple[str, bytes]:
+    if not raw or len(raw) <= raw[0]:
+        raise PayloadError("it is cut short")
+    return raw[1 : 1 + raw[0]].decode("latin-1"), raw[1 + raw[0] :]
+
+
+def _to_text(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode("ascii")
+
+
+def _from_text(text: str) -> bytes:
+    if len(text) > MAX_CHARACTERS:
+        raise PayloadError(f"it has {len(text)} characters; at most {MAX_CHARACTERS} are read")
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise PayloadError("it has characters that are not in any") from None
+    if _to_text(raw) != text:  # the last character of base64 has bits that nobody reads
+        raise PayloadError("it is not as it was written")
+    return raw

@@ -1,0 +1,82 @@
+"""`diloco keygen`, `invite`, `revoke`: who may take part in a closed run, for its owner."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from diloco.admission import Revoked, Role, RunKey, Token, issue
+from diloco.config.address import Address
+from diloco.errors import ConfigError
+
+__all__ = ["invite", "keygen", "revoke"]
+
+UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+LONGEST_S = 10 * 366 * 86400
+KEY = "--key"
+
+
+def keygen(file: Path) -> int:
+    """Make a run key, and print its public half on stdout."""
+    key = RunKey.create(file)
+    click.echo(key.public.hex())
+    click.echo(
+        f"{file}: keep it; whoever has it can invite and revoke. It starts a closed run with swarm.key_path={file}",
+        err=True,
+    )
+    return 0
+
+
+def invite(key: Path, run: str, expires: str, role: Role, bind: str | None, address: str | None) -> int:
+    """Print a token on stdout, or with an address the whole link; what it is on stderr."""
+    expires_at = int(time.time()) + seconds_of(expires)
+    token = issue(RunKey.read(key, KEY), run, role, expires_at, bind or "")
+    text = token.to_text()
+    click.echo(text if address is None else str(Address(Address.parse(address).peers, text)))
+    until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires_at))
+    whom = "the first peer that uses it" if role != "observer" else "whoever has it"
+    click.echo(f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True)
+    return 0
+
+
+def revoke(key: Path, run: str, address: str, what: Sequence[str]) -> int:
+    """Put out token ids, peer ids, tokens and links; returns when a peer has taken the list."""
+    owner, peers = RunKey.read(key, KEY), Address.parse(address).peers
+    token_ids = {found for one in what if (found := _token_id(one)) is not None}
+    peer_ids = {one for one in what if _token_id(one) is None}
+    before = Revoked.remembered(owner, key, run)
+    from diloco.swarm.gate import watching  # only now, for it takes seconds
+    from diloco.swarm.revoke import revoke as spread
+
+    revoked = spread(peers, watching(run, None, str(key)), owner, before, token_ids, peer_ids)
+    revoked.remember(key, run)
+    listed = f"{len(revoked.token_ids)} tokens and {len(revoked.peer_ids)} peers are revoked in {run}"
+    click.echo(f"{listed} (list {revoked.number})")
+    return 0
+
+
+def seconds_of(duration: str) -> int:
+    """`7d`, `12h`, `30m` or `2w` in seconds; `ConfigError` for anything else, or for more than ten years."""
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", duration)
+    seconds = 0 if match is None else int(match[1]) * UNITS_S[match[2]]
+    if not 0 < seconds <= LONGEST_S:
+        raise ConfigError(f"--expires={duration} is no duration; expected one such as 30m, 12h, 7d or 2w")
+    return seconds
+
+
+def _token_id(what: str) -> str | None:
+    """The id of a token that is given as id, as token or as link; None for a peer id."""
+    if re.fullmatch(r"[0-9a-f]{16}", what):
+        return what
+    if re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,60}", what):
+        return None
+    try:
+        return Token.read(what.rpartition("?token=")[2]).grant.token_id
+    except ConfigError:
+        raise ConfigError(
+            f"{what[:80]} is neither a token id (16 hexadecimal digits, as diloco invite prints it) nor a peer id"
+        ) from None

@@ -1,0 +1,161 @@
+"""What peers put into the DHT, each under its own name: signed by its libp2p identity and of a known form.
+
+    {run}/peers    peer id -> [name] or [name, credential]       who is there, and which invitation it uses
+    {run}/leases   peer id -> [[fragment, term], ...]            so that a claim after a restart is above any before it
+    {run}/revoked  peer id -> the owner's list, which is signed by the run key besides
+
+Protected: nobody can write, replace or change another's record, a record is of one run and key and ends when its owner
+said, and anything of another form is refused by who is asked to store it and by who is given it. A peer id is the hash
+of a public key, so a record carries that key and needs nobody to vouch for it.
+
+Not protected: a peer that stores records can keep silent about them, or return an old one until it ends (a minute); a
+dictionary with one wrong record in it is refused whole. So nothing that must be right rests on the DHT alone: it is a
+hint whom to dial, and terms and versions are settled by the peers themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+from hivemind.utils.timed_storage import get_dht_time
+
+from diloco.errors import PayloadError
+from diloco.protocol.messages import MAX_FRAME_BYTES, Message, Revocations, decode, encode
+
+__all__ = ["LEASES", "PEERS", "REVOKED", "OwnedRecords", "leases_in", "pack_revoked", "revoked_in"]
+
+PEERS, LEASES, REVOKED = "peers", "leases", "revoked"
+MAX_LIFE_S = 600.0  # ten times that of an honest record, for clocks that differ
+MAX_KEY_BYTES = 1024
+MAX_LEASES = 65536
+_CONTEXT = b"diloco record\0"
+
+
+class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
+    """Signs this peer's records, and says which records of others are good; the rest is `on_refused`."""
+
+    def __init__(self, run_id: str, identity: bytes) -> None:
+        self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
+        key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(identity).data, password=None)
+        assert isinstance(key, rsa.RSAPrivateKey)
+        self._key = key
+        self._public = key.public_key().public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        self._me = _owner_of(self._public)
+        forms = {PEERS: _is_peer, LEASES: _is_leases, REVOKED: _is_revoked}
+        self._forms = {DHTID.generate(source=f"{run_id}/{kind}").to_bytes(): form for kind, form in forms.items()}
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """The value with this peer's key and signature."""
+        signature = self._key.sign(_content(record, record.value), padding.PKCS1v15(), hashes.SHA256())
+        return bytes(msgpack.packb([record.value, self._public, signature]))
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """The value as its owner gave it; `record` is valid."""
+        return bytes(msgpack.unpackb(record.value)[0])
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the owner that the record names has written it, in a known form."""
+        owner = _unpack(record.subkey)
+        reason = self._objection(record, owner)
+        if reason is not None:
+            self.on_refused(str(owner)[:100], f"a record in the DHT under its name {reason}")
+        return reason is None
+
+    def _objection(self, record: DHTRecord, owner: object) -> str | None:
+        form = self._forms.get(record.key)
+        if form is None:
+            return "has a key that nothing here uses"
+        if len(record.value) > MAX_FRAME_BYTES or record.expiration_time > get_dht_time() + MAX_LIFE_S:
+            return "is too large or lasts too long"
+        signed = _unpack(record.value)
+        if not isinstance(signed, list) or len(signed) != 3 or not all(isinstance(part, bytes) for part in signed):
+            return "is not signed"
+        value, public, signature = signed
+        if len(public) > MAX_KEY_BYTES or _owner_of(public) != owner:
+            return "is signed by another peer"
+        if not _verify(public, _content(record, value), signature):
+            return "was changed after it was signed"
+        return None if form(_unpack(value)) else "does not have the form of one"
+
+    def merge_with(self, other: Any) -> bool:
+        """There is one per node."""
+        return False
+
+
+def leases_in(value: object) -> list[tuple[int, int]]:
+    """Fragments and terms of a record of leases; none in one of another form."""
+    return [(fragment, term) for fragment, term in value] if _is_leases(value) else []  # type: ignore[attr-defined]
+
+
+def pack_revoked(revoked: Revocations) -> bytes:
+    """The owner's list as a record."""
+    return encode(revoked)
+
+
+def revoked_in(value: object) -> Revocations | None:
+    """The list in a record, whose signature by the run key is not verified yet."""
+    try:
+        message: Message | None = decode(value) if isinstance(value, bytes) else None
+    except PayloadError:
+        return None
+    return message if isinstance(message, Revocations) else None
+
+
+def _is_peer(value: object) -> bool:
+    return (
+        isinstance(value, list) and len(value) in (1, 2) and all(isinstance(x, str) and len(x) <= 1024 for x in value)
+    )
+
+
+def _is_leases(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) <= MAX_LEASES and all(map(_is_lease, value))
+
+
+def _is_lease(value: object) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2 or any(type(number) is not int for number in value):
+        return False
+    return bool(0 <= value[0] < MAX_LEASES and 0 < value[1] < 2**62)
+
+
+def _is_revoked(value: object) -> bool:
+    return revoked_in(value) is not None
+
+
+def _unpack(raw: bytes) -> object:
+    try:
+        return msgpack.unpackb(raw, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
+        return None
+
+
+def _content(record: DHTRecord, value: bytes) -> bytes:
+    return _CONTEXT + bytes(msgpack.packb([record.key, record.subkey, value, float(record.expiration_time)]))
+
+
+def _owner_of(public: bytes) -> str:
+    """The peer id of an RSA key (DER), as libp2p derives it."""
+    named = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=public).SerializeToString()
+    return str(PeerID(b"\x12\x20" + hashlib.sha256(named).digest()).to_base58())  # multihash: SHA-256, of 32 bytes
+
+
+def _verify(public: bytes, content: bytes, signature: bytes) -> bool:
+    try:
+        key = serialization.load_der_public_key(public)
+        if not isinstance(key, rsa.RSAPublicKey):
+            return False
+        key.verify(signature, content, padding.PKCS1v15(), hashes.SHA256())
+    except (ValueError, UnsupportedAlgorithm, InvalidSignature):
+        return False
+    return True

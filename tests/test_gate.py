@@ -1,0 +1,171 @@
+"""The gate of a peer without a network: settings, what is noted, what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.admission import Admission, Revoked, RunKey, issue
+from diloco.admission.keys import new_key
+from diloco.errors import ConfigError
+from diloco.protocol.messages import Greeting, ManifestRequest, Message, Refusal, Status, encode
+from diloco.swarm.gate import MAX_EVENTS, Gate, gate_for, watching
+from diloco.swarm.transport import Disbelieved, Refused
+
+SOON = int(time.time()) + 3600
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> RunKey:
+    return RunKey.create(tmp_path / "run.key")
+
+
+def gate(key: RunKey, me: str, role: Any = "worker") -> Gate:
+    made = Gate(Admission(issue(key, "run", role, SOON)))
+    made.me = me
+    return made
+
+
+class Wire:
+    """What one side writes, and what it is given to read."""
+
+    def __init__(self, *said: Message) -> None:
+        self.reader, self.written, self.closed = asyncio.StreamReader(), bytearray(), False
+        for message in said:
+            frame = encode(message)
+            self.reader.feed_data(len(frame).to_bytes(4, "big") + frame)
+        self.reader.feed_eof()
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def greet(one: Gate, peer: str, *said: Message) -> Wire:
+    wire = Wire(*said)
+
+    async def opener() -> Any:
+        return wire.reader, wire
+
+    await one.greet(peer, opener)
+    return wire
+
+
+def test_two_gates_of_a_run_know_each_other_after_a_greeting(key: RunKey) -> None:
+    async def work() -> None:
+        alice, bob = gate(key, "QmAlice"), gate(key, "QmBob")
+        with pytest.raises(Refused, match="go away"):
+            await greet(alice, "QmBob", Refusal(reason="go away"))
+        with pytest.raises(
+            ConnectionError, match="does not greet as a peer of a run does: expected Greeting, got Manif"
+        ):
+            await greet(alice, "QmBob", ManifestRequest())
+        with pytest.raises(Disbelieved, match="QmBob is not believed: the credential belongs to another identity"):
+            await greet(alice, "QmBob", alice._greeting())
+        with pytest.raises(Disbelieved, match="QmBob is not believed: this run admits invited peers only"):
+            await greet(alice, "QmBob", Greeting())
+        assert not alice.believes("QmBob")
+        assert (await greet(alice, "QmBob", bob._greeting())).closed
+        assert alice.believes("QmBob") and alice.role_of("QmBob") == "worker"
+        assert not (await greet(alice, "QmBob")).written  # nothing is said twice
+        with pytest.raises(asyncio.IncompleteReadError):
+            await alice.greet("QmBob", lambda: _of(Wire()), again=True)
+
+    asyncio.run(work())
+
+
+async def _of(wire: Wire) -> Any:
+    return wire.reader, wire
+
+
+def test_an_open_gate_lets_everybody_in_and_says_nothing() -> None:
+    one = Gate()
+    assert one.believes("QmAnybody") and one.call_objection("QmAnybody") is None
+    assert one.objection("QmAnybody", ManifestRequest()) is None
+    assert one._greeting() == Greeting() and one.evidence() == [] and one.run_key is None
+    assert one.expel() == {} and one.lapsed() is None and one.revocations is None
+
+
+def test_a_host_that_says_it_trains_is_refused(key: RunKey) -> None:
+    door, host = gate(key, "QmDoor"), gate(key, "QmHost", "host")
+    asyncio.run(greet(door, "QmHost", host._greeting()))
+    hello = Status(state="training", versions=[1])
+    object.__setattr__(hello, "kind", "hello")
+    assert door.objection("QmHost", hello) is None
+    object.__setattr__(hello, "trains", True)
+    assert "role host does not allow training" in str(door.objection("QmHost", hello))
+
+
+def test_strangers_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[tuple[str, str]] = []
+    one, now = Gate(), 1000.0
+    one.on_refused = lambda peer, why: noted.append((peer, why))
+    monkeypatch.setattr("diloco.swarm.gate.time.time", lambda: now)
+    for _ in range(100):
+        one.refused("QmSame", "why")
+    assert noted == [("QmSame", "why")]
+    for number in range(1000):
+        one.refused(f"Qm{number}", "why")
+    assert len(noted) == MAX_EVENTS
+    now += 61.0
+    one.refused("QmSame", "why")
+    assert len(noted) == MAX_EVENTS + 1
+
+
+def test_the_settings_of_a_peer_make_its_gate(key: RunKey, tmp_path: Path) -> None:
+    path, public, token = str(tmp_path / "run.key"), key.public.hex(), issue(key, "run", "worker", SOON)
+    assert gate_for("run", None, None, None).admission is None
+    for made in (gate_for("run", public, token.to_text(), None), gate_for("run", None, None, path)):
+        assert made.run_key == public and made._greeting().credential
+    for trains, role in ((True, "worker"), (False, "host")):
+        for made in (
+            gate_for("run", public, token.to_text(), None, trains),
+            gate_for("run", public, None, path, trains),
+        ):
+            made.me, door = "QmMe", gate(key, "QmDoor")
+            asyncio.run(greet(door, "QmMe", made._greeting()))
+            assert door.role_of("QmMe") == role
+    for wrong, complaint in (
+        (("run", public, None, None), f"run.key={public} is the key of a run that admits invited peers only; give"),
+        (("other", None, token.to_text(), None), "swarm.token is for run.id=run, and this is run.id=other"),
+        (("run", "ab" * 32, token.to_text(), None), f"run.key={'ab' * 32} is not the key that signed swarm.token"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            gate_for(*wrong)
+        assert str(caught.value).startswith(complaint)
+
+
+def test_the_owner_s_peers_begin_with_what_is_revoked_already(key: RunKey, tmp_path: Path) -> None:
+    revoked = Revoked.sign(key, "run", 4, ["0" * 16], [])
+    revoked.remember(tmp_path / "run.key", "run")
+    made = gate_for("run", None, None, str(tmp_path / "run.key"))
+    assert made.revocations is not None and made.revocations.number == 4
+    made.me, door = "QmMe", gate(key, "QmDoor")
+    heard: list[int] = []
+    door.on_revoked = lambda said: heard.append(said.number)
+    asyncio.run(greet(door, "QmMe", made._greeting()))
+    assert heard == [4] and door.revocations == made.revocations
+
+
+def test_a_visitor_shows_itself_as_observer_whatever_it_was_given(key: RunKey, tmp_path: Path) -> None:
+    door = gate(key, "QmDoor")
+    token = issue(key, "run", "worker", SOON)
+    for me, visitor in (
+        ("QmA", watching("", token.to_text())),
+        ("QmB", watching("run", None, str(tmp_path / "run.key"))),
+    ):
+        visitor.me = me
+        asyncio.run(greet(door, me, visitor._greeting()))
+        assert door.role_of(me) == "observer" and door.call_objection(me) is not None
+    assert watching("run", None).admission is None
+    stranger = Gate(Admission(issue(RunKey(new_key()), "run", "worker", SOON)))
+    with pytest.raises(Disbelieved, match="signed by another key"):
+        asyncio.run(greet(door, "QmC", stranger._greeting()))

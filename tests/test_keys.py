@@ -1,0 +1,118 @@
+"""The commands of a run's owner, as they are typed; and what a peer says about who can join."""
+
+from __future__ import annotations
+
+import io
+import re
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco.admission import Token
+from diloco.cli import keys
+from diloco.cli.main import main
+from diloco.cli.notice import say_who_can_join
+from diloco.config import compose
+from diloco.config.address import Address
+
+PEER = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
+ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{PEER}"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def typed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    shown = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, shown.out, shown.err
+
+
+def test_a_key_invites_and_its_public_half_is_what_the_run_gets(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, public, hint = typed(capsys, "keygen")
+    assert code == 0 and re.fullmatch(r"[0-9a-f]{64}\n", public) and "swarm.key_path=run.key" in hint
+    assert stat.S_IMODE((place / "run.key").stat().st_mode) == 0o600
+    assert compose(["swarm.key_path=run.key"]).run.key == public.strip()
+    code, text, described = typed(capsys, "invite", "--key", "run.key", "--run", "mine", "--expires", "2w")
+    grant = Token.from_text(text.strip()).grant
+    assert code == 0 and (grant.run_id, grant.role, grant.peer) == ("mine", "worker", "")
+    assert grant.run_key.hex() == public.strip() and abs(grant.expires_at - time.time() - 14 * 86400) < 60
+    assert described.startswith(f"token {grant.token_id}: worker of mine until ")
+    assert described.endswith("UTC, for the first peer that uses it\n")
+
+
+def test_an_invitation_with_an_address_is_the_whole_link(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed(capsys, "keygen", "k")
+    options = ["--key", "k", "--run", "mine", "--role", "host", "--bind", PEER]
+    for address in (ADDRESS, f"diloco:/{ADDRESS}?token=old", f"diloco:/{ADDRESS}"):
+        code, link, described = typed(capsys, "invite", *options, address)
+        parsed = Address.parse(link.strip())
+        assert code == 0 and parsed.peers == (ADDRESS,) and described.endswith(f"UTC, for {PEER}\n")
+        grant = Token.from_text(parsed.token or "").grant
+        assert (grant.role, grant.peer) == ("host", PEER)
+        (place / "link").write_text(link)
+        assert compose(["swarm.token=@link"]).run.key == grant.run_key.hex()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["keygen", "k"], "FILE=k exists, and may be the key of a run"),
+        (["invite", "--run", "mine"], "Missing option '--key'"),
+        (["invite", "--key", "none", "--run", "mine"], "--key=none cannot be read: No such file or directory"),
+        (["invite", "--key", "k", "--run", "mine", "--expires", "7"], "--expires=7 is no duration; expected one such"),
+        (["invite", "--key", "k", "--run", "mine", "--expires", "0d"], "--expires=0d is no duration"),
+        (["invite", "--key", "k", "--run", "mine", "--expires", "999w"], "--expires=999w is no duration"),
+        (["invite", "--key", "k", "--run", "mine", "--role", "boss"], "'boss' is not one of 'worker', 'host'"),
+        (["invite", "--key", "k", "--run", "mine", "--bind", "me"], "--bind=me is no peer id"),
+        (["invite", "--key", "k", "--run", "a/b"], "--run=a/b is no run id"),
+        (["invite", "--key", "k", "--run", "mine", "nowhere"], "ADDRESS=nowhere cannot be used"),
+        (["revoke", "--key", "k", "--run", "mine", ADDRESS], "Missing argument 'WHAT...'"),
+        (["revoke", "--key", "k", "--run", "mine", ADDRESS, "x"], "x is neither a token id (16 hexadecimal digits"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(
+    place: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    typed(capsys, "keygen", "k")
+    code, out, error = typed(capsys, *arguments)
+    assert (code, out) == (2, "") and complaint in error and error.count("\n") == 1
+
+
+def test_what_is_revoked_may_be_given_as_id_token_or_link(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed(capsys, "keygen", "k")
+    link = typed(capsys, "invite", "--key", "k", "--run", "mine", ADDRESS)[1].strip()
+    token = link.rpartition("?token=")[2]
+    found = {keys._token_id(what) for what in (link, token, Token.from_text(token).grant.token_id)}
+    assert found == {Token.from_text(token).grant.token_id}
+    assert keys._token_id(PEER) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "text", "red"),
+    [
+        (["swarm=network"], None, "open run: anyone who can reach this peer can join", True),
+        (["swarm.listen=[/ip4/127.0.0.1/tcp/0,/ip4/0.0.0.0/tcp/1]"], None, "open run: anyone", True),
+        ([], None, "open run, on this machine only", False),
+        (["swarm=network"], "ab" * 32, "closed run: invited peers only, by key abababababababab", False),
+        (["swarm=network", "outer=data_parallel"], None, "", False),
+    ],
+)
+def test_whoever_starts_a_peer_is_told_who_can_join(
+    overrides: list[str], key: str | None, text: str, red: bool
+) -> None:
+    screen = io.StringIO()
+    say_who_can_join(Console(file=screen, force_terminal=True, width=300), compose(overrides), key)
+    assert text in screen.getvalue() and ("\x1b[1;31m" in screen.getvalue()) is red
+    assert screen.getvalue().count("\n") == bool(text)

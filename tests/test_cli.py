@@ -17,10 +17,24 @@ from diloco.config import Config, choices, compose
 from diloco.errors import SwarmError
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["local", "train", "host", "eval", "export", "generate", "simulate", "sweep", "compare", "plan"]
-COMMANDS += ["status", "dashboard"]
+COMMANDS = [
+    "local",
+    "train",
+    "join",
+    "host",
+    "eval",
+    "export",
+    "generate",
+    "simulate",
+    "sweep",
+    "compare",
+    "plan",
+    "doctor",
+    "status",
+    "dashboard",
+]
 OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of their own
-ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWExample"
+ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
 
 class Recorder(SimpleNamespace):
@@ -136,7 +150,7 @@ def test_a_bad_setting_is_one_line_and_exit_code_two(command: str, capsys: pytes
         (["host", ADDRESS, "--new"], "host needs either the ADDRESS of a peer, as it prints it, or --new"),
         (
             ["host", "/ip4/127.0.0.1"],
-            "swarm.initial_peers=/ip4/127.0.0.1 is not valid; expected a list, each an address with",
+            "ADDRESS=/ip4/127.0.0.1 cannot be used: it has no port and no peer id",
         ),
     ],
 )

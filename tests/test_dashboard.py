@@ -141,7 +141,9 @@ def test_without_the_extra_the_command_says_how_to_get_it(monkeypatch: pytest.Mo
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nicegui" else found(name))
     with pytest.raises(ConfigError, match=r"needs nicegui; pip install 'diloco\[dashboard\]'"):
-        cli_dashboard.run("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWA", "127.0.0.1", 0)
+        cli_dashboard.run(
+            "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg", "127.0.0.1", 0
+        )
 
 
 @needs_extra
@@ -150,7 +152,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) ->
     if port and os.geteuid() == 0:
         pytest.skip("root may listen on every port")
     with pytest.raises(ConfigError, match=rf"--host={host} --port={port} cannot be listened on"):
-        cli_dashboard.run("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWA", host, port)
+        cli_dashboard.run("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg", host, port)
 
 
 def test_only_loopback_counts_as_unseen() -> None:

@@ -164,7 +164,7 @@ class Host(StubHost):
         super().__init__("me", NUMEL, **outer)
         self.do(self.protocol.connected(OTHER, self.hello(claims=False), self.now()))
         self.clock, self.told = 0.0, []  # type: ignore[var-annotated]
-        self.server = BulkServer(self)  # type: ignore[arg-type]
+        self.server = BulkServer(self, None)  # type: ignore[arg-type]
         self.inner_state = lambda: None
         self.manifest_text, self.gate = "{}", Gate()
 

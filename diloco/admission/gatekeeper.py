@@ -11,7 +11,7 @@ __all__ = ["ALLOWED", "Admission"]
 TOLERANCE_S = 60  # clocks of honest peers differ by less; `doctor` and joining check that
 MAX_OBSERVERS = 256  # remembered; who looks at a swarm may do so from a new identity each time
 
-_READING = frozenset({"greeting", "manifest_request", "snapshot_request"})
+_READING = frozenset({"greeting", "manifest_request", "snapshot_request", "probe", "dial_back"})
 _HOLDING = _READING | {"hello", "state_request", "part_request"}
 ALLOWED: dict[Role, frozenset[str] | None] = {"worker": None, "host": _HOLDING, "observer": _READING}
 """The kinds of message with which a peer of each role may begin a stream; None is any."""

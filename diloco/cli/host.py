@@ -30,7 +30,9 @@ def run(config: Config) -> int:
             LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
         ):
             say_who_can_join(console, config, host.manifest.run.key)
-            view.update({"t": "ready", "peer": name, "time": time.time(), "address": host.address})
+            node, first = host.node, not config.swarm.initial_peers
+            ready = {"address": host.address, "addresses": node.addresses, "advice": node.node.advice, "first": first}
+            view.update({"t": "ready", "peer": name, "time": time.time(), **ready})
             while not stop.wait(0.5):
                 view.update({"peer": name, "time": time.time(), **host.status()})
     finally:

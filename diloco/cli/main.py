@@ -129,6 +129,59 @@ def train(**arguments: Any) -> int:
 
 
 @cli.command(cls=_Command)
+@click.argument("address", required=False)
+@_configured
+def join(address: str | None, overrides: tuple[str, ...], cfg: str | None, base: Path | None) -> int:
+    """Join a swarm as a volunteer.
+
+    \b
+    diloco join /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
+    diloco join @runs/mine/address
+    diloco join ADDRESS train.device=cpu train.threads=4 swarm.upload_limit=1e6
+
+    Nothing but the ADDRESS is needed. The run's settings come from the swarm; device, precision, threads and how much
+    of a batch is computed at a time from a look at this machine. Ctrl+C leaves cleanly at any time, and the same
+    command comes back.
+    """
+    from diloco.config import compose
+    from diloco.config.address import Address
+
+    if cfg is not None:
+        return _run("join", overrides, cfg, base)
+    if address is None or ("=" in address and not address.startswith(("/", "@", "diloco:"))):
+        raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
+    found = Address.parse(address)
+    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
+    _refuse_run_owned(typed)
+    config = compose([*overrides, *_admission(found)], base=base)
+    _warn("join", config, overrides)
+    return _implementation("join")(config, found, frozenset(typed))
+
+
+def _refuse_run_owned(typed: Sequence[str]) -> None:
+    """`ConfigError` for what a volunteer cannot choose."""
+    from diloco.config import Manifest
+    from diloco.config.describe import leaves
+
+    owned = [key for key, _ in leaves(Manifest)]
+    for key in typed:
+        chosen = key in ("model", "data", "inner", "outer", "experiment")
+        if chosen or any(key == one or key.startswith(f"{one}.") for one in owned):
+            raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
+
+
+def _admission(address: Any) -> list[str]:
+    """The token of a link, as the setting that carries it."""
+    if address.token is None:
+        return []
+    from diloco.config import SwarmConfig
+
+    if "token" not in SwarmConfig.model_fields:
+        raise ConfigError("ADDRESS holds a token, which this diloco does not know; install a newer one")
+    return [f"swarm.token='{address.token}'"]
+
+
+@cli.command(cls=_Command)
 @click.option("--new", is_flag=True, help="Start a new swarm instead of joining one.")
 @click.argument("address", required=False)
 @_configured
@@ -141,12 +194,17 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
 
     For a machine without an accelerator that stays: it keeps the state of the swarm and others can start from it.
     """
-    addresses = [] if address is None else [address]
-    if address is not None and not address.startswith(("/", "@")):  # the first argument was an override already
-        addresses, overrides = [], (address, *overrides)
-    if arguments["cfg"] is None and new == bool(addresses):
+    from diloco.config.address import Address
+
+    if address is not None and "=" in address and not address.startswith(("/", "@", "diloco:")):
+        overrides, address = (address, *overrides), None  # the first argument was an override already
+    if arguments["cfg"] is None and new == (address is not None):
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
-    return _run("host", (*overrides, *(f"swarm.initial_peers={one}" for one in addresses)), **arguments)
+    if address is not None:
+        found = Address.parse(address)
+        peers = ",".join(f"'{peer}'" for peer in found.peers)
+        overrides = (*overrides, f"swarm.initial_peers=[{peers}]", *_admission(found))
+    return _run("host", overrides, **arguments)
 
 
 @cli.command(cls=_Command)
@@ -360,11 +418,44 @@ def compare(**arguments: Any) -> int:
 
 
 @cli.command(cls=_Command)
+@click.argument("address", required=False)
+@_configured
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, which diloco plan --doctor reads.")
+def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, base: Path | None, as_json: bool) -> int:
+    """Check this machine and the way to a swarm.
+
+    \b
+    diloco doctor
+    diloco doctor /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo... --json > doctor.json
+    diloco doctor model=150m data.sequence_length=1024
+
+    One line per check: ok, warning, or failed with the remedy. Exit code 2 says that something here has to change, 3
+    that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS brings the run's own settings.
+    """
+    from diloco.config import compose
+    from diloco.config.address import Address
+
+    if address is not None and "=" in address and not address.startswith(("/", "@", "diloco:")):
+        overrides, address = (address, *overrides), None
+    if cfg is not None:
+        return _run("doctor", overrides, cfg, base)
+    found = None if address is None else Address.parse(address)
+    config = compose([*overrides, *([] if found is None else _admission(found))], base=base)
+    typed = frozenset(override.lstrip("+").partition("=")[0] for override in overrides)
+    return _implementation("doctor")(config, found, as_json, typed)
+
+
+@cli.command(cls=_Command)
 @_configured
 @click.option("--step-s", type=click.FloatRange(0, min_open=True), help="Seconds of an inner step; else measured here.")
-@click.option("--bandwidth", default="100Mbit", show_default=True, help="Of each peer's link, each way.")
+@click.option("--bandwidth", help="Of each peer's link, each way.  [default: 100Mbit]")
+@click.option("--latency-ms", type=click.FloatRange(0, 60_000), help="From peer to peer.  [default: 50]")
 @click.option(
-    "--latency-ms", type=click.FloatRange(0, 60_000), default=50, show_default=True, help="From peer to peer."
+    "--doctor",
+    "figures",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Take what of these three is not given from diloco doctor ADDRESS --json > FILE.",
 )
 @click.option(
     "--target",
@@ -374,7 +465,9 @@ def compare(**arguments: Any) -> int:
     help="Utilization to plan for.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def plan(bandwidth: str, **arguments: Any) -> int:
+def plan(
+    bandwidth: str | None, latency_ms: float | None, step_s: float | None, figures: Path | None, **arguments: Any
+) -> int:
     """Predict utilization, bytes and bandwidth, with the arithmetic.
 
     \b
@@ -383,9 +476,12 @@ def plan(bandwidth: str, **arguments: Any) -> int:
 
     local.peers is the size of the swarm. Where the target is missed, the mildest settings that reach it are printed.
     """
-    from diloco.train.planning import parse_bandwidth
+    from diloco.train.planning import Figures, parse_bandwidth, read_figures
 
-    return _run("plan", bits_per_s=parse_bandwidth(bandwidth), **arguments)
+    known = Figures() if figures is None else read_figures(figures)
+    bits_per_s = known.bits_per_s if bandwidth is None else parse_bandwidth(bandwidth)
+    latency_ms = known.latency_ms if latency_ms is None else latency_ms
+    return _run("plan", step_s=step_s or known.step_s, bits_per_s=bits_per_s, latency_ms=latency_ms, **arguments)
 
 
 def _run(command: str, overrides: tuple[str, ...], cfg: str | None, base: Path | None, **options: Any) -> int:
@@ -405,13 +501,17 @@ def _run(command: str, overrides: tuple[str, ...], cfg: str | None, base: Path |
         manifest = config.manifest()
         click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
         return _write(manifest.to_json(indent=2))
+    _warn(command, config, overrides)
+    return _implementation(command)(config, **options)
+
+
+def _warn(command: str, config: Any, overrides: Sequence[str]) -> None:
     warnings = [] if config.run.report else config.warnings(overrides)  # a supervisor has said them already
     if command not in ("local", "simulate", "plan"):
         typed = [override.partition("=")[0] for override in overrides]
         warnings += [f"{key} has no effect with diloco {command}" for key in typed if key.startswith("local.")]
     for warning in warnings:
         click.echo(f"diloco: warning: {warning}", err=True)
-    return _implementation(command)(config, **options)
 
 
 def _implementation(command: str) -> Callable[..., int]:

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco.cli.invite import invitation
 from diloco.text import human_bytes, human_count, human_seconds, plain
 
 __all__ = ["LiveView", "human_bytes", "human_count", "human_seconds", "state_style"]
@@ -106,8 +107,16 @@ class LiveView:
         """Takes one supervisor message: ready, status, event or summary; others are ignored."""
         kind, peer = message.get("t"), plain(message.get("peer", "?"))
         if kind == "ready":
+            address = plain(message.get("address", "?"))
             if self._live is None or not self._ready:  # one address is enough to join by; lines are for the record
-                self.note(f"{peer} ready at {plain(message.get('address', '?'))}")
+                self.note(f"{peer} ready" + (f" at {address}" if address else ""))
+            if message.get("advice"):
+                self.note(f"{peer}: {plain(message['advice'])}")
+            if message.get("first"):
+                first, *rest = invitation([plain(one) for one in message.get("addresses") or [address]])
+                self.note(first)
+                for line in rest:  # to copy, so nothing stands before it and nothing breaks it
+                    self._console.print(Text(line), soft_wrap=True)
             self._ready = True
         elif kind in ("event", "events"):
             known = {"t", "peer", "time", "kind"}

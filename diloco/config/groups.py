@@ -414,6 +414,10 @@ class SwarmConfig(PeerLocal):
     announce: Annotated[tuple[Multiaddr, ...], Tuple] = Field(
         (), description="Multiaddrs to tell others, if they differ from swarm.listen (NAT, forwarded ports)."
     )
+    reachable: Literal["auto", "yes", "no"] = Field(
+        "auto",
+        description="Whether others can connect to this peer; auto has one of them try. no: it trains, holds nothing.",
+    )
     identity_path: str | None = Field(
         None, min_length=1, description="File with this peer's private key, made if missing; null is a new identity."
     )
@@ -445,6 +449,9 @@ class TrainConfig(PeerLocal):
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$"), Expected("auto, cpu, cuda or cuda:N")] = (
         Field("auto", description="auto takes the first free accelerator, else the CPU.")
+    )
+    micro_batch: int | None = Field(
+        None, ge=1, le=1 << 20, description="Sequences computed at a time; null takes the batch whole, or what fits."
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of the inner steps; weights stay fp32.")

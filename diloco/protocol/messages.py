@@ -5,8 +5,8 @@ Two kinds of streams carry these messages, each as one msgpack map behind a 4-by
 - *control* streams, one in each direction between any two peers: `Hello` first, then `Status`, `Claim`, `Published`,
   `Revocations`;
 - *bulk* streams, one per transfer: a `Contribution`, `StateRequest`, `PartRequest`, `InnerRequest`, `UnitRequest`,
-  `ManifestRequest` or `SnapshotRequest` and the answers to it, each followed by raw payload whose length both sides
-  know beforehand.
+  `ManifestRequest`, `SnapshotRequest`, `Probe` or `DialBack` and the answers to it, each followed by raw payload whose
+  length both sides know beforehand.
 
 Before either, two peers exchange a `Greeting` on a stream of its own.
 
@@ -42,12 +42,15 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_MOMENTS",
     "MAX_PARTS",
+    "MAX_PROBE_BYTES",
     "MAX_RANGES",
     "MAX_SNAPSHOT_PIECE_BYTES",
     "MAX_UNITS_WANTED",
     "MAX_UNIT_RANGES",
     "Claim",
     "Contribution",
+    "DialBack",
+    "DialBackReply",
     "Figures",
     "Greeting",
     "Hello",
@@ -58,6 +61,8 @@ __all__ = [
     "Message",
     "PartList",
     "PartRequest",
+    "Probe",
+    "ProbeReply",
     "Published",
     "Receipt",
     "Record",
@@ -85,6 +90,7 @@ MAX_UNIT_RANGES = 64  # that a peer has at a time
 MAX_RANGES = 2**10  # of all peers together
 MAX_UNITS_WANTED = 2**20  # sequences of one request
 MAX_SNAPSHOT_PIECE_BYTES = MAX_FRAME_BYTES // 2
+MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
 
 State = Literal["starting", "ready", "training", "exchanging", "leaving", "done"]
 Name = Annotated[str, Field(max_length=128)]
@@ -95,6 +101,7 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # A list fails at its first wrong item: a frame of a million of them would keep the node busy for seconds.
 Names = Annotated[list[Name], Field(max_length=4096), FailFast()]
 Contributors = Annotated[dict[Name, Count], Field(max_length=MAX_SHARES)]
+Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16), FailFast()]
 Versions = Annotated[list[Count], Field(max_length=2**20), FailFast()]
 
 
@@ -425,6 +432,59 @@ class SnapshotReply(Message):
     more: bool = False
 
 
+class Probe(Message):
+    """Asks whether a peer is well and how well it is connected; `sends` bytes of no meaning follow.
+
+    With `wants`, as many come back behind the reply: their time is the bandwidth.
+    """
+
+    kind: Literal["probe"] = "probe"
+    sends: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)] = 0
+    wants: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)] = 0
+
+
+class ProbeReply(Message):
+    """What a peer says of itself to one that does not know it yet.
+
+    Attributes:
+        unix_s: its clock as the reply is sent.
+        addresses: where others reach it. known: ids of some peers that it is connected to.
+        observed: multiaddr from which the asker's connection comes; empty where it is not known.
+    """
+
+    kind: Literal["probe_reply"] = "probe_reply"
+    wire_version: Count
+    run_id: Name
+    name: Name
+    unix_s: Annotated[float, Field(ge=0, lt=2**40, allow_inf_nan=False)]
+    addresses: Addresses
+    known: Annotated[list[Name], Field(max_length=64), FailFast()]
+    observed: Annotated[str, Field(max_length=256)] = ""
+
+
+class DialBack(Message):
+    """Asks to be called at these addresses, anew: the asker wants to know whether others can reach it.
+
+    Only addresses with the IP that the asker's connection comes from are called, and only the asker itself answers to
+    its id, so this cannot be turned against others.
+    """
+
+    kind: Literal["dial_back"] = "dial_back"
+    addresses: Addresses
+
+
+class DialBackReply(Message):
+    """Those addresses under which the asker answered; `why` says what became of the others.
+
+    `observed` is the multiaddr from which its connection comes.
+    """
+
+    kind: Literal["dial_back_reply"] = "dial_back_reply"
+    reached: Addresses
+    why: Annotated[str, Field(max_length=512)] = ""
+    observed: Annotated[str, Field(max_length=256)] = ""
+
+
 class Refusal(Message):
     """The stream is not wanted; `reason` is one line for the user of the other side."""
 
@@ -455,6 +515,10 @@ _Any = Annotated[
     | ManifestReply
     | SnapshotRequest
     | SnapshotReply
+    | Probe
+    | ProbeReply
+    | DialBack
+    | DialBackReply
     | Refusal,
     Field(discriminator="kind"),
 ]

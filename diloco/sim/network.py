@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import SwarmError
@@ -305,6 +305,7 @@ class SimTransport:
         self.me = me
         self.seeds = seeds
         self.addresses = [f"/sim/{me}"]
+        self.reachable, self.advice = True, ""
         self.handlers: dict[str, Handler] = {}
         self._network = network
         self._failure: asyncio.Future[None] = network.loop.create_future()
@@ -324,6 +325,12 @@ class SimTransport:
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
         found, now = self._network.records.get(key, {}), self._network.loop.time()
         return {subkey: value for subkey, (value, expires_at) in found.items() if expires_at > now}
+
+    async def observed(self, peer: str) -> str:
+        return ""  # a simulated peer has no address, so nobody is ever called anew
+
+    async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
+        return {}
 
     async def failed(self) -> None:
         await asyncio.shield(self._failure)

@@ -197,7 +197,8 @@ class ControlMesh:
             await stream.send(self._protocol.status())
             self._incoming[peer] = stream
             self._on_hello(peer, hello)
-            for other in (peer, *hello.peers):
+            self._spawn(self._call_back(peer))
+            for other in hello.peers:
                 self.dial(other)
             while True:
                 self._on_message(peer, await stream.receive(None))
@@ -214,6 +215,11 @@ class ControlMesh:
         if self._incoming.get(peer) is stream:
             del self._incoming[peer]
             await self._check(peer, "connection reset")
+
+    async def _call_back(self, peer: str) -> None:
+        """A call that had begun before it connected to us may fail where a new one takes its connection."""
+        if not await self.dial(peer):
+            await self.dial(peer)
 
     async def _check(self, peer: str, why: str) -> None:
         """A stream ended. A peer that said goodbye is gone; any other gets one more call before it counts as lost."""

@@ -10,12 +10,12 @@ import asyncio
 import hashlib
 import logging
 import os
-import re
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hivemind.p2p.p2p_daemon import P2P
@@ -25,7 +25,9 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
+from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
+from diloco.swarm.calling import START_TIMEOUT_S, best_first, call_each, mute, sheltered
 from diloco.swarm.control import CONTROL
 from diloco.swarm.gate import GREETING, Gate, GuardedP2P
 from diloco.swarm.streams import BROKEN
@@ -34,51 +36,58 @@ from diloco.swarm.transport import Disbelieved, Handler, Reader, Refused, Writer
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
 
-__all__ = ["Libp2p", "identity_number", "peer_id_of", "read_addresses", "sheltered"]
+__all__ = [
+    "Libp2p",
+    "Rehearsal",
+    "identity_number",
+    "own_id",
+    "peer_id_of",
+    "read_addresses",
+    "try_to_listen",
+]
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
-_ADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/\d+(/.*)?/p2p/[1-9A-HJ-NP-Za-km-z]+$")
 
 
 def peer_id_of(address: str) -> str:
     """The peer id at the end of a multiaddr; `ConfigError` says what a correct address looks like."""
-    if not _ADDRESS.match(address):
-        raise ConfigError(
-            f"swarm.initial_peers: {address!r} is not a peer address; "
-            "one looks like /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW..."
-        )
+    wrong = problem(address)
+    if wrong is not None:
+        raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
     return address.rsplit("/", 1)[1]
 
 
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
-    """Replace each `@FILE` by the address in that file, waiting until somebody has written it.
+    """Replace each `@FILE` by the addresses in that file, waiting until somebody has written it.
 
     Raises:
         SwarmError: a file did not appear in time.
         ConfigError: an entry is no address.
     """
-    addresses = []
+    addresses: list[str] = []
     for entry in entries:
         if entry.startswith("@"):
             path = Path(entry[1:])
             try:
-                entry = await asyncio.wait_for(_appears(path), timeout_s)
+                lines = await asyncio.wait_for(_appears(path), timeout_s)
             except asyncio.TimeoutError:
                 raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
-        peer_id_of(entry)
-        addresses.append(entry)
+            for line in lines:
+                addresses += Address.parse(line).peers
+        else:
+            peer_id_of(entry)
+            addresses.append(entry)
     return addresses
 
 
-async def _appears(path: Path) -> str:
+async def _appears(path: Path) -> list[str]:
     while not path.exists():
         await asyncio.sleep(0.05)
-    return path.read_text().strip()
+    return path.read_text().split()
 
 
 def _identity(path: Path) -> bytes:
@@ -92,7 +101,8 @@ def _identity(path: Path) -> bytes:
         raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
 
 
-def _own_id(path: Path) -> str:
+def own_id(path: Path) -> str:
+    """The peer id of the key in this file, which is made when it is missing; `ConfigError` when it is none."""
     key = _identity(path)
     try:
         return str(PeerID.from_identity(key).to_base58())
@@ -102,7 +112,7 @@ def _own_id(path: Path) -> str:
 
 def identity_number(path: Path) -> int:
     """A number below 2**48 that belongs to the key in this file, which is made when it is missing."""
-    return int.from_bytes(hashlib.sha256(_own_id(path).encode()).digest()[:6], "big")
+    return int.from_bytes(hashlib.sha256(own_id(path).encode()).digest()[:6], "big")
 
 
 def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[str]) -> Exception:
@@ -135,19 +145,50 @@ def _check_free(listen: Sequence[str]) -> None:
                 ) from None
 
 
-@contextmanager
-def sheltered() -> Iterator[None]:
-    """A daemon that is started inside, in the running loop, has a session of its own.
+def _nobody(outcome: Mapping[str, str]) -> str:
+    """One line for all addresses that do not answer."""
+    reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
+    if len(outcome) == 1:
+        [(address, why)] = outcome.items()
+        return f"{address} cannot be reached: {why}; check that a peer is running there and that its port is open"
+    return f"none of {len(outcome)} addresses can be reached ({reasons}); ask for one of a peer that is running"
 
-    Ctrl+C in a terminal, and what torchrun does to end its ranks, reaches every process of a group. The daemon must
-    outlive it for a clean leave; it does not ignore SIGINT reliably, and unblocks it where the mask blocks it.
+
+def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
+    """Whether it is a question if others can call this peer: not within one machine, unless it names an address."""
+    return bool(seeds) and (bool(announce) or any(scope(seed) != "loopback" for seed in seeds))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """How a peer that listens so would be reached; `advice` if it would not."""
+
+    addresses: list[str]
+    reachable: bool
+    advice: str
+
+
+def try_to_listen(
+    seeds: Sequence[str],
+    listen: Sequence[str],
+    announce: Sequence[str],
+    gate: Gate,
+    identity_path: Path | None = None,
+) -> Rehearsal:
+    """Listen for a moment, without a key with a passing one, and have a peer at `seeds` call back; raises as
+    `connect`.
     """
-    loop = asyncio.get_running_loop()
-    loop.subprocess_exec = partial(loop.subprocess_exec, start_new_session=True)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del loop.subprocess_exec  # what hides the method of the class
+
+    async def listen_and_ask() -> Rehearsal:
+        with TemporaryDirectory(prefix="diloco-") as directory:
+            key = identity_path or Path(directory) / "identity.key"
+            peer = await Libp2p.connect("", seeds, listen, announce, key, gate, "ask" if seeds else "yes", dht=False)
+            try:
+                return Rehearsal(peer.addresses, peer.reachable, peer.advice)
+            finally:
+                await peer.close()
+
+    return asyncio.run(listen_and_ask())
 
 
 class Libp2p:
@@ -157,6 +198,9 @@ class Libp2p:
         self.me = gate.me = str(p2p.peer_id.to_base58())
         self.seeds = seeds
         self.addresses: list[str] = []
+        self.reachable = True
+        self.advice = ""  # what would make this peer reachable
+        self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
         self._p2p = p2p
         self._dht: DHTNode | None = None
         self._gate = p2p.gate = gate
@@ -171,6 +215,8 @@ class Libp2p:
         announce: Sequence[str],
         identity_path: Path,
         gate: Gate,
+        reachable: str = "auto",
+        dht: bool = True,
     ) -> Libp2p:
         """Start listening and join the DHT.
 
@@ -180,6 +226,9 @@ class Libp2p:
             listen, announce: multiaddrs to listen on, and those to tell others when they differ.
             identity_path: private key of this peer; made when there is none.
             gate: who may connect to this peer, and whom it believes.
+            reachable: `yes`; `no`, which listens nowhere; `auto`, which asks a peer elsewhere to call back; `ask`,
+                which asks any.
+            dht: whether to take part in the DHT.
 
         Raises:
             SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, this
@@ -187,12 +236,14 @@ class Libp2p:
             ConfigError: the identity cannot be written, or is none; an initial peer is no address.
         """
         seeds = await read_addresses(initial_peers, ADDRESS_WAIT_S)
-        own = _own_id(identity_path)
+        own = own_id(identity_path)
         if any(peer_id_of(address) == own for address in seeds):
             raise SwarmError(
                 f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
             )
-        _check_free(listen)
+        listens = reachable != "no"
+        if listens:
+            _check_free(listen)
         bootstrap = [Multiaddr(address) for address in seeds] or None
         try:
             with sheltered():
@@ -200,6 +251,8 @@ class Libp2p:
                     initial_peers=bootstrap,
                     host_maddrs=[Multiaddr(address) for address in listen],
                     announce_maddrs=[Multiaddr(address) for address in announce] or None,
+                    no_listen=not listens,
+                    dht_mode="server" if listens else "client",
                     identity_path=str(identity_path),
                     startup_timeout=START_TIMEOUT_S,
                     check_if_identity_free=False,
@@ -208,15 +261,23 @@ class Libp2p:
             raise _explain(error, seeds, listen) from error
         from hivemind.dht.node import DHTNode  # it needs torch, which takes a visitor longer than its visit
 
-        from diloco.swarm.records import OwnedRecords  # needs all of hivemind, and a visitor needs little of it
+        # Both need torch or all of hivemind, and a visitor needs little of them.
+        from diloco.swarm.probe import ask_to_be_called
+        from diloco.swarm.records import OwnedRecords
 
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
         try:
             await self._greet_seeds()
-            records = OwnedRecords(run_id, _identity(identity_path))
-            records.on_refused = gate.refused
-            self._dht = await DHTNode.create(p2p=p2p, initial_peers=bootstrap, record_validator=records)
-            self.addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+            self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()]) if listens else []
+            self.reachable = bool(self.addresses)
+            if reachable == "ask" or (reachable == "auto" and _elsewhere(seeds, announce)):
+                self.reachable, self.advice = await ask_to_be_called(self)
+            if dht:
+                records = OwnedRecords(run_id, _identity(identity_path))
+                records.on_refused = gate.refused
+                self._dht = await DHTNode.create(
+                    p2p=p2p, initial_peers=bootstrap, record_validator=records, client_mode=not self.reachable
+                )
         except SwarmError:
             await p2p.shutdown()
             raise
@@ -231,27 +292,31 @@ class Libp2p:
         return self
 
     @classmethod
-    async def visit(cls, initial_peers: Sequence[str], gate: Gate | None = None) -> Libp2p:
-        """Only ask others: listens nowhere, has no identity that lasts, and takes no part in the DHT.
+    async def visit(
+        cls, initial_peers: Sequence[str], gate: Gate | None = None, identity_path: Path | None = None
+    ) -> Libp2p:
+        """Only ask others: listens nowhere and takes no part in the DHT; without a file, the identity is a new one.
+
+        Its seeds are those that answered; `silent` has the others.
 
         Raises:
             SwarmError: nobody answers there, or they do not admit this peer.
             ConfigError: an initial peer is no address.
         """
         seeds = await read_addresses(initial_peers, VISIT_WAIT_S)
+        if identity_path is not None:
+            own_id(identity_path)
         try:
-            with sheltered():
-                p2p = await GuardedP2P.create(
-                    initial_peers=[Multiaddr(address) for address in seeds],
-                    dht_mode="client",
-                    no_listen=True,
-                    startup_timeout=START_TIMEOUT_S,
-                )
-        except (P2PDaemonError, OSError, ValueError) as error:
-            raise SwarmError(
-                f"{','.join(seeds)} cannot be reached; check that a peer is running there and that its port is open"
-            ) from error
-        self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate or Gate())
+            p2p = await mute(None if identity_path is None else str(identity_path), GuardedP2P)
+        except (P2PDaemonError, OSError) as error:
+            raise _explain(error, (), ()) from error
+        outcome = await call_each(p2p, seeds)
+        answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
+        if not answered:
+            await p2p.shutdown()
+            raise SwarmError(_nobody(outcome))
+        self = cls(p2p, answered, gate or Gate())
+        self.silent = {address: why for address, why in outcome.items() if why}
         try:
             await self._greet_seeds()
         except BaseException:
@@ -328,6 +393,25 @@ class Libp2p:
         if found is None or not isinstance(found.value, dict):
             return {}
         return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
+
+    async def observed(self, peer: str) -> str:
+        """As in `Transport`."""
+        for info in await self._p2p.list_peers():
+            if info.peer_id.to_base58() == peer:
+                return next((str(address) for address in info.addrs), "")
+        return ""
+
+    async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
+        """As in `Transport`, with a daemon of its own: this one would use the connection that there is."""
+        visitor = await mute()
+        try:
+            outcome = {}
+            for address in addresses:
+                (outcome[address],) = (await call_each(visitor, [f"{address}/p2p/{peer}"])).values()
+                await visitor._client.disconnect(PeerID.from_base58(peer))
+            return outcome
+        finally:
+            await visitor.shutdown()
 
     async def failed(self) -> None:
         """As in `Transport`: a peer whose daemon ended would train on alone and not know it."""

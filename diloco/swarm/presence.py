@@ -25,6 +25,7 @@ from diloco.swarm.control import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
 from diloco.swarm.gate import Gate
 from diloco.swarm.inner import Snapshot
 from diloco.swarm.observe import Recorder
+from diloco.swarm.probe import ProbeServer
 from diloco.swarm.records import LEASES, REVOKED, leases_in, pack_revoked, revoked_in
 from diloco.swarm.rounds import Rounds
 from diloco.swarm.serve import BulkServer
@@ -54,6 +55,7 @@ class NodeOptions:
     listen: Sequence[str]
     announce: Sequence[str]
     identity_path: Path
+    reachable: str = "auto"
     min_peers: int = 1
     heartbeat_s: float = 1.0
     upload_limit: float | None = None
@@ -93,6 +95,7 @@ class Presence:
         self.recorder = Recorder()
         self.traffic = Traffic(upload_limit=options.upload_limit)
         self.addresses: list[str] = []
+        self.advice = ""  # what would let others connect to this peer, where they cannot
         self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
         self.gate = options.gate
         self.gate.on_refused = lambda peer, why: self.note("refused", peer=peer, why=why)
@@ -124,6 +127,7 @@ class Presence:
             versions=None if options.versions is None else list(options.versions),
             applied_tokens=options.applied_tokens,
             trains=options.trains,
+            holds=transport.reachable,
             min_peers=options.min_peers,
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
@@ -131,10 +135,13 @@ class Presence:
             device=options.device,
             payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
+        self.advice = transport.advice
+        if not transport.reachable:
+            self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
         self.protocol.restore_shares(options.shares)
         self.protocol.restore_word((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
-        self._server = BulkServer(self)
+        self._server = BulkServer(self, ProbeServer(transport, self.protocol, self.now))
         self.rounds = Rounds(self, self._client)
         self.rounds.restore(options.applied)
         await self._learn_terms()

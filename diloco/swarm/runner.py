@@ -33,7 +33,13 @@ CLOSE_S = 5.0
 async def connect(options: NodeOptions) -> Transport:
     """The real network."""
     return await Libp2p.connect(
-        options.run_id, options.initial_peers, options.listen, options.announce, options.identity_path, options.gate
+        options.run_id,
+        options.initial_peers,
+        options.listen,
+        options.announce,
+        options.identity_path,
+        options.gate,
+        options.reachable,
     )
 
 
@@ -67,6 +73,11 @@ class NodeRunner:
     def addresses(self) -> list[str]:
         """Where others reach this peer."""
         return self.node.addresses
+
+    @property
+    def address(self) -> str:
+        """The best of its addresses; empty when it has none."""
+        return next(iter(self.addresses), "")
 
     @property
     def num_peers(self) -> int:

@@ -22,12 +22,14 @@ from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import (
     MAX_RANGES,
     Contribution,
+    DialBack,
     InnerRequest,
     ManifestReply,
     ManifestRequest,
     Message,
     PartList,
     PartRequest,
+    Probe,
     Receipt,
     Refusal,
     SnapshotRequest,
@@ -43,6 +45,7 @@ from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, sen
 from diloco.swarm.gate import Gate
 from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
 from diloco.swarm.observe import Recorder, send_snapshot
+from diloco.swarm.probe import ProbeServer
 from diloco.swarm.streams import BROKEN, Stream
 from diloco.swarm.units import Reserve
 
@@ -99,8 +102,9 @@ class BulkServer:
     long as anybody reads it, however many do.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, probes: ProbeServer) -> None:
         self._host = host
+        self._probes = probes
         self._stills: WeakValueDictionary[tuple[int, str], Still] = WeakValueDictionary()
         self._inner = SharedSnapshot()
         self._limiter = Limiter(len(host.replica.fragments))
@@ -159,6 +163,8 @@ class BulkServer:
             case SnapshotRequest():
                 host = self._host
                 await send_snapshot(stream, host.recorder, host.protocol, host.manifest_text, host.now())
+            case Probe() | DialBack():
+                await self._probes.answer(stream, request)
             case _:
                 raise PayloadError(f"a bulk stream cannot begin with {type(request).__name__}")
 

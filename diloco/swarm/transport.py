@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 __all__ = ["Disbelieved", "Handler", "Reader", "Refused", "Transport", "Writer"]
@@ -43,7 +43,9 @@ class Transport(Protocol):
     Attributes:
         me: this peer's id; the other side of every stream knows it for certain.
         seeds: ids of the peers through which it joined.
-        addresses: where others reach it.
+        addresses: where others reach it, best first; empty for a peer that listens nowhere.
+        reachable: whether others can open a connection to it. To one that they cannot, they open streams over the
+            connections that it has opened. advice: what would make it reachable, if it is not.
 
     Everything that cannot be done because somebody is not there raises `ConnectionError` or `TimeoutError`.
     """
@@ -51,6 +53,8 @@ class Transport(Protocol):
     me: str
     seeds: list[str]
     addresses: list[str]
+    reachable: bool
+    advice: str
 
     async def handle(self, protocol: str, handler: Handler) -> None:
         """Call `handler(peer, reader, writer)` for each stream that a peer opens for this protocol."""
@@ -66,6 +70,14 @@ class Transport(Protocol):
 
     async def get(self, key: str) -> dict[str, object]:
         """The records of a key by subkey, as found; untrusted."""
+        ...
+
+    async def observed(self, peer: str) -> str:
+        """Multiaddr, without the id, at the other end of the connection with a peer; empty when there is none."""
+        ...
+
+    async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
+        """Try to connect to a peer at each of these addresses as if never met; what went wrong by address, or ""."""
         ...
 
     async def failed(self) -> None:

@@ -51,6 +51,8 @@ class Swarm:
         key_path: file with the run's private key, for its owner: this peer invites itself.
         listen: multiaddrs to listen on; the default is this machine only.
         announce: multiaddrs to tell others, where they differ from `listen`.
+        reachable: whether others can connect to this peer: `yes`, `no`, or `auto`, which has one of them try. One that
+            is not trains like any other and holds no fragments.
         min_peers: peers, this one included, that must be there before the first inner step.
         upload_limit: bytes per second of payload that this peer sends at most.
         inner_state: where the inner optimizer's state of a peer that joins comes from: `donor`, another peer's; `cold`,
@@ -79,6 +81,7 @@ class Swarm:
         key_path: str | None = None,
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
+        reachable: str = "auto",
         min_peers: int = 1,
         heartbeat_s: float = 1.0,
         upload_limit: float | None = None,
@@ -95,6 +98,7 @@ class Swarm:
             "initial_peers": [address] if isinstance(address, str) else list(address),
             "listen": list(listen),
             "announce": list(announce),
+            "reachable": reachable,
             "min_peers": min_peers,
             "heartbeat_s": heartbeat_s,
             "upload_limit": upload_limit,
@@ -133,6 +137,7 @@ class Swarm:
             key_path=config.swarm.key_path,
             listen=config.swarm.listen,
             announce=config.swarm.announce,
+            reachable=config.swarm.reachable,
             min_peers=config.swarm.min_peers,
             heartbeat_s=config.swarm.heartbeat_s,
             upload_limit=config.swarm.upload_limit,
@@ -155,7 +160,7 @@ class Swarm:
         """The address with which others join; there is one while a model is attached."""
         if self.attachment is None or self.attachment.node is None:
             raise ConfigError("Swarm.address: no model is attached yet; read it inside `with swarm.attach(...)`")
-        return self.attachment.node.addresses[0]
+        return self.attachment.node.address
 
     def attach(
         self,
@@ -195,6 +200,7 @@ class Swarm:
             initial_peers=self.network.initial_peers,
             listen=self.network.listen,
             announce=self.network.announce,
+            reachable=self.network.reachable,
             identity_path=self._identity_path(),
             min_peers=self.network.min_peers,
             heartbeat_s=self.network.heartbeat_s,

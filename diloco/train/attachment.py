@@ -139,7 +139,7 @@ class Attachment:
         """Connect to the swarm (first half of entering)."""
         if self.node is not None:
             self.node.start()
-            self.swarm.on_ready(self.node.addresses[0])
+            self.swarm.on_ready(self.node.address)
 
     def begin(self) -> None:
         """Wait for the swarm and adopt its anchor (second half of entering)."""

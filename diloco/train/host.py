@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from diloco import model as models
-from diloco.config import Config, Manifest
+from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.swarm.gate import watching
-from diloco.swarm.manifest import fetch_manifest
+from diloco.swarm.manifest import check_clock, look, parse_manifest
 from diloco.swarm.runner import NodeRunner
 from diloco.train.api import Swarm
 from diloco.train.metrics import RunLog, prepare_run_directory, write_atomic
@@ -33,7 +33,9 @@ class Host:
         manifest = config.manifest()
         if config.swarm.initial_peers:
             gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
-            manifest = Manifest.from_json(fetch_manifest(config.swarm.initial_peers, gate))
+            found = look(config.swarm.initial_peers, identity_path(config, name), gate=gate)
+            check_clock(found)
+            manifest = parse_manifest(found.manifest_text)
         self.manifest = manifest
         model = models.build(manifest.model, manifest.run.seed)
         parameters = {key: p.data for key, p in model.named_parameters() if p.requires_grad}
@@ -67,7 +69,7 @@ class Host:
     @property
     def address(self) -> str:
         """The address by which others join."""
-        return self.node.addresses[0]
+        return self.node.address
 
     def status(self) -> dict[str, Any]:
         """A status message for whoever watches."""

@@ -67,6 +67,10 @@ class Trainer:
     _boundary_version: int = 0
     _logged: tuple[int, float] = (0, 0.0)
     _anchors: dict[str, str] = field(default_factory=dict)
+    _micro_batch: int | None = None  # rows computed at a time
+
+    def __post_init__(self) -> None:
+        self._micro_batch = self.config.train.micro_batch
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
@@ -89,11 +93,9 @@ class Trainer:
     def _inner_step(self, batch: Tensor) -> None:
         """All ranks: forward, backward, clip, step. The step's hook does what the swarm needs."""
         rows = batch if self.config.outer.method == "data_parallel" else self.island.rows(batch)
-        with autocast(self.config, self.island.device):
-            loss = models.loss(self.wrapped, rows.to(self.island.device, non_blocking=True))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self._gradients(rows)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
-        self._losses.append(loss.detach())
+        self._losses.append(loss)
         self.sync.count(batch.numel())
         done = self.sync.inner_step + 1
         if done % self.config.train.log_every == 0 or done >= self.sync.target_steps:
@@ -102,6 +104,38 @@ class Trainer:
             time.sleep(self.config.train.step_delay_s)  # before the exchange, or the measured pace would leave it out
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _gradients(self, rows: Tensor) -> Tensor:
+        """The loss of this rank's rows, whose gradients are accumulated over as many parts as memory asks for.
+
+        A part that does not fit the accelerator is halved, for good; one sequence that does not is the end.
+        """
+        while True:
+            part = self._micro_batch or len(rows)
+            try:
+                return self._accumulate(rows, part)
+            except torch.OutOfMemoryError:
+                if part == 1:
+                    raise ConfigError(
+                        f"data.sequence_length={rows.shape[1]}: not even one sequence fits the memory of "
+                        f"{self.island.device}; use train.device=cpu, or a machine with more"
+                    ) from None
+            self._micro_batch = part // 2
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            if self.log is not None:
+                self.log.event("micro_batch", sequences=self._micro_batch)
+
+    def _accumulate(self, rows: Tensor, micro_batch: int) -> Tensor:
+        """Mean loss of the rows; the gradient is that of the whole, in parts of so many rows."""
+        total = torch.zeros((), device=self.island.device)
+        for part in torch.split(rows, micro_batch):  # (b, T)
+            with autocast(self.config, self.island.device):
+                loss = models.loss(self.wrapped, part.to(self.island.device, non_blocking=True))
+                loss = loss * (len(part) / len(rows))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
 
     def _check_losses(self) -> None:
         """Once in a while, and before every exchange: a loss that is not finite ends the run before it spreads."""
@@ -234,10 +268,13 @@ class Trainer:
             "state": state,
             "version": self.sync.version,
             "inner_step": self.sync.inner_step,
+            "target_steps": self.sync.target_steps,
+            "exchanged": self.sync.exchanged,
             "outer_steps": self.config.budget.outer_steps,
             "loss": self._shown_loss,
             "eval_loss": self.eval_loss,
             "tokens": self.sync.tokens,
+            "discarded": self.sync.discarded_tokens,
             "tokens_per_s": round(self._pace, 1),
             "bytes_sent": sent,
             "bytes_received": received,

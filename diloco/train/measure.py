@@ -6,6 +6,7 @@ import statistics
 import time
 
 import torch
+from torch import nn
 
 from diloco import model as models
 from diloco.config import Config, ModelConfig
@@ -14,7 +15,7 @@ from diloco.model.library import one_line, transformers
 from diloco.train.island import Island
 from diloco.train.loop import autocast
 
-__all__ = ["parameters_of", "step_seconds"]
+__all__ = ["parameters_of", "step_seconds", "without_values"]
 
 WARMUP_STEPS = 2
 TIMED_STEPS = 5
@@ -26,16 +27,26 @@ def parameters_of(settings: ModelConfig) -> int:
     Raises:
         ConfigError: as for `diloco.model.build`.
     """
+    return models.num_parameters(without_values(settings, "meta"))
+
+
+def without_values(settings: ModelConfig, device: str) -> nn.Module:
+    """The model on PyTorch's `meta` device, or on any under `FakeTensorMode`; no weights are allocated unless
+    `model.path` holds them. Raises as `diloco.model.build`.
+    """
     if settings.path is not None:
-        return models.num_parameters(models.load(settings.path, key="model.path"))
+        loaded: nn.Module = models.load(settings.path, key="model.path")
+        return loaded
     config = models.config_of(settings)
     try:
-        with torch.device("meta"):
-            return models.num_parameters(transformers().AutoModelForCausalLM.from_config(config))
+        with torch.device(device):
+            built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # the library raises whatever its layers do
         raise ConfigError(
             f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
         ) from error
+    built.train()
+    return built
 
 
 def step_seconds(config: Config) -> float:

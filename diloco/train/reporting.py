@@ -37,6 +37,8 @@ class log_lines:
     def __call__(self, message: Mapping[str, Any]) -> None:
         if message["t"] == "ready" and message.get("address"):
             logger.info("this peer can be reached at %s", message["address"])
+            if message.get("first"):
+                logger.info("others join with: diloco join %s", message["address"])
         if message["t"] != "status" or message["version"] == self._version or message["loss"] is None:
             return
         self._version = message["version"]

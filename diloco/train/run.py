@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +47,9 @@ from diloco.train.summary import (
 __all__ = ["renamed", "run", "summary_of"]
 
 logger = logging.getLogger(__name__)
+
+ARRIVAL_EVERY_S = 0.2
+ARRIVING_BYTES = 12  # per parameter: the anchor, and the two moments of a donor
 
 
 def run(config: Config, listen: Listener) -> Summary:
@@ -86,6 +89,8 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             f"{island.rank}; put it where all ranks see the same files"
         )
 
+    tell = _teller(listen, name)
+    tell({"t": "stage", "stage": "data"})
     dataset = data.load(config.data, config.run.seed)
     holdout = dataset.holdout(config.eval.sequences)
     tokenizer = dataset.tokenizer
@@ -101,7 +106,6 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     with RunLog(config.run.dir, name, _wandb(config, name) if island.leads else None) as log:
         if session.checkpoint is not None and island.leads:
             log.event("resume", version=session.checkpoint.step, skipped=session.checkpoint.skipped)
-        tell = _teller(listen, name)
         phases = Phases(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         stream = _stream(config, dataset, shard, island, sync)
@@ -113,7 +117,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         )  # fmt: skip
         tell(trainer.status("waiting"))
         with _signals(sync):
-            with sync:
+            with ExitStack() as stack:
+                with _arriving(sync, model, tell):
+                    stack.enter_context(sync)
                 trainer.train()
                 if island.leads:
                     tell(trainer.status("leaving"))
@@ -139,7 +145,10 @@ def _sync(
         return DataParallel(model, optimizer, island, outer.sync_every, phases)
 
     def ready(address: str) -> None:
-        tell({"t": "ready", "address": address})
+        node = swarm.attachment.node if swarm.attachment is not None else None
+        assert node is not None
+        first, advice = not config.swarm.initial_peers, node.node.advice
+        tell({"t": "ready", "address": address, "addresses": node.addresses, "first": first, "advice": advice})
         if not config.swarm.initial_peers:
             write_atomic(config.run.dir / "address", address + "\n")
 
@@ -293,6 +302,29 @@ def _teller(listen: Listener, name: str) -> Callable[[Mapping[str, Any]], None]:
 def renamed(fields: Mapping[str, object]) -> dict[str, object]:
     """An event's `peer` is whom it is about; in the log that name belongs to who says it."""
     return {("subject" if key == "peer" else key): value for key, value in fields.items()}
+
+
+@contextmanager
+def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Says how much has come from the swarm, while its state is fetched."""
+    node, arrived = sync.node, threading.Event()
+    if node is None:
+        yield
+        return
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    wanted = ARRIVING_BYTES * trained
+
+    def watch() -> None:
+        while not arrived.wait(ARRIVAL_EVERY_S):
+            tell({"t": "stage", "stage": "state", "received": node.traffic.bytes_received, "wanted": wanted})
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        arrived.set()
+        watcher.join()
 
 
 @contextmanager

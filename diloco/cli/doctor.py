@@ -1,0 +1,52 @@
+"""`diloco doctor`: one line per check, with the remedy for what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Collection
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from diloco.config import Config
+from diloco.config.address import Address
+from diloco.errors import ConfigError, SwarmError
+
+__all__ = ["run"]
+
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+
+
+def run(config: Config, address: Address | None, as_json: bool, typed: Collection[str] = ()) -> int:
+    """Check this machine, and the swarm at an address; returns the exit code: 2 for what fails here, 3 there."""
+    console = Console()
+    logging.basicConfig(level=logging.ERROR, format="diloco: %(message)s")
+    waiting = contextlib.nullcontext() if as_json or not console.is_terminal else console.status("checking")
+    with waiting:
+        from diloco.train.doctor import Doctor  # torch takes seconds
+        from diloco.train.join import own_place
+
+        with own_place(config.swarm.identity_path) as place:
+            doctor = Doctor(config, place, () if address is None else address.peers, typed)
+            checks = []
+            for check in doctor.checks():
+                checks.append(check)
+                if not as_json:
+                    line = Text(f"{check.verdict:<8}", style=_STYLES[check.verdict]) + Text(
+                        f"{check.name:<12}", style="bold"
+                    )
+                    console.print(line + Text(check.text, style="default"), soft_wrap=True)
+                    if check.remedy:
+                        console.print(Text(f"{'':<20}{check.remedy}"), soft_wrap=True)
+    failed = [check for check in checks if check.verdict == "failed"]
+    code = 0
+    if failed:
+        code = SwarmError.exit_code if all(check.swarm for check in failed) else ConfigError.exit_code
+    if as_json:
+        report = {"checks": [asdict(check) for check in checks], "figures": doctor.figures, "exit": code}
+        click.echo(json.dumps(report, indent=2))
+    return code

@@ -1,0 +1,24 @@
+"""How others get in: the command that they copy, with where it works from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.config.address import scope
+
+__all__ = ["invitation"]
+
+_FROM = {
+    "loopback": "on this machine only; swarm=network lets others in",
+    "LAN": "in this network; for elsewhere forward the port and set swarm.announce=[/ip4/PUBLIC_IP/tcp/PORT]",
+    "public": "from anywhere",
+}
+
+
+def invitation(addresses: Sequence[str]) -> list[str]:
+    """Lines to print for a swarm that has begun: the best address as a whole command, then the others by interface."""
+    if not addresses:
+        return ["nobody can join through this peer, which listens nowhere"]
+    best, *others = addresses
+    lines = [f"others join with this ({scope(best)}: {_FROM[scope(best)]}):", f"diloco join {best}"]
+    return lines + [f"or, {scope(other)}: diloco join {other}" for other in others[:4]]

@@ -1,0 +1,183 @@
+"""`diloco join`: from an address to a peer that trains.
+
+1. connect: the addresses are called, and if none answers, those that were heard of the run before.
+2. manifest: the run's settings, checked with wire version and clock; torch's slower half is imported meanwhile.
+3. machine: device, precision, threads, and how much of a batch fits its memory.
+4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from diloco.cli.stages import Stages
+from diloco.cli.table import LiveView, human_bytes, human_count
+from diloco.config import Config
+from diloco.config.address import Address
+from diloco.errors import SwarmError
+
+__all__ = ["run"]
+
+STAGES = ["connect", "manifest", "machine", "data", "state", "first contribution"]
+
+
+def run(config: Config, address: Address, typed: Collection[str]) -> int:
+    """Join the swarm at an address; `typed` are the keys that the user set. Returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    console = Console()
+    try:
+        with ExitStack() as stack:
+            stages = stack.enter_context(Stages(console, STAGES))
+            stages.go_to("connect")
+            stages.show("loading libraries")
+            config = _prepare(config, address, typed, stages, stack)
+            return _train(config, stages, stack, console)
+    except KeyboardInterrupt:  # from here on the training loop listens for it
+        console.print("stopped before this peer took part", highlight=False)
+        return 0
+
+
+def _prepare(config: Config, address: Address, typed: Collection[str], stages: Stages, stack: ExitStack) -> Config:
+    """All that can be found wrong before anything big is fetched."""
+    from diloco.swarm.manifest import check_clock, parse_manifest
+    from diloco.train.join import own_place, remember, set_aside, suited, volunteer
+
+    place = stack.enter_context(own_place(config.swarm.identity_path))
+    imports = threading.Thread(target=_import_the_rest, daemon=True)
+    imports.start()
+    found = _look(config, address, place.identity, stages)
+    stages.go_to("manifest")
+    manifest = parse_manifest(found.manifest_text)
+    warning = check_clock(found)
+    seeds = found.addresses or list(address.peers)
+    remember(manifest.run.id, found.addresses)
+    stages.show(f"{manifest.run.id}: {manifest.model.name} on {manifest.data.source}, {manifest.outer.method}")
+    config = volunteer(config, manifest, typed, place, seeds)
+    stages.go_to("machine")
+    stages.show("loading libraries")
+    imports.join()  # transformers cannot be imported by two threads at a time
+    from diloco.train.machine import fit, look_at_machine, need_of
+
+    machine = look_at_machine(config.train.device, config.train.threads)
+    batch_size = config.inner.batch_size
+    micro_batch = fit(need_of(config, machine), machine, batch_size)
+    config = suited(config, machine, micro_batch, typed)
+    parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
+    second = f", peer {place.number + 1} of this machine (the first one runs)" if place.number else ""
+    stages.show(
+        f"{machine.name}, {_count(machine.threads, 'thread')}, {config.train.precision}, "
+        f"batch of {batch_size}{parts}{second}"
+    )
+    if warning is not None:
+        Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
+    set_aside(config)
+    return config
+
+
+def _look(config: Config, address: Address, identity: Path, stages: Stages) -> Any:
+    from diloco.swarm.gate import watching
+    from diloco.swarm.manifest import look
+    from diloco.train.join import acquaintances
+
+    def connected(answered: int, silent: Mapping[str, str]) -> None:
+        stages.show(f"{_count(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))
+        stages.go_to("manifest")
+
+    gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
+    stages.show(f"calling {len(address.peers)} peers" if len(address.peers) > 1 else f"calling {address.peers[0]}")
+    try:
+        return look(address.peers, identity, on_connected=connected, gate=gate)
+    except SwarmError as error:
+        others = acquaintances(address.peers)
+        if stages.name != "connect" or not others:
+            raise
+        stages.show(f"nobody answers there; calling {len(others)} more that were in this run before")
+        try:
+            return look(others, identity, on_connected=connected, gate=gate)
+        except SwarmError:
+            raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _import_the_rest() -> None:
+    """What training needs, while the swarm is asked; a failure will show where it is used."""
+    try:
+        importlib.import_module("diloco.train.run")
+        library = importlib.import_module("diloco.model.library").transformers()
+        library.AutoModelForCausalLM  # noqa: B018 (it is imported by being looked at)
+    except Exception:
+        return
+
+
+def _train(config: Config, stages: Stages, stack: ExitStack, console: Console) -> int:
+    from diloco.train.run import run as train
+
+    assert config.run.name is not None
+    title = f"{config.run.id}: {config.model.name} on {config.data.source}, as peer {config.run.name}"
+    view = LiveView(console, [config.run.name], config.budget.outer_steps, title)
+    summary = train(config, _Arrival(stages, view, stack))
+    stack.close()  # or the table would stay below what follows
+    [mine] = summary.peers
+    loss = summary.eval.loss
+    console.print(
+        f"{config.run.id}: outer step {summary.outer_steps}, {human_count(mine.tokens)} tokens from this peer"
+        + (f", held-out loss {loss:.3f} nats per token" if loss is not None else "")
+        + f"; {config.run.dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return summary.exit
+
+
+class _Arrival:
+    """What the training loop says, as stages until the first contribution is in the model, and then as a table."""
+
+    def __init__(self, stages: Stages, view: LiveView, stack: ExitStack) -> None:
+        self._stages = stages
+        self._view = view
+        self._stack = stack
+        self._discarded = 0
+
+    def __call__(self, message: Mapping[str, Any]) -> None:
+        kind = message["t"]
+        if kind == "ready" and not message["advice"]:
+            return  # a guest need not invite others
+        if self._stages.name is not None and kind != "ready":
+            if kind == "stage":
+                self._arrive(message)
+            elif kind == "status" and message["state"] in ("training", "leaving", "done", "left"):
+                self._contribute(message)
+            if kind == "status":
+                return
+        self._view.update(message)
+
+    def _arrive(self, message: Mapping[str, Any]) -> None:
+        self._stages.go_to(message["stage"])
+        if message["stage"] == "state":
+            received, wanted = message["received"], message["wanted"]
+            self._stages.show(f"{human_bytes(received)} received", received / max(wanted, 1))
+
+    def _contribute(self, message: Mapping[str, Any]) -> None:
+        self._stages.go_to("first contribution")
+        step, target = message["inner_step"], max(message["target_steps"], 1)
+        lost, self._discarded = message["discarded"] > self._discarded, message["discarded"]
+        self._stages.show(f"inner step {step} of {target}", step / target)
+        left = message["state"] != "training"
+        if left or (message["exchanged"] and not lost):
+            self._stages.show("" if left else f"in outer step {message['version']}")
+            if not left:
+                self._stages.advance()
+            self._stages.close()
+            self._stack.enter_context(self._view)
+            self._view.update(message)

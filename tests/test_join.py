@@ -1,0 +1,466 @@
+"""A volunteer's way into a swarm: what it is told, what it keeps, and what its machine makes of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from swarm_helpers import SMOKE, Crowd, command, eventually, free_port, together
+
+from diloco.cli.invite import invitation
+from diloco.cli.main import main
+from diloco.cli.stages import Stages
+from diloco.config import WIRE_VERSION, compose
+from diloco.errors import ConfigError, SwarmError
+from diloco.protocol.messages import DialBack, DialBackReply, Message, Probe, ProbeReply, Refusal
+from diloco.swarm.calling import best_first
+from diloco.swarm.manifest import Found, check_clock, look, parse_manifest
+from diloco.swarm.probe import Probed, ProbeServer, _callable
+from diloco.train.join import acquaintances, own_place, remember, set_aside, suited, volunteer
+from diloco.train.loop import Trainer
+from diloco.train.machine import GIB, Machine, fit, look_at_machine, need_of, sequence_bytes
+
+ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
+OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
+PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
+SHAPES = {"a": (40, 30), "b": (77,)}
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "diloco"
+
+
+# -- what is typed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "join needs the ADDRESS of a peer"),
+        (["run.dir=x"], "join needs the ADDRESS of a peer"),
+        (["203.0.113.7:4100"], "it is HOST:PORT"),
+        ([PLACE, "outer.lr=1"], "outer.lr belongs to the run and comes from the swarm"),
+        ([PLACE, "model=150m"], "model belongs to the run"),
+        ([PLACE, "model.config.hidden_size=8"], "model.config.hidden_size belongs to the run"),
+        ([PLACE, "run.id=mine"], "run.id belongs to the run"),
+        ([PLACE, "train.devise=cpu"], "train.devise is not a setting; did you mean train.device?"),
+    ],
+)
+def test_what_a_volunteer_cannot_type_is_refused_before_anything_is_called(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["join", *arguments])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_two_joins_at_once_have_two_identities_and_the_next_one_has_the_first_again(own_home: Path) -> None:
+    with own_place() as first:
+        with own_place() as second:
+            assert (first.number, second.number) == (0, 1)
+            assert first.peer_id != second.peer_id
+            assert second.name == second.peer_id[-6:]
+        with own_place() as third:
+            assert third.peer_id == second.peer_id
+    with own_place() as again:
+        assert (again.identity, again.peer_id) == (own_home / "peer-0" / "identity.key", first.peer_id)
+
+
+def test_a_key_that_is_named_is_used_by_one_process_only(tmp_path: Path) -> None:
+    key = tmp_path / "mine.key"
+    with own_place(str(key)) as place:
+        assert place.identity == key
+        with pytest.raises(ConfigError):
+            own_place(str(key)).__enter__()
+
+
+def test_peers_of_a_run_are_remembered_for_the_time_when_the_first_is_gone(own_home: Path) -> None:
+    others = [f"/ip4/203.0.113.8/tcp/{port}/p2p/{OTHER}" for port in (1, 2)]
+    assert acquaintances([PLACE]) == []
+    remember("mine", [PLACE, others[0]])
+    remember("mine", [others[1]])
+    assert acquaintances([PLACE]) == [others[1], others[0]]
+    assert acquaintances([PLACE.replace(ID, OTHER[:-1] + "W")]) == []
+    (own_home / "peers.json").write_text('{"mine": ["nonsense"]}')
+    assert acquaintances([PLACE]) == []
+
+
+def test_a_volunteer_takes_the_runs_half_from_the_swarm_and_keeps_its_own() -> None:
+    theirs = compose(["experiment=quickstart", "outer.lr=0.5"]).manifest()
+    mine = compose(["train.threads=1", "eval.every=3"])
+    with own_place() as place:
+        config = volunteer(mine, theirs, {"train.threads", "eval.every"}, place, [PLACE])
+    assert config.manifest() == theirs
+    assert (config.train.threads, config.eval.every) == (1, 3)
+    assert config.swarm.initial_peers == (PLACE,)
+    assert config.swarm.listen == ("/ip4/0.0.0.0/tcp/0",)
+    assert config.run.dir == place.directory / "runs" / "quickstart"
+    assert config.run.name == place.name
+
+
+def test_a_volunteer_of_a_swarm_on_this_machine_is_not_open_to_others() -> None:
+    with own_place() as place:
+        local = f"/ip4/127.0.0.1/tcp/4100/p2p/{ID}"
+        config = volunteer(compose(), compose().manifest(), {"swarm.listen"}, place, [local])
+    assert config.swarm.listen == ("/ip4/127.0.0.1/tcp/0",)
+    assert config.eval.every == 0
+
+
+def test_checkpoints_of_an_earlier_visit_are_set_aside(tmp_path: Path) -> None:
+    config = compose([f"run.dir={tmp_path}", "run.name=me"])
+    set_aside(config)
+    for content in ("old", "new"):
+        (tmp_path / "checkpoints" / "me").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "me" / "state").write_text(content)
+        set_aside(config)
+    assert [file.name for file in (tmp_path / "checkpoints").iterdir()] == ["me.before"]
+    assert (tmp_path / "checkpoints" / "me.before" / "state").read_text() == "new"
+
+
+# -- what the swarm says ----------------------------------------------------------------------------------------------
+
+
+def found(*ahead_s: float) -> Found:
+    reply = ProbeReply(wire_version=1, run_id="r", name="n", unix_s=0.0, addresses=[], known=[])
+    return Found("{}", [Probed(str(number), reply, 0.01, value) for number, value in enumerate(ahead_s)])
+
+
+def test_a_clock_that_is_right_by_most_peers_is_not_spoken_of() -> None:
+    assert check_clock(found()) is None
+    assert check_clock(found(0.2, 0.1, -3600.0)) is None
+
+
+def test_a_clock_that_is_a_little_wrong_is_a_warning_and_one_that_is_very_wrong_is_refused_with_the_figure() -> None:
+    assert check_clock(found(-2.0, -2.2)) == "this machine's clock is 2.1 s behind the swarm's (median of 2)"
+    with pytest.raises(SwarmError, match=r"is 3600\.0 s ahead of the swarm's \(median of 1\), and 3 s is the limit"):
+        check_clock(found(3600.0))
+
+
+@pytest.mark.parametrize(("version", "side"), [(WIRE_VERSION + 1, "newer"), (WIRE_VERSION - 1, "older")])
+def test_another_wire_version_is_told_from_a_broken_manifest(version: int, side: str) -> None:
+    manifest = compose().manifest()
+    content = {**json.loads(manifest.to_json()), "wire_version": version}
+    with pytest.raises(SwarmError, match=f"speaks wire version {version}, which is {side} than this diloco's"):
+        parse_manifest(json.dumps(content))
+    with pytest.raises(ConfigError):
+        parse_manifest("[]")
+    assert parse_manifest(manifest.to_json()) == manifest
+
+
+# -- the answering side of probes and calls back ----------------------------------------------------------------------
+
+
+class Network:
+    """A transport that has no network: whom it was asked to call, and where the asker is."""
+
+    def __init__(self, observed: str, answers: Callable[[str], str] = lambda address: "") -> None:
+        self.addresses = [PLACE]
+        self.called: list[str] = []
+        self._observed, self._answers = observed, answers
+
+    async def observed(self, peer: str) -> str:
+        return self._observed
+
+    async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
+        self.called += [f"{address} {peer}" for address in addresses]
+        return {address: self._answers(address) for address in addresses}
+
+
+class Asker:
+    """Stands for the stream of one who asks."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.heard: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        self.heard.append(message)
+
+    async def drained(self, discard: int = 0) -> None: ...
+    async def send_payload(self, payload: torch.Tensor) -> None: ...
+    async def receive_payload(self, out: torch.Tensor) -> None: ...
+
+
+class Answering:
+    """A `ProbeServer` with a clock that the test sets."""
+
+    def __init__(self, network: Network) -> None:
+        self.now = 1000.0
+        protocol: Any = type("Nobody", (), {"run_id": "r", "name": "n"})()
+        protocol.members = type("None_", (), {"all": staticmethod(list)})()
+        self._server = ProbeServer(network, protocol, lambda: self.now)  # type: ignore[arg-type]
+
+    def ask(self, peer: str, request: Probe | DialBack) -> Message:
+        asker = Asker(peer)
+        asyncio.run(self._server.answer(asker, request))  # type: ignore[arg-type]
+        [answer] = asker.heard
+        return answer
+
+
+def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
+    network = Network("/ip4/198.51.100.7/tcp/51000")
+    wanted = ["/ip4/10.0.0.9/tcp/22", "/ip4/203.0.113.99/tcp/80", "/dns/victim.example/tcp/443", "/ip4/1.1.1.1/tcp/0"]
+    answer = Answering(network).ask("asker", DialBack(addresses=wanted))
+    assert network.called == ["/ip4/198.51.100.7/tcp/22 asker", "/ip4/198.51.100.7/tcp/80 asker"]
+    assert isinstance(answer, DialBackReply) and answer.observed == "/ip4/198.51.100.7/tcp/51000"
+
+
+@pytest.mark.parametrize("observed", ["", "/p2p-circuit", "/dns/x.example/tcp/1", "nonsense"])
+def test_nobody_is_called_whose_address_is_not_known(observed: str) -> None:
+    assert _callable(["/ip4/203.0.113.9/tcp/4100"], observed) == []
+
+
+def test_calls_back_are_few_per_asker_and_in_all() -> None:
+    server = Answering(Network("/ip4/198.51.100.7/tcp/1"))
+    request = DialBack(addresses=["/ip4/198.51.100.7/tcp/4100"])
+    assert isinstance(server.ask("one", request), DialBackReply)
+    assert isinstance(server.ask("one", request), Refusal)
+    server.now += 11
+    assert isinstance(server.ask("one", request), DialBackReply)
+    answers = [server.ask(f"peer {number}", request) for number in range(40)]
+    assert sum(isinstance(answer, DialBackReply) for answer in answers) == 18
+    server.now += 61
+    assert isinstance(server.ask("another", request), DialBackReply)
+
+
+def test_measuring_is_limited_per_asker_and_minute_but_asking_is_not() -> None:
+    server = Answering(Network(""))
+    large = Probe(sends=2**22, wants=2**22)
+    answers = [server.ask("one", large) for _ in range(10)]
+    assert [isinstance(answer, ProbeReply) for answer in answers] == [True] * 8 + [False] * 2
+    assert isinstance(server.ask("two", large), ProbeReply)
+    assert isinstance(server.ask("one", Probe()), ProbeReply)
+    server.now += 61
+    assert isinstance(server.ask("one", large), ProbeReply)
+
+
+# -- what the machine can do ------------------------------------------------------------------------------------------
+
+ROOMY = Machine(torch.device("cpu"), "CPU", 2, 2, 8 * GIB, 8 * GIB, False)
+
+
+def test_a_machine_that_is_too_small_is_told_by_how_much() -> None:
+    config = compose(["model=1b"])
+    small = replace(ROOMY, device_bytes=8 * GIB, main_bytes=8 * GIB)
+    with pytest.raises(ConfigError, match=r"1100M parameters: it needs \d+\.\d GiB of main memory, and 8\.0 GiB are"):
+        fit(need_of(config, small), small, 8)
+
+
+def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
+    need = replace(need_of(compose(), ROOMY), device_bytes=GIB, main_bytes=GIB, sequence_bytes=GIB)
+    assert [fit(need, replace(ROOMY, main_bytes=(2 + n) * GIB), 8) for n in (1, 2, 3, 4, 7, 8, 100)] == [
+        1,
+        2,
+        3,
+        4,
+        4,
+        8,
+        8,
+    ]
+    accelerator = replace(ROOMY, device=torch.device("cuda"), device_bytes=4 * GIB, main_bytes=GIB)
+    assert fit(need, accelerator, 8) == 3
+    with pytest.raises(ConfigError, match=r"it needs 1\.0 GiB of main memory, and 0\.5 GiB are free, 0\.5 GiB too"):
+        fit(need, replace(accelerator, main_bytes=GIB / 2), 8)
+
+
+def test_activations_are_counted_without_computing_and_grow_with_the_sequence() -> None:
+    short, long = (sequence_bytes(compose([f"data.sequence_length={n}"])) for n in (64, 128))
+    assert 1e5 < short < 1e8
+    assert 1.9 * short < long < 4.1 * short
+    rough = need_of(compose(), ROOMY)
+    assert rough.sequence_bytes > sequence_bytes(compose())
+
+
+def test_the_machine_is_looked_at_and_what_was_typed_wins() -> None:
+    machine = look_at_machine("cpu")
+    assert 1 <= machine.threads <= machine.cores and machine.main_bytes > 0
+    config = compose(["train.threads=7"])
+    chosen = suited(config, replace(machine, threads=2, bf16=True), 3, {"train.threads"})
+    assert (chosen.train.threads, chosen.train.precision, chosen.train.micro_batch) == (7, "bf16", 3)
+    assert suited(config, machine, config.inner.batch_size, set()).train.micro_batch is None
+
+
+def trainer(micro_batch: int | None) -> Trainer:
+    from diloco import model as models
+    from diloco.train.island import Island
+
+    config = compose(["experiment=smoke", *([] if micro_batch is None else [f"train.micro_batch={micro_batch}"])])
+    model = models.build(config.model, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    nothing: Any = None
+    island = Island(torch.device("cpu"))
+    return Trainer(config, island, model, model, optimizer, nothing, nothing, nothing, nothing, nothing, None, nothing)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
+def test_a_batch_in_parts_has_the_gradient_of_the_whole(micro_batch: int) -> None:
+    rows = torch.randint(256, (7, 32), generator=torch.Generator().manual_seed(0))
+    whole, parts = trainer(None), trainer(micro_batch)
+    losses = [float(one._gradients(rows)) for one in (whole, parts)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_part_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
+    one, tried = trainer(None), []
+    accumulate = one._accumulate
+
+    def full(rows: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        tried.append(micro_batch)
+        if micro_batch > 2:
+            raise torch.OutOfMemoryError("full")
+        return accumulate(rows, micro_batch)
+
+    monkeypatch.setattr(one, "_accumulate", full)
+    one._gradients(rows)
+    one._gradients(rows)
+    assert tried == [8, 4, 2, 2]
+
+    def never(rows: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(one, "_accumulate", never)
+    with pytest.raises(ConfigError, match="not even one sequence fits"):
+        one._gradients(rows)
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_an_address_is_printed_as_the_whole_command_and_the_best_interface_comes_first() -> None:
+    addresses = [f"/ip4/{ip}/tcp/4100/p2p/{ID}" for ip in ("127.0.0.1", "192.168.1.7", "8.8.8.8")]
+    ordered = best_first(addresses)
+    assert ordered == addresses[::-1]
+    assert invitation(ordered) == [
+        "others join with this (public: from anywhere):",
+        f"diloco join {addresses[2]}",
+        f"or, LAN: diloco join {addresses[1]}",
+        f"or, loopback: diloco join {addresses[0]}",
+    ]
+    assert "swarm.announce=" in invitation(addresses[1:2])[0]
+    assert "swarm=network lets others in" in invitation(addresses[:1])[0]
+
+
+def test_stages_are_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    times = iter([0.0, 1.0, 2.0, 3.0, 4.0])
+    with (tmp_path / "out").open("w") as file:
+        stages = Stages(Console(file=file), ["connect", "manifest", "data"], lambda: next(times))
+        with stages:
+            stages.go_to("connect")
+            stages.show("a peer\x1b answers")
+            stages.go_to("manifest")
+            stages.go_to("data")
+            assert stages.name == "data"
+    assert (tmp_path / "out").read_text() == "[  2.0s] connect: a peer  answers\n[  3.0s] manifest\n"
+
+
+def test_stages_on_a_terminal_show_a_bar_for_what_is_under_way() -> None:
+    console = Console(force_terminal=True, width=80, record=True, legacy_windows=False)
+    stages = Stages(console, ["connect", "state"])
+    stages.go_to("state")
+    stages.show("1 of 2 MB", 0.5)
+    console.print(stages.render())
+    shown = console.export_text()
+    assert "✓ connect" in shown and "state" in shown and "1 of 2 MB" in shown and "━" in shown
+    stages.__exit__(SwarmError, SwarmError("gone"), None)
+    console.print(stages.render())
+    assert "✗ state" in console.export_text()
+
+
+# -- real peers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> Any:
+    swarm = Crowd(tmp_path, SHAPES)
+    yield swarm
+    swarm.close()
+
+
+@pytest.mark.swarm
+def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_others(crowd: Crowd) -> None:
+    first, second = crowd.start(2)
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{OTHER}"
+    other = first.address.replace(first.peer_id, OTHER)
+    answered: list[int] = []
+    seen = look([dead, other, first.address], None, 2**18, lambda number, _: answered.append(number))
+    assert seen.manifest_text == "{}" and answered == [1]
+    assert {peer.peer for peer in seen.peers} == {first.peer_id, second.peer_id}
+    assert set(seen.addresses) == {first.address, second.address}
+    assert seen.silent == {dead: "nobody listens on that port", other: "another peer answers there"}
+    for peer in seen.peers:
+        assert abs(peer.ahead_s) <= peer.round_trip_s and peer.up_bytes_per_s and peer.down_bytes_per_s
+        assert peer.reply.observed.startswith("/ip4/127.0.0.1/tcp/")
+    with pytest.raises(SwarmError, match=r"none of 2 addresses can be reached.*nobody listens on that port"):
+        look([dead, other])
+
+
+@pytest.mark.swarm
+def test_a_peer_that_nobody_can_call_trains_and_holds_nothing(crowd: Crowd) -> None:
+    first = crowd.peer(min_peers=3).start()
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}"
+    mute = crowd.peer(first.address, reachable="no")  # and these two do not meet, or they would wait for three, too
+    wrong = crowd.peer(first.address, announce=[dead])
+    together(mute.start, wrong.start)
+    assert mute.node.addresses == [] and mute.node.address == ""
+    [said] = wrong.said("unreachable")
+    assert f"{dead}: nobody listens on that port" in said["advice"]
+    assert "'swarm.announce=[/ip4/127.0.0.1" in said["advice"]
+    together(first.begin, mute.begin, wrong.begin)
+    together(*(lambda peer=peer: peer.round(0.1) for peer in (first, mute, wrong)))
+    assert first.holds() == [0, 1, 2, 3] and mute.holds() == wrong.holds() == []
+    assert first.digest == mute.digest == wrong.digest and first.node.protocol.num_merged() == 3
+
+
+@pytest.mark.swarm
+def test_a_host_and_changing_volunteers_lose_nothing(crowd: Crowd) -> None:
+    host = crowd.peer(trains=False).start()
+    digests = []
+    for version in (1, 2, 3):
+        volunteer = crowd.peer(host.address, seed=version).start()
+        volunteer.begin()
+        assert volunteer.version == version - 1 and (not digests or volunteer.digest == digests[-1])
+        volunteer.round(0.1)
+        eventually(lambda: host.version == version, "the host to follow")  # noqa: B023
+        volunteer.node.leave(False)
+        volunteer.node.close()
+        eventually(lambda: len(host.node.protocol.members) == 0, "the host to be alone")
+        eventually(lambda: host.holds() == [0, 1, 2, 3], "the host to hold everything")
+        digests.append(host.digest)
+    assert len(set(digests)) == 3
+    assert {claim["momentum"] for claim in host.said("takeover")} <= {"kept"}
+
+
+@pytest.mark.swarm
+def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
+    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
+    with command(*begin, directory=tmp_path) as starter:
+        lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
+        with command("-m", *lines[0].split(), directory=tmp_path) as guest:
+            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
+            guest.process.send_signal(signal.SIGINT)
+            guest.done()
+        starter.process.send_signal(signal.SIGINT)
+        starter.done()
+    stages = [line.split("] ")[1].split(":")[0] for line in guest.stdout.splitlines()[:6]]
+    assert stages == ["connect", "manifest", "machine", "data", "state", "first contribution"]
+    [run_dir] = (tmp_path / "home" / "diloco" / "peer-0" / "runs").iterdir()
+    [mine] = json.loads((run_dir / "summary.json").read_text())["peers"]
+    assert mine["tokens"] > 0

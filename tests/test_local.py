@@ -415,7 +415,7 @@ def test_a_run_that_diverges_ends_with_exit_code_four_and_keeps_its_last_good_ch
         main(["train", *SMOKE, f"run.dir={tmp_path / 'run'}", *absurd])
     assert ended.value.code == 4
     [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith("diloco: error: training diverged: the loss is nan in outer step ")
+    assert line.startswith("diloco: error: training diverged: ")
     good = CheckpointStore(tmp_path / "run" / "checkpoints" / "peer", keep=1).load_latest()
     assert good is not None and f"outer step {good.step + 1};" in line
     assert all(values.isfinite().all() for values in good.tensors["anchor"].values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
@@ -22,11 +24,16 @@ def run(config: Config) -> int:
         return train(config, json_lines).exit
     logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
     console = Console()
-    say_who_can_join(console, config, config.run.key)
     name = config.run.name or "peer"
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
     with LiveView(console, [name], config.budget.outer_steps, title) as view:
-        summary = train(config, view.update)
+
+        def show(message: Mapping[str, Any]) -> None:
+            if message["t"] == "ready":  # what is refused before that is one line
+                say_who_can_join(console, config, config.run.key)
+            view.update(message)
+
+        summary = train(config, show)
     loss = summary.eval.loss
     console.print(
         f"{config.run.dir}: outer step {summary.outer_steps}"

@@ -342,6 +342,14 @@ class Replica:
         if staged is not None:
             staged.clear()
 
+    def check(self, fragment: int, chunk: int, payload: Tensor) -> None:
+        """`PayloadError` for a received chunk that `fold` would refuse."""
+        start, stop = self.chunks[fragment][chunk]
+        values = torch.empty(stop - start)
+        self.up.decode(payload, values)
+        if self.rule == "recent":
+            self._norms.check(fragment, chunk, float(torch.linalg.vector_norm(values, dtype=torch.float64)))
+
     def fold(self, fragment: int, chunk: int, payload: Tensor, weight: float, discount: float = 1.0) -> None:
         """Add weight * discount times a received chunk to the sum; `PayloadError` leaves the sum as it was.
 

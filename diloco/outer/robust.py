@@ -184,14 +184,19 @@ class Norms:
 
         Raises PayloadError, and remembers nothing, for a norm that is `ABSURD`.
         """
-        recent = self._recent.setdefault((fragment, chunk), deque(maxlen=MEMORY))
+        median = self.check(fragment, chunk, norm)
+        limit = RISE * factor * median if median else math.inf
+        scale = limit / norm if norm > limit else 1.0
+        self._recent.setdefault((fragment, chunk), deque(maxlen=MEMORY)).append(norm * scale)
+        return scale
+
+    def check(self, fragment: int, chunk: int, norm: float) -> float:
+        """The median of the recent norms, 0 while there are few; PayloadError for a norm that is `ABSURD` beside it."""
+        recent = self._recent.get((fragment, chunk), ())
         median = statistics.median_high(recent) if len(recent) >= MIN_PEERS else 0.0
         if median and norm > ABSURD * median:
             raise PayloadError(f"a contribution of norm {norm:.3g} is absurd where {median:.3g} is usual")
-        limit = RISE * factor * median if median else math.inf
-        scale = limit / norm if norm > limit else 1.0
-        recent.append(norm * scale)
-        return scale
+        return median
 
     def forget(self, fragment: int) -> None:
         """This peer is syncer of the fragment no more."""

@@ -8,14 +8,14 @@ fragment that merges takes no chunks, and a peer that exchanges trains no furthe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from diloco.errors import PayloadError
+from diloco.errors import DivergedError, PayloadError
 from diloco.outer.replica import OuterStep
 from diloco.outer.robust import Judgement
 from diloco.protocol.exchange import Exchange, Step
@@ -292,7 +292,8 @@ class Rounds(Anchors):
                     assert lease is not None
                     retry_at = self._host.now() + RETRY_S
                     if lease.holder == protocol.me:
-                        await self._contribute_own(exchange, lease, seconds)
+                        with _own():
+                            await self._contribute_own(exchange, lease, seconds)
                     else:
                         await self._contribute(exchange, lease, seconds)
 
@@ -362,9 +363,8 @@ class Rounds(Anchors):
         """
         if not syncer.wants(peer, 0, base_version):
             return False
-        scratch = torch.empty(max(stop - start for start, stop in self.replica.chunks[syncer.fragment]))
-        for (start, stop), payload in zip(self.replica.chunks[syncer.fragment], payloads, strict=True):
-            self.replica.up.decode(payload, scratch[: stop - start])
+        for chunk, payload in enumerate(payloads):
+            self.replica.check(syncer.fragment, chunk, payload)
         for chunk, payload in enumerate(payloads):
             self.replica.fold(syncer.fragment, chunk, payload, syncer.weight(peer), syncer.discount(peer))
             syncer.folded(peer)
@@ -401,3 +401,14 @@ class Rounds(Anchors):
                 why=str(error) or type(error).__name__,
             )
             exchange.broke(lease)
+
+
+@contextmanager
+def _own() -> Iterator[None]:
+    """What would be refused of others is a sign of divergence in what this peer has learned itself."""
+    try:
+        yield
+    except PayloadError as error:
+        raise DivergedError(
+            f"training diverged: {error}; lower inner.lr or outer.lr; the last checkpoint is good"
+        ) from None

@@ -292,7 +292,7 @@ class Rounds(Anchors):
                     assert lease is not None
                     retry_at = self._host.now() + RETRY_S
                     if lease.holder == protocol.me:
-                        with _own():
+                        with _own(exchange.base_version + 1):
                             await self._contribute_own(exchange, lease, seconds)
                     else:
                         await self._contribute(exchange, lease, seconds)
@@ -404,11 +404,11 @@ class Rounds(Anchors):
 
 
 @contextmanager
-def _own() -> Iterator[None]:
+def _own(version: int) -> Iterator[None]:
     """What would be refused of others is a sign of divergence in what this peer has learned itself."""
     try:
         yield
     except PayloadError as error:
         raise DivergedError(
-            f"training diverged: {error}; lower inner.lr or outer.lr; the last checkpoint is good"
+            f"training diverged: {error}, in outer step {version}; lower inner.lr or outer.lr; the last checkpoint is good"
         ) from None

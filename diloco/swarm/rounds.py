@@ -409,6 +409,5 @@ def _own(version: int) -> Iterator[None]:
     try:
         yield
     except PayloadError as error:
-        raise DivergedError(
-            f"training diverged: {error}, in outer step {version}; lower inner.lr or outer.lr; the last checkpoint is good"
-        ) from None
+        remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
+        raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None

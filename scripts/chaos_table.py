@@ -233,7 +233,9 @@ def digests(found: Mapping[str, Figures]) -> list[Line]:
 QUICKSTART = ("--experiment", "quickstart", "--loopback", "--minutes", "0.8", "--schedule", "8:kill 2, 10:join")
 MEASUREMENTS: dict[str, Row] = {
     "sync": Row(chaos("--schedule", "8:kill 2, 14:stop 1, 27:cont 1", "--minutes", "0.6"), killed),
-    "streaming": Row(chaos("--schedule", "8:kill 2, 14:kill 0", "outer=streaming"), delayed("streaming")),
+    "streaming": Row(
+        chaos("--schedule", "8:kill 2, 14:kill 0", "outer=streaming", "outer.fragments=2"), delayed("streaming")
+    ),
     "decoupled": Row(
         chaos(
             "--schedule", "8:kill 2, 14:kill 0", "outer=decoupled", "outer.sync_every=24", "outer.fragments=8",

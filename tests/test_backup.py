@@ -60,7 +60,7 @@ def rounds(codec: str, number: int, **settings: object) -> tuple[Replica, Replic
     for version in range(number):
         drift = 0.8 * drift + 0.6 * torch.randn(NUMEL, generator=generator)
         syncer.parameters["w"].copy_(syncer.anchors[0] - 0.01 * drift)
-        syncer.fold_own(0, 0, 1.0)
+        syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
         update, step = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8), OuterStep(version, 2)
         syncer.merge_chunk_(0, 0, step, update)
         assert backup.apply_update_(0, update, step) == syncer.digest(0)
@@ -81,7 +81,7 @@ def test_a_successor_follows_a_version_that_the_syncer_before_it_made() -> None:
     backup.hold(0)
     update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)
     syncer.parameters["w"].copy_(syncer.anchors[0] - 0.01)
-    syncer.fold_own(0, 0, 1.0)
+    syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
     syncer.merge_chunk_(0, 0, OuterStep(6, 2), update)
     backup.apply_update_(0, update, OuterStep(6, 2))
     assert distance(backup.outer[0].momentum, syncer.outer[0].momentum) < 0.0125
@@ -92,7 +92,7 @@ def test_a_backup_that_missed_an_update_stays_at_its_version() -> None:
     known, version = backup.standby[0].momentum.clone(), backup.standby[0].version
     assert version == 3
     update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)
-    syncer.fold_own(0, 0, 1.0)
+    syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
     syncer.merge_chunk_(0, 0, OuterStep(4, 1), update)
     backup.apply_update_(0, update, OuterStep(4, 1))
     assert torch.equal(backup.standby[0].momentum, known) and backup.standby[0].version == version

@@ -62,7 +62,7 @@ def exchange(peers: Sequence[Replica], weights: Sequence[float], order: Sequence
         for chunk in range(len(syncer.chunks[index])):
             for peer in [] if judged else order or range(len(peers)):
                 if peer == 0:
-                    syncer.fold_own(index, chunk, weights[0])
+                    syncer.fold(index, chunk, syncer.encode(index, chunk), weights[0])
                 else:
                     syncer.fold(index, chunk, peers[peer].encode(index, chunk), weights[peer])
             start, stop = syncer.chunks[index][chunk]
@@ -194,7 +194,7 @@ def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
     for peer, step in zip(peers, (1.0, 3.0, 5.0), strict=True):
         move(peer, step)
     for chunk in (0, 1):
-        syncer.fold_own(0, chunk, 1.0)
+        syncer.fold(0, chunk, syncer.encode(0, chunk), 1.0)
         syncer.fold(0, chunk, whole.encode(0, chunk), 1.0)
     syncer.fold(0, 0, broken.encode(0, 0), 2.0)  # then its stream breaks
     update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)
@@ -217,7 +217,7 @@ def test_a_diverged_parameter_is_not_encoded(codec: str) -> None:
 def test_an_invalid_payload_leaves_the_sum_and_the_anchor_as_they_were() -> None:
     peers = alike(2)
     syncer = peers[0]
-    syncer.fold_own(0, 0, 1.0)
+    syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
     total = syncer.outer[0].total.clone()
     nan = torch.full((21,), float("nan")).view(torch.uint8)
     for payload in (nan, nan[:-4], torch.zeros(21 * 4 + 1, dtype=torch.uint8)):
@@ -252,7 +252,7 @@ def test_a_held_fragment_restarts_from_its_new_anchor_with_the_momentum_there_is
     move(peer, 1.0)
     exchange([peer], [1.0])
     move(peer, 1.0)
-    peer.fold_own(0, 0, 2.0)
+    peer.fold(0, 0, peer.encode(0, 0), 2.0)
     fetched = torch.arange(21.0)
     peer.anchors[0].copy_(fetched)
     peer.restart(0)

@@ -193,7 +193,7 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         syncer = host.protocol.syncers[0]
         assert syncer.offer(OTHER, header).accepted
-        host.replica.fold_own(0, 0, 1.0)
+        host.replica.fold(0, 0, host.replica.encode(0, 0), 1.0)
         syncer.folded(OTHER)
         exchanging = asyncio.ensure_future(host.exchange())
         syncer.wants = lambda peer, chunk, base: False  # type: ignore[method-assign]  # closed before the first chunk

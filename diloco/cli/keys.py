@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def revoke(key: Path, run: str, address: str, what: Sequence[str]) -> int:
     from diloco.swarm.gate import watching  # only now, for it takes seconds
     from diloco.swarm.revoke import revoke as spread
 
-    revoked = spread(peers, watching(run, None, str(key)), owner, before, token_ids, peer_ids)
+    revoked = asyncio.run(spread(peers, watching(run, None, str(key)), owner, before, token_ids, peer_ids))
     revoked.remember(key, run)
     listed = f"{len(revoked.token_ids)} tokens and {len(revoked.peer_ids)} peers are revoked in {run}"
     click.echo(f"{listed} (list {revoked.number})")

@@ -342,26 +342,35 @@ class Replica:
         if staged is not None:
             staged.clear()
 
-    def check(self, fragment: int, chunk: int, payload: Tensor) -> None:
-        """`PayloadError` for a received chunk that `fold` would refuse."""
+    def norm_of(self, fragment: int, chunk: int, payload: Tensor) -> float:
+        """L2 norm of a received chunk; `PayloadError` for one that `fold` would refuse."""
         start, stop = self.chunks[fragment][chunk]
         values = torch.empty(stop - start)
         self.up.decode(payload, values)
+        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
         if self.rule == "recent":
-            self._norms.check(fragment, chunk, float(torch.linalg.vector_norm(values, dtype=torch.float64)))
+            self._norms.check(fragment, chunk, norm)
+        return norm
 
-    def fold(self, fragment: int, chunk: int, payload: Tensor, weight: float, discount: float = 1.0) -> None:
+    def fold(
+        self,
+        fragment: int,
+        chunk: int,
+        payload: Tensor,
+        weight: float,
+        discount: float = 1.0,
+        norm: float | None = None,
+    ) -> None:
         """Add weight * discount times a received chunk to the sum; `PayloadError` leaves the sum as it was.
 
-        The mean divides by the weights alone, so that a discount shrinks the step.
+        The mean divides by the weights alone, so that a discount shrinks the step. `norm` is that of the chunk, where
+        it is known already.
         """
         outer = self.outer[fragment]
         start, stop = self.chunks[fragment][chunk]
         scale = 1.0
         if self.rule == "recent":
-            values = torch.empty(stop - start)
-            self.up.decode(payload, values)
-            norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+            norm = self.norm_of(fragment, chunk, payload) if norm is None else norm
             scale = self._norms.see(fragment, chunk, norm, self.settings.clip_factor)
         self._add_(fragment, chunk, outer.total[start:stop], payload, weight * discount, scale)
         outer.weights[chunk] += weight
@@ -388,10 +397,6 @@ class Replica:
             return
         pieces = directional_pieces(self.fragments[fragment], *self.chunks[fragment][chunk])
         radial_directional_(total, pieces, weight, self.outer[fragment].norms.pop(chunk))
-
-    def fold_own(self, fragment: int, chunk: int, weight: float, discount: float = 1.0) -> None:
-        """Add weight times this peer's own chunk, through the codec like everybody else's."""
-        self.fold(fragment, chunk, self.encode(fragment, chunk), weight, discount)
 
     def merge_chunk_(self, fragment: int, chunk: int, step: OuterStep, out: Tensor) -> None:
         """Mean of the sum, outer step on the master, update encoded into `out` (uint8) and applied to the anchor."""

@@ -13,7 +13,7 @@ from diloco.swarm.gate import Gate
 __all__ = ["revoke"]
 
 
-def revoke(
+async def revoke(
     initial_peers: Sequence[str],
     gate: Gate,
     key: RunKey,
@@ -30,17 +30,6 @@ def revoke(
     Raises:
         SwarmError: nobody answers there, or nobody takes the list.
     """
-    return asyncio.run(_revoke(initial_peers, gate, key, before, token_ids, peer_ids))
-
-
-async def _revoke(
-    initial_peers: Sequence[str],
-    gate: Gate,
-    key: RunKey,
-    before: Revoked,
-    token_ids: Collection[str],
-    peer_ids: Collection[str],
-) -> Revoked:
     assert gate.admission is not None
     visitor = await Libp2p.visit(initial_peers, gate)  # hears the swarm's list with the greeting
     try:

@@ -363,10 +363,11 @@ class Rounds(Anchors):
         """
         if not syncer.wants(peer, 0, base_version):
             return False
-        for chunk, payload in enumerate(payloads):
-            self.replica.check(syncer.fragment, chunk, payload)
-        for chunk, payload in enumerate(payloads):
-            self.replica.fold(syncer.fragment, chunk, payload, syncer.weight(peer), syncer.discount(peer))
+        fragment = syncer.fragment
+        norms = [self.replica.norm_of(fragment, chunk, payload) for chunk, payload in enumerate(payloads)]
+        weight, discount = syncer.weight(peer), syncer.discount(peer)
+        for chunk, (payload, norm) in enumerate(zip(payloads, norms, strict=True)):
+            self.replica.fold(fragment, chunk, payload, weight, discount, norm)
             syncer.folded(peer)
         return True
 

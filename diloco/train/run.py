@@ -116,7 +116,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             log if island.leads else None, tell,
         )  # fmt: skip
         tell(trainer.status("waiting"))
-        with _signals(sync):
+        with _signals(sync, island):
             with ExitStack() as stack:
                 with _arriving(sync, model, tell):
                     stack.enter_context(sync)
@@ -328,8 +328,8 @@ def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Mapping[str, Any]], 
 
 
 @contextmanager
-def _signals(sync: Sync) -> Iterator[None]:
-    """Ctrl+C or SIGTERM once: leave cleanly. Twice: end at once (the daemon ends with this process)."""
+def _signals(sync: Sync, island: Island) -> Iterator[None]:
+    """Ctrl+C or SIGTERM once: leave cleanly, and rank 0 says so. Twice: end at once (the daemon ends with it)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -340,7 +340,8 @@ def _signals(sync: Sync) -> Iterator[None]:
         received.append(number)
         if len(received) > 1:
             os._exit(UnsavedError.exit_code)
-        sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
+        if island.leads:
+            sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
         sync.interrupt()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -16,7 +16,7 @@ from diloco.config import OuterConfig
 from diloco.config.compose import compose
 from diloco.errors import ConfigError, PayloadError
 from diloco.outer.codecs import codec
-from diloco.outer.fragments import partition
+from diloco.outer.fragments import CHUNK, partition
 from diloco.outer.replica import OuterStep, Replica
 from diloco.outer.robust import (
     ABSURD,
@@ -29,7 +29,7 @@ from diloco.outer.robust import (
     trim_count,
     trimmed_mean,
 )
-from diloco.outer.staged import Staged
+from diloco.outer.staged import SKETCH, Staged
 from diloco.sim.attack import Lying, parse
 from diloco.sim.run import simulate
 
@@ -196,6 +196,33 @@ def test_a_chunk_that_is_invalid_or_absurd_leaves_what_is_staged() -> None:
     with pytest.raises(PayloadError, match="absurd"):
         staged.put("p0", 0, encoded(pseudo_gradients(1, 0)[0], 1e5))
     assert torch.equal(staged.decoded(["p0", "p1"], 0), before)
+
+
+def test_a_sketch_of_a_long_contribution_tells_who_turns_around() -> None:
+    numel = CHUNK + 3 * SKETCH  # a chunk of which a part is compared, and another
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(numel, generator=generator)
+    deltas = [common + 2 * torch.randn(numel, generator=generator) for _ in range(5)]
+    deltas[1] *= -1
+    staged = Staged(0, [CHUNK, 3 * SKETCH], INT8, Norms(), random.Random(1))
+    for i, delta in enumerate(deltas):
+        for chunk, part in enumerate(delta.split(CHUNK)):
+            staged.put(f"p{i}", chunk, encoded(part))
+    gram, compared = staged._cosines(sorted(staged._payloads))
+    assert 2 * SKETCH <= compared < 2.2 * SKETCH
+    unit = torch.nn.functional.normalize(torch.stack(deltas), dim=1)
+    torch.testing.assert_close(gram, (unit @ unit.T).double(), rtol=0, atol=5 * compared**-0.5)
+    assert staged.judge({f"p{i}": 1.0 for i in range(5)}, "clip", 3.0)[1].left_out == (1,)
+
+
+def test_where_sketches_begin_is_another_place_in_each_version() -> None:
+    staged = Staged(0, [CHUNK], INT8, Norms())
+    payload, begun = encoded(torch.randn(CHUNK)), set()
+    for _ in range(20):
+        staged.put("p", 0, payload)
+        begun.add(staged._begin[0])
+        staged.clear()
+    assert len(begun) > 5
 
 
 # -- the rules --------------------------------------------------------------------------------------------------------

@@ -11,15 +11,16 @@ moves on while it trains keeps a copy until it exchanges.
 
 Memory, in fp32 copies of the parameters: 1 for the anchors, 3 (master, momentum, weighted sum) for the fragments held,
 and 1 for the fragments this peer is backup of. Where contributions are judged together (`stages`), there is no sum but
-the payload of each contributor, a quarter of a copy with int8. Everything else is chunk-sized. What other settings add:
-a payload for each fragment whose exchange is overlapped (`capture`), 1 for a delayed momentum of the fragments held, 1
-for error
-feedback, a base for the fragments held when versions do not wait for this peer, 1 base when updates are a round late,
-and then 3 for eager ones. All tensors here live on the CPU; local parameters may be on any device.
+the payload of each contributor, a quarter of a copy with int8. `draw` decides what of it is compared; nobody else may
+be able to foresee it. Everything else is chunk-sized. What other settings add: a payload for each fragment whose
+exchange is overlapped (`capture`), 1 for a delayed momentum of the fragments held, 1 for error feedback, a base for the
+fragments held when versions do not wait for this peer, 1 base when updates are a round late, and then 3 for eager ones.
+All tensors here live on the CPU; local parameters may be on any device.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -92,6 +93,7 @@ class Replica:
         self.up = codec(settings.codec_up)
         self.down = codec(settings.codec_down)
         self.rule = rule_of(settings)
+        self.draw: random.Random = random.SystemRandom()
         self._norms = Norms()
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.outer: dict[int, OuterState] = {}
@@ -303,7 +305,7 @@ class Replica:
 
     def _new_staged(self, fragment: int) -> Staged:
         sizes = [stop - start for start, stop in self.chunks[fragment]]
-        return Staged(fragment, sizes, self.up, self._norms)
+        return Staged(fragment, sizes, self.up, self._norms, self.draw)
 
     def stage(self, fragment: int, chunk: int, peer: str, payload: Tensor) -> None:
         """Keep a received chunk until the version closes; `PayloadError` leaves everything as it was."""

@@ -93,6 +93,7 @@ class _SimAttachment(Attachment):
         assert isinstance(swarm, SimSwarm)
         if swarm.lie != 1.0:
             real.replica.up = Lying(real.replica.up, swarm.lie)
+        real.replica.draw = random.Random(f"{swarm.name} draws")
         options = replace(swarm.options(self.parameters, saved), gate=Gate())  # there are no strangers here
         node = Node(options, real.replica, swarm.on_event, swarm.connect)
         return SimRunner(node, swarm.loop, swarm.thread)

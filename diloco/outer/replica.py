@@ -36,7 +36,7 @@ from diloco.outer.local import eager_
 from diloco.outer.merge import add_directions_, directional_pieces, radial_directional_
 from diloco.outer.optimizer import delayed_nesterov_, followed_, mean_, nesterov_, pseudo_gradient_
 from diloco.outer.rates import lr_at, momentum_at
-from diloco.outer.robust import Judgement, Norms, rule_of, trimmed_mean
+from diloco.outer.robust import Judgement, Norms, norm_of, rule_of, trimmed_mean
 from diloco.outer.staged import Staged
 
 __all__ = ["OuterState", "OuterStep", "Replica"]
@@ -349,7 +349,7 @@ class Replica:
         start, stop = self.chunks[fragment][chunk]
         values = torch.empty(stop - start)
         self.up.decode(payload, values)
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+        norm = norm_of(values)
         if self.rule == "recent":
             self._norms.check(fragment, chunk, norm)
         return norm

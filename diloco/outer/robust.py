@@ -35,8 +35,8 @@ from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 
 __all__ = [
-    "MIN_PEERS", "Judgement", "Norms", "Rule", "centered_clip", "clip", "opposed", "rule_of", "trim_count",
-    "trimmed_mean",
+    "MIN_PEERS", "Judgement", "Norms", "Rule", "centered_clip", "clip", "norm_of", "opposed", "rule_of",
+    "trim_count", "trimmed_mean",
 ]  # fmt: skip
 
 Rule = Literal["none", "recent", "clip", "trimmed_mean", "centered_clip"]
@@ -56,6 +56,8 @@ RISE = 4 / 3
 from one round to the next."""
 MEMORY = 8
 """Norms remembered per chunk: few, because they follow the learning rate."""
+SAFE = 1e15
+"""Norms beyond it, or below its inverse, are taken in float64: squares of what a peer may send exceed fp32."""
 ABSURD = 1000.0
 """Times the median: no honest pseudo-gradient; refused, where what is only too long is clipped."""
 
@@ -168,6 +170,12 @@ def trimmed_mean(values: Tensor, trim: float) -> Tensor:
     count = values.shape[0]
     left_out = trim_count(count, trim)
     return values.sort(dim=0).values[left_out : count - left_out].mean(0)
+
+
+def norm_of(x: Tensor) -> float:
+    """L2 norm of (n,) fp32 values, finite for all that a codec carries."""
+    norm = float(torch.linalg.vector_norm(x))
+    return norm if 1 / SAFE < norm < SAFE else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 class Norms:

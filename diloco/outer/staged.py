@@ -25,14 +25,12 @@ import torch
 from torch import Tensor
 
 from diloco.outer.payloads import Codec, buffer
-from diloco.outer.robust import Judgement, Norms, Rule, centered_clip, clip
+from diloco.outer.robust import Judgement, Norms, Rule, centered_clip, clip, norm_of
 
 __all__ = ["SKETCH", "Staged"]
 
 SKETCH = 8192
 """Values of a chunk that are compared."""
-SAFE = 1e15
-"""Norms beyond it, or below its inverse, are taken in float64: squares of values up to LIMIT exceed fp32."""
 
 
 class Staged:
@@ -58,7 +56,7 @@ class Staged:
         """Keep a chunk (uint8), in place of what this peer sent before; PayloadError when it is invalid."""
         values = buffer("staged", torch.float32, self._sizes[chunk])
         self._codec.decode(payload, values)
-        norm = _norm(values)
+        norm = norm_of(values)
         self._norms.see(self._fragment, chunk, norm, math.inf)
         stride = max(1, len(values) // SKETCH - 1 | 1)
         begin = self._begin.setdefault(chunk, self._draw.randrange(stride))
@@ -105,9 +103,3 @@ class Staged:
         self._sketches.clear()
         self._begin.clear()
         self._chunk_norms.clear()
-
-
-def _norm(x: Tensor) -> float:
-    """L2 norm."""
-    norm = float(torch.linalg.vector_norm(x))
-    return norm if 1 / SAFE < norm < SAFE else float(torch.linalg.vector_norm(x, dtype=torch.float64))

@@ -208,7 +208,7 @@ def test_a_sketch_of_a_long_contribution_tells_who_turns_around() -> None:
     for i, delta in enumerate(deltas):
         for chunk, part in enumerate(delta.split(CHUNK)):
             staged.put(f"p{i}", chunk, encoded(part))
-    gram, compared = staged._cosines(sorted(staged._payloads))
+    gram, compared = staged.cosines(sorted(staged._payloads))
     assert 2 * SKETCH <= compared < 2.2 * SKETCH
     unit = torch.nn.functional.normalize(torch.stack(deltas), dim=1)
     torch.testing.assert_close(gram, (unit @ unit.T).double(), rtol=0, atol=5 * compared**-0.5)

@@ -70,13 +70,16 @@ class Staged:
         by_peer = [weights[peer] for peer in peers]
         if rule == "trimmed_mean" or len(peers) < 2:
             return peers, Judgement(tuple(by_peer), tuple(by_peer))
-        norms = [math.hypot(*self._chunk_norms[peer].values()) for peer in peers]
-        gram, numel = self._cosines(peers)
+        norms, (gram, numel) = self.norms(peers), self.cosines(peers)
         if rule == "centered_clip":
             return peers, centered_clip(norms, gram, by_peer)
         return peers, clip(norms, gram, by_peer, factor, numel)
 
-    def _cosines(self, peers: Sequence[str]) -> tuple[Tensor, int]:
+    def norms(self, peers: Sequence[str]) -> list[float]:
+        """L2 norms of whole contributions."""
+        return [math.hypot(*self._chunk_norms[peer].values()) for peer in peers]
+
+    def cosines(self, peers: Sequence[str]) -> tuple[Tensor, int]:
         """(n, n) float64 cosines of the sketches, and how many values these have."""
         chunks = range(len(self._sizes))
         sketches = torch.stack([torch.cat([self._sketches[peer][chunk] for chunk in chunks]) for peer in peers])

@@ -339,6 +339,13 @@ def test_a_name_moves_no_cursor() -> None:
     assert not any("\x1b" in line for line in shown(seen))
 
 
+def test_what_happens_in_every_round_of_one_peer_is_no_event_for_watchers() -> None:
+    peer, recorder = joined(node()), Recorder()
+    recorder.note("units", {"base_version": 1, "units": [[0, 8]]}, 1.0)
+    recorder.note("takeover", {"fragment": 1}, 2.0)
+    assert [event.kind for event in recorder.snapshot(peer, TEXT, 2.0).events] == ["takeover"]
+
+
 def test_peers_of_one_name_are_told_apart() -> None:
     seen = snapshot(3)
     alike = seen.model_copy(update={"peers": [row.model_copy(update={"name": "peer"}) for row in seen.peers]})

@@ -46,6 +46,8 @@ def run(config: Config, address: Address | None, as_json: bool, typed: Collectio
     code = 0
     if failed:
         code = SwarmError.exit_code if all(check.swarm for check in failed) else ConfigError.exit_code
+    elif address is not None and not as_json:
+        console.print(Text("nothing stands in the way of diloco join", style="bold green"))
     if as_json:
         report = {"checks": [asdict(check) for check in checks], "figures": doctor.figures, "exit": code}
         click.echo(json.dumps(report, indent=2))

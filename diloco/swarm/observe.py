@@ -44,6 +44,7 @@ FRESH_S = 0.5  # a snapshot younger than that answers the next request too, howe
 LOSS_EVERY_S = 1.0
 ELSEWHERE_S = 75.0  # a DHT record lives 60 s, unless who stored it still lives; named for longer, it is elsewhere
 MAX_KNOWN = 4 * MAX_PEERS
+ROUTINE = ("units",)
 
 
 class Recorder:
@@ -67,7 +68,9 @@ class Recorder:
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def note(self, kind: str, fields: Mapping[str, object], now: float) -> None:
-        """One line of the event log."""
+        """One line of the event log, unless it is of every round and of this peer alone."""
+        if kind in ROUTINE:
+            return
         text = " ".join(f"{key}={value}" for key, value in fields.items())
         self._events.append(Event(at=now, kind=kind[:128], text=text[:512]))
 

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from swarm_helpers import SMOKE, Crowd, command, eventually, free_port, together
 
+from diloco.admission.keys import RunKey
 from diloco.cli.invite import invitation
 from diloco.cli.main import main
 from diloco.cli.stages import Stages
@@ -356,6 +357,15 @@ def test_an_address_is_printed_as_the_whole_command_and_the_best_interface_comes
     ]
     assert "swarm.announce=" in invitation(addresses[1:2])[0]
     assert "swarm=network lets others in" in invitation(addresses[:1])[0]
+
+
+def test_in_a_closed_run_what_is_printed_makes_an_invitation(tmp_path: Path) -> None:
+    RunKey.create(tmp_path / "run key")  # a path that has to be quoted
+    closed = compose([f"swarm.key_path='{tmp_path / 'run key'}'", "run.id=mine"])
+    command = f"diloco invite --key '{tmp_path / 'run key'}' --run mine"
+    assert closed.joining_command == command and compose([]).joining_command == "diloco join"
+    first, line = invitation([f"/ip4/8.8.8.8/tcp/4100/p2p/{ID}"], command)
+    assert "link by which one volunteer joins" in first and line.startswith(f"{command} /ip4/8.8.8.8/")
 
 
 def test_stages_are_lines_where_there_is_no_terminal(tmp_path: Path) -> None:

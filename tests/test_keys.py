@@ -62,6 +62,8 @@ def test_an_invitation_with_an_address_is_the_whole_link(place: Path, capsys: py
         grant = Token.from_text(parsed.token or "").grant
         assert (grant.role, grant.peer) == ("host", PEER)
         (place / "link").write_text(link)
+        (place / "address").write_text(ADDRESS + "\n")
+        assert Address.parse(typed(capsys, "invite", *options, "@address")[1].strip()).peers == (ADDRESS,)
         assert compose(["swarm.token=@link"]).run.key == grant.run_key.hex()
 
 
@@ -70,6 +72,7 @@ def test_an_invitation_with_an_address_is_the_whole_link(place: Path, capsys: py
     [
         (["keygen", "k"], "FILE=k exists, and may be the key of a run"),
         (["invite", "--run", "mine"], "Missing option '--key'"),
+        (["invite", "--key", "k", "--run", "mine", "@none"], "ADDRESS=@none cannot be read: No such file"),
         (["invite", "--key", "none", "--run", "mine"], "--key=none cannot be read: No such file or directory"),
         (["invite", "--key", "k", "--run", "mine", "--expires", "7"], "--expires=7 is no duration; expected one such"),
         (["invite", "--key", "k", "--run", "mine", "--expires", "0d"], "--expires=0d is no duration"),

@@ -32,7 +32,8 @@ def run(config: Config) -> int:
             say_who_can_join(console, config, host.manifest.run.key)
             node, first = host.node, not config.swarm.initial_peers
             ready = {"address": host.address, "addresses": node.addresses, "advice": node.node.advice, "first": first}
-            view.update({"t": "ready", "peer": name, "time": time.time(), **ready})
+            command = config.joining_command
+            view.update({"t": "ready", "peer": name, "time": time.time(), "command": command, **ready})
             while not stop.wait(0.5):
                 view.update({"peer": name, "time": time.time(), **host.status()})
     finally:

@@ -15,10 +15,14 @@ _FROM = {
 }
 
 
-def invitation(addresses: Sequence[str]) -> list[str]:
-    """Lines to print for a swarm that has begun: the best address as a whole command, then the others by interface."""
+def invitation(addresses: Sequence[str], command: str = "diloco join") -> list[str]:
+    """Lines to print for a swarm that has begun: the best address as a whole command, then the others by interface.
+
+    `command` is `diloco invite ...` for a closed run: its owner makes a link for each volunteer.
+    """
     if not addresses:
         return ["nobody can join through this peer, which listens nowhere"]
     best, *others = addresses
-    lines = [f"others join with this ({scope(best)}: {_FROM[scope(best)]}):", f"diloco join {best}"]
-    return lines + [f"or, {scope(other)}: diloco join {other}" for other in others[:4]]
+    what = "others join with this" if command == "diloco join" else "this makes a link by which one volunteer joins"
+    lines = [f"{what} ({scope(best)}: {_FROM[scope(best)]}):", f"{command} {best}"]
+    return lines + [f"or, {scope(other)}: {command} {other}" for other in others[:4]]

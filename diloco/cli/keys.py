@@ -37,7 +37,7 @@ def invite(key: Path, run: str, expires: str, role: Role, bind: str | None, addr
     expires_at = int(time.time()) + seconds_of(expires)
     token = issue(RunKey.read(key, KEY), run, role, expires_at, bind or "")
     text = token.to_text()
-    click.echo(text if address is None else str(Address(Address.parse(address).peers, text)))
+    click.echo(text if address is None else str(Address(Address.parse(address).resolved().peers, text)))
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires_at))
     whom = "the first peer that uses it" if role != "observer" else "whoever has it"
     click.echo(f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True)

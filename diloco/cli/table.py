@@ -113,7 +113,8 @@ class LiveView:
             if message.get("advice"):
                 self.note(f"{peer}: {plain(message['advice'])}")
             if message.get("first"):
-                first, *rest = invitation([plain(one) for one in message.get("addresses") or [address]])
+                addresses = [plain(one) for one in message.get("addresses") or [address]]
+                first, *rest = invitation(addresses, plain(message.get("command", "diloco join")))
                 self.note(first)
                 for line in rest:  # to copy, so nothing stands before it and nothing breaks it
                     self._console.print(Text(line), soft_wrap=True)

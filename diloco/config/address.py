@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from diloco.errors import ConfigError
 
@@ -51,6 +52,23 @@ class Address:
             if wrong is not None:
                 raise ConfigError(f"ADDRESS={_shown(text)} cannot be used: {wrong}")
         return cls(peers, token)
+
+    def resolved(self) -> Address:
+        """With the addresses that an `@FILE` holds now in its place; `ConfigError` for a file that cannot be read."""
+        peers: list[str] = []
+        for peer in self.peers:
+            if not peer.startswith("@"):
+                peers.append(peer)
+                continue
+            try:
+                lines = Path(peer[1:]).read_text(encoding="utf-8").split()
+            except (OSError, UnicodeDecodeError) as error:
+                why = error.strerror if isinstance(error, OSError) else "it is no text"
+                raise ConfigError(f"ADDRESS={_shown(peer)} cannot be read: {why}") from None
+            peers += [one for line in lines for one in Address.parse(line).peers]
+        if not peers:
+            raise ConfigError(f"ADDRESS={','.join(self.peers)} holds no address yet; try again when its peer is ready")
+        return Address(tuple(peers), self.token)
 
     def __str__(self) -> str:
         if self.token is None and len(self.peers) == 1:

@@ -7,6 +7,7 @@ author hopes is in `warnings()`, which the command prints once.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -66,6 +67,13 @@ class Config(Settings):
     def only_here(self) -> bool:
         """Whether nobody on another machine can connect to this peer."""
         return all(_LOOPBACK.search(address) for address in self.swarm.listen)
+
+    @property
+    def joining_command(self) -> str:
+        """What somebody types before an address of this peer so that others get in; in a closed run it is the owner."""
+        if self.run.key is None and self.swarm.key_path is None:
+            return "diloco join"
+        return f"diloco invite --key {shlex.quote(self.swarm.key_path or 'run.key')} --run {shlex.quote(self.run.id)}"
 
     def manifest(self) -> Manifest:
         """The run-owned half."""

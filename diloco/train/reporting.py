@@ -38,7 +38,7 @@ class log_lines:
         if message["t"] == "ready" and message.get("address"):
             logger.info("this peer can be reached at %s", message["address"])
             if message.get("first"):
-                logger.info("others join with: diloco join %s", message["address"])
+                logger.info("others join with: %s %s", message["command"], message["address"])
         if message["t"] != "status" or message["version"] == self._version or message["loss"] is None:
             return
         self._version = message["version"]

@@ -148,7 +148,8 @@ def _sync(
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
         first, advice = not config.swarm.initial_peers, node.node.advice
-        tell({"t": "ready", "address": address, "addresses": node.addresses, "first": first, "advice": advice})
+        told = {"addresses": node.addresses, "first": first, "advice": advice, "command": config.joining_command}
+        tell({"t": "ready", "address": address, **told})
         if not config.swarm.initial_peers:
             write_atomic(config.run.dir / "address", address + "\n")
 

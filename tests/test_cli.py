@@ -90,7 +90,7 @@ def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFi
 
 def test_no_summary_of_a_command_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     exit_code("--help")
-    assert "..." not in capsys.readouterr().out.split("Commands:")[1]
+    assert "..." not in capsys.readouterr().out.split("Options:")[1]
     assert set(cli.commands) == {*COMMANDS, *OWNER}
 
 

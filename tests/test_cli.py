@@ -88,9 +88,18 @@ def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFi
         assert f"\n  {command} " in shown
 
 
+def test_help_sorts_commands_by_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code("--help")
+    words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    names = [word for word in words if word in cli.commands]
+    assert names[:2] == ["local", "train"]
+    assert names[-3:] == OWNER
+    assert len(names) == len(cli.commands)
+
+
 def test_no_summary_of_a_command_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     exit_code("--help")
-    assert "..." not in capsys.readouterr().out.split("Commands:")[1]
+    assert "..." not in capsys.readouterr().out.split("Options:")[1]
     assert set(cli.commands) == {*COMMANDS, *OWNER}
 
 

@@ -17,10 +17,10 @@ from diloco.protocol.messages import Claim, Contribution, Hello, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.shares import Share
 from diloco.sim import faults
+from diloco.sim.arena import MANIFEST
 from diloco.sim.bare import Swarm
 from diloco.sim.faults import Fault, play, scenario, shrink
 from diloco.sim.lineage import Contributed, Lineage, Made, digest_of
-from diloco.sim.transfers import MANIFEST
 from diloco.sim.world import Clock, Violation
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "fuzz_protocol"

@@ -15,8 +15,8 @@ from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, Receipt, State, Status, Verdict
 from diloco.protocol.peer import CLAIM_PATIENCE_S, WIRE_VERSION, Peer
 from diloco.protocol.rendezvous import assign, order
+from diloco.sim.arena import MANIFEST
 from diloco.sim.lineage import digest_of
-from diloco.sim.transfers import MANIFEST
 
 FRAGMENTS = 2
 ME, OTHER = order("ab", 0)  # fragment 0 is mine by rendezvous order

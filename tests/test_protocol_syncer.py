@@ -13,7 +13,7 @@ from diloco.config import OuterConfig
 from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
 from diloco.protocol.messages import Contribution, State, Status
 from diloco.protocol.syncer import Close, Syncer
-from diloco.sim.transfers import CHUNKS, MANIFEST
+from diloco.sim.arena import CHUNKS, MANIFEST
 
 TERM, VERSION = 3, 7
 

@@ -26,9 +26,9 @@ from diloco.protocol.messages import (
     Status,
 )
 from diloco.protocol.peer import CONTROL_FRAGMENT, WIRE_VERSION, Peer
+from diloco.sim.arena import CHUNKS, MANIFEST
 from diloco.sim.bare import BareNode, Swarm
 from diloco.sim.lineage import digest_of
-from diloco.sim.transfers import CHUNKS, MANIFEST
 from diloco.swarm.units import Reserve
 from diloco.train.checkpoint import Checkpoint
 from diloco.train.session import Session

@@ -1,1 +1,1 @@
-"""The `diloco` command: `main.py` knows every command's arguments, one module per command does the work."""
+"""The `diloco` command: `commands/` knows every command's arguments, one module per command does the work."""

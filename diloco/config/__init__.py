@@ -3,7 +3,7 @@
     configs/*.yaml + overrides --Hydra--> mapping --pydantic--> Config --manifest()--> Manifest --> hash on the wire
 
 - `base.py`      the run-owned and the peer-local half as types
-- `groups.py`    every setting: type, range, meaning
+- `groups.py`, `peer_local.py`   every setting of the run, and of one peer: type, range, meaning
 - `schema.py`    `Config`, checks across groups, warnings
 - `manifest.py`  `Manifest`: canonical JSON, hash, differences, untrusted input
 - `compose.py`   Hydra composition, unknown keys and choices
@@ -16,23 +16,25 @@ from diloco.config.base import PeerLocal, RunOwned
 from diloco.config.compose import choices, compose, help_text
 from diloco.config.groups import (
     BudgetConfig,
-    CheckpointConfig,
     DataConfig,
-    DataPlace,
     DataRecipe,
-    EvalConfig,
     InnerConfig,
-    LocalConfig,
     ModelConfig,
     OuterConfig,
     RunConfig,
     RunIdentity,
+)
+from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
+from diloco.config.peer_local import (
+    CheckpointConfig,
+    DataPlace,
+    EvalConfig,
+    LocalConfig,
     RunPlace,
     SwarmConfig,
     TrainConfig,
     WandbConfig,
 )
-from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
 from diloco.config.schema import Config
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""Every setting, with its type, range and meaning, one class per group; the cross-checks inside a group.
+"""The settings that define a run, with type, range and meaning, one class per group; the cross-checks inside a group.
 
-Values that make a preset live in `configs/`; a default here is one that suits every preset. Checks across groups are
-in `schema.py` and, for the run-owned half, in `manifest.py`.
+`RunConfig` and `DataConfig` add what each peer decides for itself, from `peer_local.py`. Values that make a preset live
+in `configs/`; a default here is one that suits every preset. Checks across groups are in `schema.py` and, for the
+run-owned half, in `manifest.py`.
 """
 
 from __future__ import annotations
@@ -10,48 +11,26 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_serializer, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
-from diloco.config.base import Directory, Expected, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, RunOwned, Tuple
+from diloco.config.base import Expected, Name, RunOwned, Tuple
+from diloco.config.peer_local import DataPlace, RunPlace
 
 __all__ = [
     "BudgetConfig",
-    "CheckpointConfig",
     "DataConfig",
-    "DataPlace",
     "DataRecipe",
-    "EvalConfig",
     "InnerConfig",
-    "LocalConfig",
     "ModelConfig",
     "OuterConfig",
     "RunConfig",
     "RunIdentity",
-    "RunPlace",
-    "SimConfig",
-    "SwarmConfig",
-    "TrainConfig",
-    "WandbConfig",
 ]
 
 CodecName = Literal["fp32", "fp16", "int8", "e3m0"]
 CodecUp = Literal["fp32", "fp16", "int8", "e3m0", "stat2", "topk"]
-Seconds = Annotated[float, Field(ge=0, le=86400)]
 RunKeyText = Annotated[
     str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("64 hexadecimal digits, as diloco keygen prints them")
-]
-TokenText = Annotated[
-    str, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
-]
-SimEvent = Annotated[
-    str,
-    Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"),
-    Expected("crash:PEER@SECOND, leave:... or join:..."),
-]
-SimAttack = Annotated[
-    str,
-    Field(pattern=r"^(flip|scale):\d+x\d+(\.\d+)?$"),
-    Expected("flip:PEERxFACTOR or scale:PEERxFACTOR"),
 ]
 
 
@@ -61,15 +40,6 @@ class RunIdentity(RunOwned):
     key: RunKeyText | None = Field(
         None, description="Public key of a run that admits invited peers only; null: whoever reaches it can join."
     )
-
-
-class RunPlace(PeerLocal):
-    dir: Directory = Field(description="Run directory; a run found there is resumed.")
-    name: Name | None = Field(None, description="Display name of this peer; null derives one from its identity.")
-    lead: bool = Field(
-        True, description="Evaluate, and write model/ and the summary; one peer of a run directory does."
-    )
-    report: bool = Field(False, description="Write status as JSON lines on stdout, for a supervising process.")
 
 
 class RunConfig(RunPlace, RunIdentity):
@@ -90,24 +60,6 @@ class BudgetConfig(RunOwned):
     def _ends(self) -> BudgetConfig:
         if self.outer_steps is None and self.tokens is None:
             raise ValueError("budget.outer_steps and budget.tokens are both null, so the run would never end; set one")
-        return self
-
-
-class LocalConfig(PeerLocal):
-    """`diloco local`: several peers on this machine."""
-
-    peers: int = Field(4, ge=1, le=1024, description="Peers that `diloco local` starts.")
-    step_delay_s: Annotated[tuple[Seconds, ...], Tuple] = Field(
-        (), description="Seconds slept per inner step, one per peer, to stand for slow hardware; [] is none."
-    )
-
-    @model_validator(mode="after")
-    def _one_delay_per_peer(self) -> LocalConfig:
-        if len(self.step_delay_s) not in (0, self.peers):
-            raise ValueError(
-                f"local.step_delay_s has {len(self.step_delay_s)} values for local.peers={self.peers}; "
-                "give one per peer or []"
-            )
         return self
 
 
@@ -169,25 +121,6 @@ class DataRecipe(RunOwned):
                     f"data.{key}={getattr(self, key)} has no effect with data.source={self.source}; "
                     "drop it, or use data=hub"
                 )
-        return self
-
-
-class DataPlace(PeerLocal):
-    path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple] | None = Field(
-        None, description="File, directory or list of them with this peer's data (text, json, parquet)."
-    )
-    shard: int | None = Field(None, ge=0, description="Which of data.shards parts this peer reads; null derives it.")
-    shards: int | None = Field(None, ge=1, description="Parts that the data is cut into; null derives it.")
-
-    @model_validator(mode="after")
-    def _shard_exists(self) -> DataPlace:
-        if (self.shard is None) != (self.shards is None):
-            raise ValueError("data.shard and data.shards belong together; set both or neither")
-        if self.shard is not None and self.shards is not None and self.shard >= self.shards:
-            raise ValueError(
-                f"data.shard={self.shard} does not exist with data.shards={self.shards}; "
-                f"expected 0 to {self.shards - 1}"
-            )
         return self
 
 
@@ -322,6 +255,12 @@ class OuterConfig(RunOwned):
 
 def _contradictions(outer: OuterConfig) -> Iterator[str]:
     """What cannot be meant, one line each."""
+    yield from _contradictions_of_rounds(outer)
+    yield from _contradictions_of_updates(outer)
+
+
+def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
+    """When contributions are due, and which a version waits for."""
     a_round_late = outer.overlap == outer.sync_every
     if a_round_late and (outer.staggered or outer.quorum is not None or outer.mixing):
         yield (
@@ -354,6 +293,10 @@ def _contradictions(outer: OuterConfig) -> Iterator[str]:
         )
     if outer.dylu and (outer.staggered or outer.quorum is None):
         yield "outer.dylu=true needs peers that do not wait for each other; set outer.quorum, and outer.staggered=false"
+
+
+def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
+    """What a contribution counts, and what a version is made of."""
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
     if outer.robust in ("trimmed_mean", "centered_clip"):
@@ -374,105 +317,3 @@ def _contradictions(outer: OuterConfig) -> Iterator[str]:
     for peers, lr in outer.lr_by_peers.items():
         if not peers.isdigit() or int(peers) < 1 or not 0 < lr <= 10:
             yield f"outer.lr_by_peers has {peers}: {lr}; expected a number of peers and a learning rate up to 10"
-
-
-class SimConfig(PeerLocal):
-    """`diloco simulate`: what stands for time and for the network."""
-
-    mode: Literal["train", "toy"] = Field("train", description="train: real compute; toy: a quadratic, for thousands.")
-    step_s: Annotated[tuple[Seconds, ...], Tuple, NotEmpty] = Field(
-        (1.0,), description="Virtual seconds of an inner step, one for all peers or one per peer."
-    )
-    jitter: float = Field(
-        0.0,
-        ge=0,
-        le=2,
-        description="Random spread of each inner step's seconds: they are multiplied by exp(N(0, jitter)).",
-    )
-    bandwidth: float | None = Field(
-        None, gt=0, le=1e15, description="Bytes per second of each peer's link, each way; null is no limit."
-    )
-    latency_s: float = Field(0.0, ge=0, le=60, description="Seconds on the way from peer to peer.")
-    loss: float = Field(0.0, ge=0, lt=1, description="Chance that a bulk stream breaks.")
-    events: Annotated[tuple[SimEvent, ...], Tuple] = Field(
-        (), description="What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second)."
-    )
-    attack: Annotated[tuple[SimAttack, ...], Tuple] = Field(
-        (), description="Peers that lie throughout: flip:3x10 sends -10 times what it learned, scale:3x10 10 times."
-    )
-
-
-class SwarmConfig(PeerLocal):
-    """How this peer finds the others and is found."""
-
-    initial_peers: Annotated[tuple[PeerAddress, ...], Tuple] = Field(
-        (), description="Addresses of peers of the swarm to join; [] starts a new swarm."
-    )
-    listen: Annotated[tuple[Multiaddr, ...], Tuple, NotEmpty] = Field(
-        ("/ip4/127.0.0.1/tcp/0",), description="Multiaddrs to listen on; port 0 is any free port."
-    )
-    announce: Annotated[tuple[Multiaddr, ...], Tuple] = Field(
-        (), description="Multiaddrs to tell others, if they differ from swarm.listen (NAT, forwarded ports)."
-    )
-    reachable: Literal["auto", "yes", "no"] = Field(
-        "auto",
-        description="Whether others can connect to this peer; auto has one of them try. no: it trains, holds nothing.",
-    )
-    identity_path: str | None = Field(
-        None, min_length=1, description="File with this peer's private key, made if missing; null is a new identity."
-    )
-    token: TokenText | None = Field(
-        None, repr=False, description="Invitation of this peer to a closed run, or @FILE with it; it is a secret."
-    )
-    key_path: str | None = Field(
-        None, min_length=1, description="File with the run's private key, for its owner: this peer invites itself."
-    )
-    min_peers: int = Field(
-        1, ge=1, le=100_000, description="Peers, this one included, that must be there before inner step 1."
-    )
-    upload_limit: float | None = Field(
-        None, gt=0, le=1e12, description="Bytes per second that this peer sends of payload; null is no limit."
-    )
-    heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
-    inner_state: Literal["donor", "cold"] = Field(
-        "donor", description="A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."
-    )
-
-    @field_serializer("token", when_used="json")
-    def _keep_secret(self, token: str | None) -> str | None:
-        """What is written down, to config.yaml or a log, names the file at most."""
-        return token if token is not None and token.startswith("@") else None
-
-
-class TrainConfig(PeerLocal):
-    """The hardware of this peer."""
-
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$"), Expected("auto, cpu, cuda or cuda:N")] = (
-        Field("auto", description="auto takes the first free accelerator, else the CPU.")
-    )
-    micro_batch: int | None = Field(
-        None, ge=1, le=1 << 20, description="Sequences computed at a time; null takes the batch whole, or what fits."
-    )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of the inner steps; weights stay fp32.")
-    step_delay_s: Seconds = Field(0.0, description="Seconds slept per inner step, to stand for slow hardware.")
-    log_every: int = Field(10, ge=1, description="Inner steps between lines with the loss in metrics.jsonl.")
-
-
-class CheckpointConfig(PeerLocal):
-    every: int = Field(1, ge=0, description="Outer steps between checkpoints; 0 is only at the end.")
-    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are deleted.")
-
-
-class EvalConfig(PeerLocal):
-    every: int = Field(1, ge=0, description="Outer steps between evaluations on held-out text; 0 is only at the end.")
-    sequences: int = Field(64, ge=1, description="Held-out sequences of one evaluation.")
-
-
-class WandbConfig(PeerLocal):
-    mode: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
-    project: str = Field("diloco", min_length=1, description="wandb project.")
-    entity: str | None = Field(None, min_length=1, description="wandb team or user; null is your default.")
-    aggregate: bool = Field(
-        False, description="Log the whole swarm as one run, as this peer sees it, instead of a run per peer."
-    )

@@ -17,23 +17,25 @@ from pydantic import Field, ValidationError, model_validator
 from diloco.config.base import RunOwned, Settings
 from diloco.config.groups import (
     BudgetConfig,
-    CheckpointConfig,
     DataConfig,
     DataRecipe,
-    EvalConfig,
     InnerConfig,
-    LocalConfig,
     ModelConfig,
     OuterConfig,
     RunConfig,
     RunIdentity,
+)
+from diloco.config.manifest import Manifest, check_model_fits_data
+from diloco.config.messages import explain
+from diloco.config.peer_local import (
+    CheckpointConfig,
+    EvalConfig,
+    LocalConfig,
     SimConfig,
     SwarmConfig,
     TrainConfig,
     WandbConfig,
 )
-from diloco.config.manifest import Manifest, check_model_fits_data
-from diloco.config.messages import explain
 from diloco.errors import ConfigError
 
 __all__ = ["Config"]

@@ -1,6 +1,6 @@
 """Bare nodes: the real protocol core of a peer, with digests for tensors. Thousands of swarms of them run in a minute.
 
-    Swarm (a World) -> BareNode: trains by the real Schedule -> Transfers: exchanges, merges and fetches -> Lineage
+    Swarm (a World) -> BareNode: trains by the real Schedule -> Transfers: contributes -> Holder: merges -> Lineage
 
 What a node does here is what `swarm.node`, `swarm.rounds`, `swarm.serve` and the attachment of `train.api` do with
 tensors and streams; every decision is the protocol's.
@@ -18,8 +18,9 @@ from diloco.protocol.exchange import Exchange
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.schedule import Schedule
 from diloco.protocol.shares import Shares
+from diloco.sim.arena import MANIFEST, Arena
 from diloco.sim.lineage import Contributed, digest_of
-from diloco.sim.transfers import MANIFEST, Arena, Transfers
+from diloco.sim.transfers import Transfers
 from diloco.sim.world import Clock, Conversation, Violation
 
 __all__ = ["BareNode", "Checkpoint", "Swarm"]
@@ -112,7 +113,7 @@ class BareNode(Transfers):
         self.world, self.name, self.clock, self.saved = world, name, clock or Clock(), saved
         self.outer_steps, self.step_s, self.heartbeat_s = outer_steps, step_s, heartbeat_s
         self.notes: list[Note] = []
-        self.began(outer)
+        self.began()
         self.batch_size = batch_size  # leased sequences per step; 0: this node trains on data of its own
         self.reserve.expect(batch_size * outer.sync_every)
         if saved is not None:

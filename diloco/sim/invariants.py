@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.sim.arena import CHUNKS
 from diloco.sim.bare import BareNode, Swarm
 from diloco.sim.lineage import Contributed, Total
-from diloco.sim.transfers import CHUNKS
 from diloco.sim.world import Node, Violation
 
 __all__ = ["Watch", "check_end"]

@@ -145,6 +145,33 @@ def _check_free(listen: Sequence[str]) -> None:
                 ) from None
 
 
+async def _start_daemon(
+    seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path, listens: bool
+) -> GuardedP2P:
+    """A daemon that knows the seeds; raises as `Libp2p.connect`."""
+    if listens:
+        _check_free(listen)
+    try:
+        with sheltered():
+            p2p: GuardedP2P = await GuardedP2P.create(
+                initial_peers=_multiaddrs(seeds),
+                host_maddrs=_multiaddrs(listen),
+                announce_maddrs=_multiaddrs(announce),
+                no_listen=not listens,
+                dht_mode="server" if listens else "client",
+                identity_path=str(identity_path),
+                startup_timeout=START_TIMEOUT_S,
+                check_if_identity_free=False,
+            )
+    except (P2PDaemonError, OSError, ValueError) as error:
+        raise _explain(error, seeds, listen) from error
+    return p2p
+
+
+def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
+    return [Multiaddr(address) for address in addresses] or None
+
+
 def _nobody(outcome: Mapping[str, str]) -> str:
     """One line for all addresses that do not answer."""
     reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
@@ -242,42 +269,18 @@ class Libp2p:
                 f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
             )
         listens = reachable != "no"
-        if listens:
-            _check_free(listen)
-        bootstrap = [Multiaddr(address) for address in seeds] or None
-        try:
-            with sheltered():
-                p2p = await GuardedP2P.create(
-                    initial_peers=bootstrap,
-                    host_maddrs=[Multiaddr(address) for address in listen],
-                    announce_maddrs=[Multiaddr(address) for address in announce] or None,
-                    no_listen=not listens,
-                    dht_mode="server" if listens else "client",
-                    identity_path=str(identity_path),
-                    startup_timeout=START_TIMEOUT_S,
-                    check_if_identity_free=False,
-                )
-        except (P2PDaemonError, OSError, ValueError) as error:
-            raise _explain(error, seeds, listen) from error
-        from hivemind.dht.node import DHTNode  # it needs torch, which takes a visitor longer than its visit
-
-        # Both need torch or all of hivemind, and a visitor needs little of them.
-        from diloco.swarm.probe import ask_to_be_called
-        from diloco.swarm.records import OwnedRecords
-
+        p2p = await _start_daemon(seeds, listen, announce, identity_path, listens)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
         try:
             await self._greet_seeds()
             self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()]) if listens else []
             self.reachable = bool(self.addresses)
             if reachable == "ask" or (reachable == "auto" and _elsewhere(seeds, announce)):
+                from diloco.swarm.probe import ask_to_be_called  # it needs torch, and a visitor little of that
+
                 self.reachable, self.advice = await ask_to_be_called(self)
             if dht:
-                records = OwnedRecords(run_id, _identity(identity_path))
-                records.on_refused = gate.refused
-                self._dht = await DHTNode.create(
-                    p2p=p2p, initial_peers=bootstrap, record_validator=records, client_mode=not self.reachable
-                )
+                await self._join_dht(run_id, seeds, identity_path)
         except SwarmError:
             await p2p.shutdown()
             raise
@@ -290,6 +293,21 @@ class Libp2p:
             raise _explain(error, seeds, listen) from error
         logger.debug("daemon of %s started by process %d", own, os.getpid())
         return self
+
+    async def _join_dht(self, run_id: str, seeds: Sequence[str], identity_path: Path) -> None:
+        # Both need torch or all of hivemind, which takes a visitor longer than its visit.
+        from hivemind.dht.node import DHTNode
+
+        from diloco.swarm.records import OwnedRecords
+
+        records = OwnedRecords(run_id, _identity(identity_path))
+        records.on_refused = self._gate.refused
+        self._dht = await DHTNode.create(
+            p2p=self._p2p,
+            initial_peers=_multiaddrs(seeds),
+            record_validator=records,
+            client_mode=not self.reachable,
+        )
 
     @classmethod
     async def visit(

@@ -81,14 +81,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
     island.agree([0])  # nobody looks into the run directory before rank 0 has it
-    session = Session(config)
-    (newest,) = island.agree([session.saved_version])
-    if session.saved_version != newest:
-        raise CheckpointError(
-            f"run.dir={config.run.dir} holds outer step {newest:.0f} for rank 0 and {session.saved_version} for rank "
-            f"{island.rank}; put it where all ranks see the same files"
-        )
-
+    session = _session(config, island)
     tell = _teller(listen, name)
     tell({"t": "stage", "stage": "data"})
     dataset = data.load(config.data, config.run.seed)
@@ -127,6 +120,18 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
                         trainer.save()
             summary = _finish(trainer, config, tokenizer, began_at, tell) if island.leads else _nothing(config)
     return summary
+
+
+def _session(config: Config, island: Island) -> Session:
+    """What the run directory holds; `CheckpointError` when that is not the same for all ranks."""
+    session = Session(config)
+    (newest,) = island.agree([session.saved_version])
+    if session.saved_version != newest:
+        raise CheckpointError(
+            f"run.dir={config.run.dir} holds outer step {newest:.0f} for rank 0 and {session.saved_version} for rank "
+            f"{island.rank}; put it where all ranks see the same files"
+        )
+    return session
 
 
 def _sync(

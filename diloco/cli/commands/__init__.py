@@ -1,0 +1,1 @@
+"""Arguments of every command, one module per audience."""

@@ -1,0 +1,113 @@
+"""Arguments of the commands that study settings: `simulate`, `sweep`, `compare` and `plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diloco.cli.commands.common import Command, configured, implementation, run, sweepable
+from diloco.errors import ConfigError
+
+__all__ = ["compare", "plan", "simulate", "sweep"]
+
+
+@click.command(cls=Command)
+@configured
+@sweepable
+def simulate(**arguments: Any) -> int:
+    """Train with many peers in virtual time, in this process.
+
+    \b
+    diloco simulate experiment=quickstart run.dir=runs/sim
+    diloco simulate experiment=smoke 'sim.step_s=[1,1.5,2,3]' local.peers=4 sim.bandwidth=1e6 sim.latency_s=0.05
+    diloco simulate experiment=smoke 'sim.events=[crash:3@120,join:4@60]' local.peers=4
+    diloco simulate sim.mode=toy local.peers=1000
+
+    Compute is real, but an inner step takes sim.step_s virtual seconds and a transfer what sim.bandwidth and
+    sim.latency_s make of it. The same settings give the same run.
+    """
+    return run("simulate", **arguments)
+
+
+@click.command(cls=Command)
+@click.argument("command", type=click.Choice(["local", "train", "simulate"]))
+@configured
+@click.option("--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Members at a time.")
+@click.option(
+    "--dir", "directory", type=click.Path(path_type=Path), help="Where the members go.  [default: runs/RUN_ID-sweep]"
+)
+@click.option("--sweeper", default="grid", show_default=True, help="grid, or a Hydra sweeper such as optuna.")
+@click.option("--launcher", help="A Hydra launcher such as submitit_slurm, instead of processes here.")
+@click.option("--dry-run", is_flag=True, help="Check and list the members, and stop.")
+def sweep(command: str, overrides: tuple[str, ...], cfg: str | None, **arguments: Any) -> int:
+    """Run every combination of several values.
+
+    \b
+    diloco sweep simulate experiment=smoke outer.lr=0.5,0.7,1.0 outer.sync_every=10,20
+    diloco sweep local experiment=quickstart 'run.seed=range(0,3)' --jobs 2 --dir runs/seeds
+    diloco sweep local 'inner.lr=interval(1e-4,1e-2)' --sweeper optuna hydra.sweeper.n_trials=20
+
+    Each member is a run directory of its own; the same command again goes on with those that are missing. At the end
+    there are sweep.json, the table of diloco compare and its curves. A member that fails does not stop the others.
+    """
+    if cfg is not None:
+        raise ConfigError(f"--cfg={cfg} shows one configuration; use --dry-run to see the members of a sweep")
+    return implementation("sweep")(command=command, overrides=overrides, **arguments)
+
+
+@click.command(cls=Command)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final loss of all]")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory of the curves.  [default: that of a sweep]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def compare(**arguments: Any) -> int:
+    """Compare runs: a table, and curves by tokens, time and bytes.
+
+    \b
+    diloco compare runs/quickstart runs/baseline
+    diloco compare runs/seeds --loss 2.1 --json
+
+    RUN is a run directory or the directory of a sweep. Without --out, several RUNs leave no curves.
+    """
+    return implementation("compare")(**arguments)
+
+
+@click.command(cls=Command)
+@configured
+@click.option("--step-s", type=click.FloatRange(0, min_open=True), help="Seconds of an inner step; else measured here.")
+@click.option("--bandwidth", help="Of each peer's link, each way.  [default: 100Mbit]")
+@click.option("--latency-ms", type=click.FloatRange(0, 60_000), help="From peer to peer.  [default: 50]")
+@click.option(
+    "--doctor",
+    "figures",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Take what of these three is not given from diloco doctor ADDRESS --json > FILE.",
+)
+@click.option(
+    "--target",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.95,
+    show_default=True,
+    help="Utilization to plan for.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def plan(
+    bandwidth: str | None, latency_ms: float | None, step_s: float | None, figures: Path | None, **arguments: Any
+) -> int:
+    """Predict utilization, bytes and bandwidth, with the arithmetic.
+
+    \b
+    diloco plan model=150m local.peers=8 --step-s 1 --bandwidth 100Mbit
+    diloco plan experiment=quickstart --target 0.99
+
+    local.peers is the size of the swarm. Where the target is missed, the mildest settings that reach it are printed.
+    """
+    from diloco.train.planning import Figures, parse_bandwidth, read_figures
+
+    known = Figures() if figures is None else read_figures(figures)
+    bits_per_s = known.bits_per_s if bandwidth is None else parse_bandwidth(bandwidth)
+    latency_ms = known.latency_ms if latency_ms is None else latency_ms
+    return run("plan", step_s=step_s or known.step_s, bits_per_s=bits_per_s, latency_ms=latency_ms, **arguments)

@@ -8,7 +8,7 @@ Two kinds of streams carry these messages, each as one msgpack map behind a 4-by
   `ManifestRequest`, `SnapshotRequest`, `Probe` or `DialBack` and the answers to it, each followed by raw payload whose
   length both sides know beforehand.
 
-Before either, two peers exchange a `Greeting` on a stream of its own.
+Before either, two peers exchange a `Greeting` on a stream of its own, with `Revocations` behind it if they are news.
 
 What speaks of a version of the control fragment carries the ledger's *word* on it: `cursor` and `open` (see `ledger`);
 for other fragments they are empty. What brings an anchor brings its *shares* (see `shares`): who contributed how much.
@@ -33,6 +33,7 @@ from pydantic import (
     model_validator,
 )
 
+from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.revocations import MAX_REVOKED
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
@@ -40,6 +41,7 @@ from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
 __all__ = [
     "MAX_FRAME_BYTES",
+    "MAX_GREETING_BYTES",
     "MAX_MOMENTS",
     "MAX_PARTS",
     "MAX_PROBE_BYTES",
@@ -84,6 +86,7 @@ __all__ = [
 ]
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
+MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # read of who is not known yet: a credential, or 2048 characters of a refusal
 MAX_PARTS = 2**13  # whose digests fill half a frame; a fragment of more than 32 GiB comes in one piece
 MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state, whose names and sizes fill half a frame
 MAX_UNIT_RANGES = 64  # that a peer has at a time
@@ -146,11 +149,15 @@ class Revocations(Message):
 
 
 class Greeting(Message):
-    """Who is there and why it may be: each side shows its credential, if it has one, and the newest revocations."""
+    """Who is there and why it may be: each side shows its credential, if it has one.
+
+    `revoked` is the number of the newest `Revocations` that it has. They may be long, so they come once both are known,
+    and only to the side that has an older number.
+    """
 
     kind: Literal["greeting"] = "greeting"
-    credential: Annotated[str, Field(max_length=1024)] = ""
-    revoked: Annotated[list[Revocations], Field(max_length=1)] = Field(default_factory=list)
+    credential: Annotated[str, Field(max_length=MAX_CHARACTERS)] = ""
+    revoked: Count = 0
 
 
 class Figures(BaseModel):

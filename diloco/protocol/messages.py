@@ -61,6 +61,7 @@ __all__ = [
     "ManifestReply",
     "ManifestRequest",
     "Message",
+    "OtherVersion",
     "PartList",
     "PartRequest",
     "Probe",
@@ -128,6 +129,10 @@ def _sound(share: Share) -> Share:
 Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], Field(max_length=MAX_SHARES)]
 Units = Annotated[list[Unit], Field(max_length=MAX_RANGES), FailFast()]
 FewUnits = Annotated[list[Unit], Field(max_length=MAX_UNIT_RANGES), FailFast()]
+
+
+class OtherVersion(PayloadError):
+    """Somebody speaks another wire version; whatever else may be wrong with what it says is no fault of its own."""
 
 
 class Message(BaseModel):
@@ -545,6 +550,7 @@ def decode(frame: bytes) -> Message:
 
     Raises:
         PayloadError: the frame is not msgpack, too large, of an unknown kind, or does not fit its schema.
+        OtherVersion: it begins a conversation in another wire version.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise PayloadError(f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -555,7 +561,7 @@ def decode(frame: bytes) -> Message:
     if isinstance(fields, dict) and fields.get("kind") in ("hello", "snapshot"):
         version = fields.get("wire_version")  # looked at first, for the rest may follow another schema
         if type(version) is int and (objection := objection_to_wire(version)) is not None:
-            raise PayloadError(objection)
+            raise OtherVersion(objection)
     try:
         message: Message = _adapter.validate_python(fields)
     except ValidationError as error:

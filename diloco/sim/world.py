@@ -238,6 +238,8 @@ class World:
                 return
             if self.trace is not None:
                 self.trace(target.name, f"<- {source.name} {_brief(message)}")
+            if (offence := target.peer.impossible(message)) is not None:
+                raise Violation(f"{source.name} would be punished: {offence}")
             now = target.clock.read(self.now)
             if isinstance(message, Hello):
                 self.do(target, target.peer.connected(source.name, message, now))

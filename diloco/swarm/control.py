@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Hello, Message, Refusal, Status, expect
 from diloco.protocol.peer import Peer
+from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from diloco.swarm.transport import Reader, Refused, Transport, Writer
 
@@ -36,6 +37,7 @@ class ControlMesh:
 
     Args:
         on_hello, on_message, on_lost: called in the loop for a peer that connected, spoke, or is gone.
+        on_offence: called with what a peer said that no honest one does; it is not let in again for a while.
         on_refused: called with the reason when the other side refuses us.
         on_call_ended: called when a call of ours was answered or given up.
         on_named: called with the peers that the DHT names, once in a while.
@@ -54,6 +56,7 @@ class ControlMesh:
         on_hello: Callable[[str, Hello], None],
         on_message: Callable[[str, Message], None],
         on_lost: Callable[[str, str], None],
+        on_offence: Callable[[str, str], None],
         on_refused: Callable[[str, str], Awaitable[None]],
         on_call_ended: Callable[[], None],
         on_named: Callable[[Mapping[str, object]], None],
@@ -67,6 +70,7 @@ class ControlMesh:
         self._on_hello = on_hello
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_offence = on_offence
         self._on_refused = on_refused
         self._on_call_ended = on_call_ended
         self._on_named = on_named
@@ -133,6 +137,8 @@ class ControlMesh:
     async def _dial(self, peer: str) -> bool:
         if peer in self._outgoing or peer == self._protocol.me or self._closed:
             return True
+        if self._penalty(peer) is not None:
+            return False
         stream: Stream | None = None
         try:
             reader, writer = await asyncio.wait_for(self._transport.open(peer, CONTROL), DIAL_TIMEOUT_S)
@@ -188,12 +194,14 @@ class ControlMesh:
         """Their stream to us: hello, then whatever they say."""
         stream = Stream(peer, reader, writer, self._traffic)
         try:
-            hello = expect(await stream.receive(), Hello)
-            objection = self._objection(peer, hello) or self._protocol.objection(hello)
+            with offences():
+                hello = expect(await stream.receive(), Hello)
+            objection = self._objection(peer, hello) or self._protocol.objection(hello) or self._penalty(peer)
             if objection is not None or self._closed:
                 await stream.send(Refusal(reason=objection or "this peer is leaving"))
                 await stream.drained()
                 return
+            self._check_possible(hello)
             await stream.send(self._protocol.status())
             self._incoming[peer] = stream
             self._on_hello(peer, hello)
@@ -201,13 +209,12 @@ class ControlMesh:
             for other in hello.peers:
                 self.dial(other)
             while True:
-                self._on_message(peer, await stream.receive(None))
+                with offences():
+                    message = await stream.receive(None)
+                self._check_possible(message)
+                self._on_message(peer, message)
         except PayloadError as error:
-            self._on_lost(peer, str(error))
-            if self._incoming.get(peer) is not stream:
-                with contextlib.suppress(*BROKEN):
-                    await stream.send(Refusal(reason=str(error)))
-                    await stream.drained()
+            await self._give_up(peer, stream, error)
         except BROKEN as error:
             logger.debug("the stream from %s ended: %r", peer, error)
         finally:
@@ -215,6 +222,26 @@ class ControlMesh:
         if self._incoming.get(peer) is stream:
             del self._incoming[peer]
             await self._check(peer, "connection reset")
+
+    def _check_possible(self, message: Message) -> None:
+        why = self._protocol.impossible(message)
+        if why is not None:
+            raise Offence(why)
+
+    def _penalty(self, peer: str) -> str | None:
+        return self._protocol.penalties.refusal(peer, asyncio.get_running_loop().time())
+
+    async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
+        """A peer that said something invalid is lost. When it calls again it hears for how long it is refused."""
+        new = self._incoming.get(peer) is not stream
+        if isinstance(error, Offence):
+            self._on_offence(peer, str(error))
+        self._on_lost(peer, str(error))
+        self.disconnect(peer)
+        if new:
+            with contextlib.suppress(*BROKEN, PayloadError):
+                await stream.send(Refusal(reason=str(error)))
+                await stream.drained()
 
     async def _call_back(self, peer: str) -> None:
         """A call that had begun before it connected to us may fail where a new one takes its connection."""

@@ -153,6 +153,7 @@ class Presence:
             on_hello=lambda peer, hello: self.do(self.protocol.connected(peer, hello, self.now())),
             on_message=self._heard,
             on_lost=lambda peer, why: self.do(self.protocol.lost(peer, self.now(), why)),
+            on_offence=lambda peer, why: self.do(self.protocol.offence(peer, why, self.now())),
             on_refused=self._refused,
             on_call_ended=self.notify,
             on_named=lambda peers: self.recorder.named(self.protocol, peers, self.now()),

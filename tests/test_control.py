@@ -49,28 +49,36 @@ class Listener:
     """A peer of a run of two fragments, and its mesh."""
 
     def __init__(self) -> None:
-        self.protocol = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2)
+        self.protocol, self.traffic = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2), Traffic()
         self.transport, self.notes = NoNetwork(), list[tuple[str, Mapping[str, object]]]()
-        self.mesh = ControlMesh(
-            self.transport,  # type: ignore[arg-type]
-            self.protocol,
-            Traffic(),
-            on_hello=lambda peer, hello: self.do(self.protocol.connected(peer, hello, now())),
-            on_message=lambda peer, message: self.do(self.protocol.heard(peer, message, now())),
-            on_lost=lambda peer, why: self.do(self.protocol.lost(peer, now(), why)),
-            on_offence=lambda peer, why: self.do(self.protocol.offence(peer, why, now())),
-            on_refused=self.refused,
-            on_call_ended=lambda: None,
-            on_named=lambda peers: None,
-            objection=lambda peer, message: None,
-            record=list,
-            on_record=lambda peer, record: None,
-        )
+        self.mesh = ControlMesh(self.transport, self)  # type: ignore[arg-type]
 
     def do(self, actions: list[Action]) -> None:
         self.notes += [(action.kind, action.fields) for action in actions if isinstance(action, Note)]
 
+    def greeted(self, peer: str, hello: Hello) -> None:
+        self.do(self.protocol.connected(peer, hello, now()))
+
+    def heard(self, peer: str, message: Message) -> None:
+        self.do(self.protocol.heard(peer, message, now()))
+
+    def offended(self, peer: str, why: str) -> None:
+        self.do(self.protocol.offence(peer, why, now()))
+
+    def lost(self, peer: str, why: str) -> None:
+        self.do(self.protocol.lost(peer, now(), why))
+
     async def refused(self, peer: str, reason: str) -> None: ...
+
+    def record(self) -> list[str]:
+        return []
+
+    def named(self, records: Mapping[str, object]) -> None: ...
+
+    def notify(self) -> None: ...
+
+    def objection(self, peer: str, hello: Hello) -> str | None:
+        return None
 
     def said(self, kind: str) -> list[Mapping[str, object]]:
         return [fields for one, fields in self.notes if one == kind]

@@ -27,7 +27,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
-from diloco.swarm.calling import START_TIMEOUT_S, best_first, call_each, mute, sheltered
+from diloco.swarm.calling import best_first, call_each, mute, start_daemon
 from diloco.swarm.control import CONTROL
 from diloco.swarm.gate import GREETING, Gate, GuardedP2P
 from diloco.swarm.streams import BROKEN
@@ -246,17 +246,15 @@ class Libp2p:
             _check_free(listen)
         bootstrap = [Multiaddr(address) for address in seeds] or None
         try:
-            with sheltered():
-                p2p = await GuardedP2P.create(
-                    initial_peers=bootstrap,
-                    host_maddrs=[Multiaddr(address) for address in listen],
-                    announce_maddrs=[Multiaddr(address) for address in announce] or None,
-                    no_listen=not listens,
-                    dht_mode="server" if listens else "client",
-                    identity_path=str(identity_path),
-                    startup_timeout=START_TIMEOUT_S,
-                    check_if_identity_free=False,
-                )
+            p2p = await start_daemon(
+                GuardedP2P,
+                initial_peers=bootstrap,
+                host_maddrs=[Multiaddr(address) for address in listen],
+                announce_maddrs=[Multiaddr(address) for address in announce] or None,
+                no_listen=not listens,
+                dht_mode="server" if listens else "client",
+                identity_path=str(identity_path),
+            )
         except (P2PDaemonError, OSError, ValueError) as error:
             raise _explain(error, seeds, listen) from error
         from hivemind.dht.node import DHTNode  # it needs torch, which takes a visitor longer than its visit
@@ -278,11 +276,10 @@ class Libp2p:
                 self._dht = await DHTNode.create(
                     p2p=p2p, initial_peers=bootstrap, record_validator=records, client_mode=not self.reachable
                 )
-        except SwarmError:
+        except BaseException as error:
             await p2p.shutdown()
-            raise
-        except Exception as error:
-            await p2p.shutdown()
+            if isinstance(error, SwarmError) or not isinstance(error, Exception):
+                raise
             if gate.only_watches:
                 raise SwarmError(
                     "the swarm refused this peer: its invitation allows to watch only; ask for another one"
@@ -310,17 +307,16 @@ class Libp2p:
             p2p = await mute(None if identity_path is None else str(identity_path), GuardedP2P)
         except (P2PDaemonError, OSError) as error:
             raise _explain(error, (), ()) from error
-        outcome = await call_each(p2p, seeds)
-        answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
-        if not answered:
-            await p2p.shutdown()
-            raise SwarmError(_nobody(outcome))
-        self = cls(p2p, answered, gate or Gate())
-        self.silent = {address: why for address, why in outcome.items() if why}
         try:
+            outcome = await call_each(p2p, seeds)
+            answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
+            if not answered:
+                raise SwarmError(_nobody(outcome))
+            self = cls(p2p, answered, gate or Gate())
+            self.silent = {address: why for address, why in outcome.items() if why}
             await self._greet_seeds()
         except BaseException:
-            await self.close()
+            await p2p.shutdown()
             raise
         return self
 

@@ -14,18 +14,9 @@ from test_penalties import Pipe, framed
 
 from diloco.protocol.actions import Action, Note
 from diloco.protocol.leases import LEAP
-from diloco.protocol.messages import (
-    Claim,
-    Contribution,
-    Hello,
-    Message,
-    Published,
-    Receipt,
-    Refusal,
-    Revocations,
-    State,
-    Status,
-)
+from diloco.protocol.messages import Message, Refusal
+from diloco.protocol.messages.bulk import Contribution, Receipt
+from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, State, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.penalties import Penalties
 from diloco.swarm.control import ControlMesh

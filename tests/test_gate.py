@@ -14,16 +14,10 @@ from diloco.admission import Admission, Revoked, RunKey, issue
 from diloco.admission.keys import new_key
 from diloco.admission.revocations import MAX_REVOKED
 from diloco.errors import ConfigError
-from diloco.protocol.messages import (
-    MAX_FRAME_BYTES,
-    MAX_GREETING_BYTES,
-    Greeting,
-    ManifestRequest,
-    Message,
-    Refusal,
-    Status,
-    encode,
-)
+from diloco.protocol.messages import Message, Refusal, encode
+from diloco.protocol.messages.base import MAX_FRAME_BYTES
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Status
+from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.gate import MAX_EVENTS, Gate, GuardedP2P, gate_for, watching
 from diloco.swarm.transport import Disbelieved, Refused
 

@@ -17,7 +17,8 @@ from test_rounds import MANIFEST, OTHER, StubHost
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.protocol.limits import Limiter
-from diloco.protocol.messages import Contribution, Receipt, Refusal, Verdict, decode, encode
+from diloco.protocol.messages import Refusal, decode, encode
+from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.protocol.plausible import implausible
 from diloco.swarm.gate import Gate

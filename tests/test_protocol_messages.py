@@ -18,48 +18,46 @@ from diloco.admission.keys import new_key
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol import messages
-from diloco.protocol.messages import (
-    MAX_FRAME_BYTES,
-    MAX_GREETING_BYTES,
+from diloco.protocol.messages import Message, Refusal, decode, encode, expect
+from diloco.protocol.messages.base import MAX_FRAME_BYTES, MAX_RANGES, MAX_UNIT_RANGES
+from diloco.protocol.messages.bulk import (
     MAX_MOMENTS,
     MAX_PARTS,
-    MAX_PROBE_BYTES,
-    MAX_RANGES,
-    MAX_SNAPSHOT_PIECE_BYTES,
-    MAX_UNIT_RANGES,
     Anchor,
-    Claim,
     Contribution,
-    DialBack,
-    DialBackReply,
-    Figures,
-    Greeting,
-    Hello,
     InnerHeader,
     InnerRequest,
-    ManifestReply,
-    ManifestRequest,
-    Message,
     PartList,
     PartRequest,
-    Probe,
-    ProbeReply,
-    Published,
     Receipt,
     Record,
-    Refusal,
-    Revocations,
-    SnapshotReply,
-    SnapshotRequest,
     StateHeader,
     StateRequest,
-    Status,
     UnitGrant,
     UnitRequest,
     Verdict,
-    decode,
-    encode,
-    expect,
+)
+from diloco.protocol.messages.control import (
+    MAX_GREETING_BYTES,
+    Claim,
+    Figures,
+    Greeting,
+    Hello,
+    Published,
+    Revocations,
+    Status,
+)
+from diloco.protocol.messages.watching import (
+    MAX_PROBE_BYTES,
+    MAX_SNAPSHOT_PIECE_BYTES,
+    DialBack,
+    DialBackReply,
+    ManifestReply,
+    ManifestRequest,
+    Probe,
+    ProbeReply,
+    SnapshotReply,
+    SnapshotRequest,
 )
 from diloco.protocol.shares import MAX_NAME_BYTES, MAX_SHARES, Share, short_name
 

@@ -9,18 +9,9 @@ from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
-from diloco.protocol.messages import (
-    MAX_UNIT_RANGES,
-    Claim,
-    Figures,
-    Hello,
-    Message,
-    Published,
-    Revocations,
-    State,
-    Status,
-    objection_to_wire,
-)
+from diloco.protocol.messages import Message, objection_to_wire
+from diloco.protocol.messages.base import MAX_UNIT_RANGES
+from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Revocations, State, Status
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 

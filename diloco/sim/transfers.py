@@ -16,7 +16,7 @@ from diloco.protocol.actions import Action, Broadcast
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.ledger import Units
-from diloco.protocol.messages import Contribution, Record, StateHeader, Verdict
+from diloco.protocol.messages.bulk import Contribution, Record, StateHeader, Verdict
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.shares import Shares
 from diloco.protocol.syncer import Close, Syncer

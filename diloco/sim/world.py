@@ -18,7 +18,8 @@ from itertools import combinations, count
 from typing import Protocol
 
 from diloco.protocol.actions import Action, Broadcast, Disconnect, Wake
-from diloco.protocol.messages import Hello, Message, decode, encode
+from diloco.protocol.messages import Message, decode, encode
+from diloco.protocol.messages.control import Hello
 from diloco.protocol.peer import Peer
 
 __all__ = ["Clock", "Conversation", "Node", "Violation", "World"]

@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import Hello, Message, Refusal, Status, expect
+from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.control import Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.streams import BROKEN, Stream, Traffic

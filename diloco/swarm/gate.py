@@ -31,7 +31,8 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
 from diloco.errors import ConfigError, PayloadError
-from diloco.protocol.messages import MAX_GREETING_BYTES, Greeting, Message, Refusal, Revocations, expect
+from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from diloco.swarm.transport import Disbelieved, Reader, Refused, Writer
 

@@ -16,7 +16,10 @@ from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.ledger import union
-from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Hello, Message, Revocations, State
+from diloco.protocol.messages import Message
+from diloco.protocol.messages.base import MAX_UNIT_RANGES
+from diloco.protocol.messages.bulk import MAX_UNITS_WANTED
+from diloco.protocol.messages.control import Hello, Revocations, State
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.shares import Share
 from diloco.protocol.snapshot import Snapshot as Observed

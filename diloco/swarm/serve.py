@@ -18,26 +18,20 @@ from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
 from diloco.protocol.limits import Limiter
-from diloco.protocol.messages import (
-    MAX_RANGES,
+from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.base import MAX_RANGES
+from diloco.protocol.messages.bulk import (
     Contribution,
-    DialBack,
     InnerRequest,
-    ManifestReply,
-    ManifestRequest,
-    Message,
     PartList,
     PartRequest,
-    Probe,
     Receipt,
-    Refusal,
-    SnapshotRequest,
     StateHeader,
     StateRequest,
     UnitGrant,
     UnitRequest,
-    expect,
 )
+from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.syncer import Syncer

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import MAX_FRAME_BYTES, Message, decode, encode
+from diloco.protocol.messages import Message, decode, encode
+from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.swarm.transport import Reader, Transport, Writer
 
 if TYPE_CHECKING:  # who only watches has no tensors, and needs no torch

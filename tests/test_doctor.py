@@ -15,7 +15,7 @@ from diloco.cli import doctor as command
 from diloco.cli.main import cli
 from diloco.config import Config, compose
 from diloco.errors import ConfigError, SwarmError
-from diloco.protocol.messages import ProbeReply
+from diloco.protocol.messages.watching import ProbeReply
 from diloco.swarm.daemon import Rehearsal
 from diloco.swarm.manifest import Found
 from diloco.swarm.probe import Probed

@@ -17,7 +17,8 @@ from diloco.errors import PayloadError
 from diloco.outer import digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.protocol.messages import Message, PartList, PartRequest, Refusal, StateHeader, StateRequest, expect
+from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
 from diloco.sim.loop import VirtualLoop, virtual_time
 from diloco.sim.network import Link, Network, SimTransport
 from diloco.swarm import anchors, bulk, download

@@ -13,7 +13,8 @@ import pytest
 from diloco.config import OuterConfig
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
-from diloco.protocol.messages import Claim, Contribution, Hello, Status
+from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.messages.control import Claim, Hello, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.shares import Share
 from diloco.sim import faults

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hivemind.p2p import PeerID
 
 from diloco.admission import Admission, Revoked, RunKey, issue
 from diloco.admission.keys import new_key
+from diloco.admission.revocations import MAX_REVOKED
 from diloco.errors import ConfigError
-from diloco.protocol.messages import Greeting, ManifestRequest, Message, Refusal, Status, encode
-from diloco.swarm.gate import MAX_EVENTS, Gate, gate_for, watching
+from diloco.protocol.messages import Message, Refusal, encode
+from diloco.protocol.messages.base import MAX_FRAME_BYTES
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Status
+from diloco.protocol.messages.watching import ManifestRequest
+from diloco.swarm.gate import MAX_EVENTS, Gate, GuardedP2P, gate_for, watching
 from diloco.swarm.transport import Disbelieved, Refused
 
 SOON = int(time.time()) + 3600
@@ -47,6 +52,40 @@ class Wire:
 
     def close(self) -> None:
         self.closed = True
+
+
+class End:
+    """One end of a stream whose other end somebody reads."""
+
+    def __init__(self) -> None:
+        self.reader, self.written, self.other = asyncio.StreamReader(), 0, self
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self.other.reader.feed_data(data)
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None:
+        for reader in (self.reader, self.other.reader):
+            if not reader.at_eof():
+                reader.feed_eof()
+
+
+async def meet(caller: Gate, callee: Gate) -> int:
+    """One gate greets the other, over a stream between them; returns how many bytes both wrote."""
+    here, there = End(), End()
+    here.other, there.other = there, here
+    answering = asyncio.ensure_future(callee.welcome(caller.me, there.reader, there))
+
+    async def opener() -> Any:
+        return here.reader, here
+
+    try:
+        await caller.greet(callee.me, opener, again=True)
+    finally:
+        await answering
+    return here.written + there.written
 
 
 async def greet(one: Gate, peer: str, *said: Message) -> Wire:
@@ -151,8 +190,117 @@ def test_the_owner_s_peers_begin_with_what_is_revoked_already(key: RunKey, tmp_p
     made.me, door = "QmMe", gate(key, "QmDoor")
     heard: list[int] = []
     door.on_revoked = lambda said: heard.append(said.number)
-    asyncio.run(greet(door, "QmMe", made._greeting()))
+    asyncio.run(meet(door, made))
     assert heard == [4] and door.revocations == made.revocations
+
+
+@pytest.mark.parametrize("caller_knows", [True, False])
+def test_the_longest_list_of_what_is_revoked_goes_once_from_whoever_has_it_to_the_other(
+    key: RunKey, caller_knows: bool
+) -> None:
+    caller, callee = gate(key, "QmCaller"), gate(key, "QmCallee")
+    knows, hears = (caller, callee) if caller_knows else (callee, caller)
+    tokens, peers = ([f"{number:0{digits}x}" for number in range(MAX_REVOKED)] for digits in (16, 52))
+    assert knows.admission is not None and knows.admission.revoke(Revoked.sign(key, "run", 7, tokens, peers))
+    nbytes = asyncio.run(meet(caller, callee))
+    assert hears.revocations == knows.revocations and hears.revocations is not None
+    assert nbytes > len(encode(hears.revocations)) > 10 * MAX_GREETING_BYTES
+    assert asyncio.run(meet(caller, callee)) < 2 * MAX_GREETING_BYTES
+
+
+def test_a_peer_that_is_called_by_one_that_knows_it_is_revoked_hears_of_it(key: RunKey) -> None:
+    caller, callee = gate(key, "QmCaller"), gate(key, "QmCallee")
+    assert caller.admission is not None and caller.admission.revoke(Revoked.sign(key, "run", 1, [], ["QmCallee"]))
+    with pytest.raises(Disbelieved, match="the owner of the run has revoked the invitation of this peer"):
+        asyncio.run(meet(caller, callee))
+    assert "revoked the invitation of this peer" in str(callee.lapsed())
+
+
+# -- how much is read of strangers ------------------------------------------------------------------------------------
+
+
+class Claiming(Wire):
+    """Says only how long a frame would be."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.reader = asyncio.StreamReader()
+        self.reader.feed_data(nbytes.to_bytes(4, "big"))
+        self.reader.feed_eof()
+
+
+@pytest.mark.parametrize("nbytes", [MAX_GREETING_BYTES + 1, MAX_FRAME_BYTES, 2**32 - 1])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_greeting_that_says_it_is_too_long_is_refused_before_it_is_read(
+    key: RunKey, nbytes: int, is_open: bool
+) -> None:
+    async def work() -> None:
+        one, noted = Gate() if is_open else gate(key, "QmOne"), list[str]()
+        one.on_refused = lambda peer, why: noted.append(why)
+        calling = Claiming(nbytes)
+        await one.welcome("QmStranger", calling.reader, calling)
+        assert noted == [f"a frame of {nbytes} bytes is over the limit of {MAX_GREETING_BYTES}"]
+        assert calling.closed and not calling.written
+        answering = Claiming(nbytes)
+        with pytest.raises(ConnectionError, match="over the limit of"):
+            await one.greet("QmStranger", lambda: _of(answering))
+        assert answering.closed
+
+    asyncio.run(work())
+
+
+def test_a_stream_of_a_stranger_is_ended_after_a_refusal_however_much_comes_on_it(key: RunKey) -> None:
+    async def work() -> None:
+        one, wire = gate(key, "QmOne"), Wire()
+        wire.reader = asyncio.StreamReader()
+        wire.reader.feed_data(bytes(1000 * MAX_GREETING_BYTES))
+
+        async def handler(*arguments: Any) -> None:
+            raise AssertionError("a stranger has a stream")
+
+        await one.serve("QmStranger", wire.reader, wire, handler)
+        assert wire.closed and b"invited peers only" in wire.written
+        wire.reader.feed_eof()
+        assert len(await wire.reader.read()) > 998 * MAX_GREETING_BYTES
+
+    asyncio.run(work())
+
+
+def test_a_dht_call_of_a_stranger_is_not_even_parsed(key: RunKey, tmp_path: Path) -> None:
+    class Client:
+        handlers: dict[str, Any] = {}  # noqa: RUF012
+
+        async def add_unary_handler(self, name: str, handler: Any, balanced: bool) -> None:
+            self.handlers[name] = handler
+
+        def close(self) -> None: ...
+
+    class Request:
+        parsed: list[bytes] = []  # noqa: RUF012
+
+        @classmethod
+        def FromString(cls, request: bytes) -> str:
+            cls.parsed.append(request)
+            return request.decode()
+
+    class Answer(str):
+        def SerializeToString(self) -> bytes:
+            return self.encode()
+
+    async def handler(request: str, context: Any) -> Answer:
+        return Answer(request.upper())
+
+    async def work() -> None:
+        p2p, member = GuardedP2P(), PeerID(b"member")
+        p2p._client, p2p.gate, p2p._client_listen_maddr = Client(), gate(key, "QmOne"), {"unix": tmp_path / "none"}
+        await p2p.add_protobuf_handler("find", handler, Request, stream_input=False, stream_output=False)
+        with pytest.raises(PermissionError, match="invited peers only"):
+            await Client.handlers["find"](b"what", PeerID(b"stranger"))
+        assert Request.parsed == []
+        await greet(p2p.gate, member.to_base58(), gate(key, member.to_base58())._greeting())
+        assert await Client.handlers["find"](b"what", member) == b"WHAT"
+
+    asyncio.run(work())
 
 
 def test_a_visitor_shows_itself_as_observer_whatever_it_was_given(key: RunKey, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from diloco.config import compose
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
-from diloco.protocol.messages import InnerHeader
+from diloco.protocol.messages.bulk import InnerHeader
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
 from diloco.swarm import inner, serve

@@ -21,7 +21,8 @@ from diloco.cli.main import main
 from diloco.cli.stages import Stages
 from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
-from diloco.protocol.messages import DialBack, DialBackReply, Message, Probe, ProbeReply, Refusal
+from diloco.protocol.messages import Message, Refusal
+from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.swarm.calling import best_first
 from diloco.swarm.manifest import Found, check_clock, look, parse_manifest
 from diloco.swarm.probe import Probed, ProbeServer, _callable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import stat
 import time
@@ -17,6 +18,7 @@ from diloco.cli.main import main
 from diloco.cli.notice import say_who_can_join
 from diloco.config import compose
 from diloco.config.address import Address
+from diloco.train.reporting import log_lines
 
 PEER = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{PEER}"
@@ -113,9 +115,16 @@ def test_what_is_revoked_may_be_given_as_id_token_or_link(place: Path, capsys: p
     ],
 )
 def test_whoever_starts_a_peer_is_told_who_can_join(
-    overrides: list[str], key: str | None, text: str, red: bool
+    overrides: list[str], key: str | None, text: str, red: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     screen = io.StringIO()
-    say_who_can_join(Console(file=screen, force_terminal=True, width=300), compose(overrides), key)
+    config = compose(overrides)
+    say_who_can_join(Console(file=screen, force_terminal=True, width=300), config, key)
     assert text in screen.getvalue() and ("\x1b[1;31m" in screen.getvalue()) is red
     assert screen.getvalue().count("\n") == bool(text)
+    caplog.set_level(logging.INFO)
+    keyed = config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
+    log_lines(keyed)({"t": "ready", "address": "", "first": True})
+    assert [(line.levelno, line.getMessage()[: len(text)]) for line in caplog.records] == [
+        (logging.WARNING if red else logging.INFO, text)
+    ] * bool(text)

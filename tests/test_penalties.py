@@ -17,7 +17,8 @@ from test_rounds import MANIFEST, OTHER, StubHost
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.protocol.limits import Limiter
-from diloco.protocol.messages import Contribution, Refusal, Verdict, decode, encode
+from diloco.protocol.messages import Refusal, decode, encode
+from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.protocol.plausible import implausible
 from diloco.swarm.gate import Gate
@@ -208,10 +209,11 @@ def run(scene: Callable[[], Any]) -> None:
     [
         (b"\xff\xff\xff\xff", "over the limit"),
         (b"\x00\x00\x00\x02hi", "not valid msgpack|does not fit its schema"),
+        (framed(Receipt()), "a bulk stream cannot begin with Receipt"),
         (contribution(torch.full((NUMEL,), float("nan"))), "payload holds nan"),
         (contribution(torch.zeros(NUMEL), steps=10**9), "steps are claimed"),
     ],
-    ids=["length", "schema", "nan", "claim"],
+    ids=["length", "schema", "kind", "nan", "claim"],
 )
 def test_an_offence_is_an_event_here_and_a_reason_there_and_its_peer_is_refused_for_a_while(
     sent: bytes, why: str

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.protocol.leases import LEAP, Lease, LeaseTable
-from diloco.protocol.messages import Claim
+from diloco.protocol.messages.control import Claim
 from diloco.protocol.rendezvous import order
 from diloco.sim.lineage import digest_of
 

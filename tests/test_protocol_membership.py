@@ -16,7 +16,7 @@ from diloco.protocol.membership import (
     Member,
     Membership,
 )
-from diloco.protocol.messages import Hello, State, Status
+from diloco.protocol.messages.control import Hello, State, Status
 from diloco.sim.arena import MANIFEST
 
 

@@ -12,50 +12,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from diloco.admission import RunKey, issue
+from diloco.admission.invitation import MAX_CHARACTERS
+from diloco.admission.keys import new_key
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol import messages
-from diloco.protocol.messages import (
-    MAX_FRAME_BYTES,
+from diloco.protocol.messages import Message, Refusal, decode, encode, expect
+from diloco.protocol.messages.base import MAX_FRAME_BYTES, MAX_RANGES, MAX_UNIT_RANGES
+from diloco.protocol.messages.bulk import (
     MAX_MOMENTS,
     MAX_PARTS,
-    MAX_PROBE_BYTES,
-    MAX_RANGES,
-    MAX_SNAPSHOT_PIECE_BYTES,
-    MAX_UNIT_RANGES,
     Anchor,
-    Claim,
     Contribution,
-    DialBack,
-    DialBackReply,
-    Figures,
-    Greeting,
-    Hello,
     InnerHeader,
     InnerRequest,
-    ManifestReply,
-    ManifestRequest,
-    Message,
     PartList,
     PartRequest,
-    Probe,
-    ProbeReply,
-    Published,
     Receipt,
     Record,
-    Refusal,
-    Revocations,
-    SnapshotReply,
-    SnapshotRequest,
     StateHeader,
     StateRequest,
-    Status,
     UnitGrant,
     UnitRequest,
     Verdict,
-    decode,
-    encode,
-    expect,
+)
+from diloco.protocol.messages.control import (
+    MAX_GREETING_BYTES,
+    Claim,
+    Figures,
+    Greeting,
+    Hello,
+    Published,
+    Revocations,
+    Status,
+)
+from diloco.protocol.messages.watching import (
+    MAX_PROBE_BYTES,
+    MAX_SNAPSHOT_PIECE_BYTES,
+    DialBack,
+    DialBackReply,
+    ManifestReply,
+    ManifestRequest,
+    Probe,
+    ProbeReply,
+    SnapshotReply,
+    SnapshotRequest,
 )
 from diloco.protocol.shares import MAX_NAME_BYTES, MAX_SHARES, Share, short_name
 
@@ -201,7 +203,7 @@ ANY = st.one_of(
     st.builds(DialBackReply, reached=st.lists(names, max_size=3), why=st.text(max_size=512), observed=names),
     st.builds(Refusal, reason=st.text(max_size=2048)),
     revocations,
-    st.builds(Greeting, credential=st.text(max_size=1024), revoked=st.lists(revocations, max_size=1)),
+    st.builds(Greeting, credential=st.text(max_size=1024), revoked=counts),
 )
 
 D = "0123456789abcdef" * 4
@@ -252,7 +254,7 @@ EXAMPLES: list[Message] = [
     SnapshotReply(wire_version=WIRE_VERSION, data=b"packed", more=True),
     Refusal(reason="no"),
     REVOCATIONS,
-    Greeting(credential="abc", revoked=[REVOCATIONS]),
+    Greeting(credential="abc", revoked=1),
 ]
 WRONG: dict[type, list[object]] = {
     bool: [None, 0, 1, "true", [True]],
@@ -347,6 +349,13 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_parsed() -> None:
     frame = encode(ManifestReply(text="x" * (MAX_FRAME_BYTES // 2)))
     assert isinstance(decode(frame), ManifestReply)
     assert "over the limit" in refusal_of(bytes(MAX_FRAME_BYTES + 1))
+
+
+def test_what_is_read_of_strangers_has_room_for_the_longest_token_and_the_longest_reason() -> None:
+    longest = issue(RunKey(new_key()), "r" * 64, "worker", 2**64 - 1, "Q" * 100).credential("Q" * 100)
+    for said in (longest, "x" * MAX_CHARACTERS):
+        assert len(encode(Greeting(credential=said, revoked=2**62 - 1))) < MAX_GREETING_BYTES / 2
+    assert len(encode(Refusal(reason="x" * 2048))) < MAX_GREETING_BYTES
 
 
 def test_the_largest_inner_state_has_a_header_that_fits_a_frame() -> None:

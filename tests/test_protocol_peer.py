@@ -12,7 +12,9 @@ from diloco.config import OuterConfig
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
 from diloco.protocol.leases import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
-from diloco.protocol.messages import Claim, Contribution, Hello, Message, Published, Receipt, State, Status, Verdict
+from diloco.protocol.messages import Message
+from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
+from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
 from diloco.protocol.peer import CLAIM_PATIENCE_S, WIRE_VERSION, Peer
 from diloco.protocol.rendezvous import assign, order
 from diloco.sim.arena import MANIFEST

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.protocol import shares as module
-from diloco.protocol.messages import Claim, Hello, Published, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.shares import MAX_NAME_BYTES, OTHERS, Contributor, Share, Shares, credited, short_name
 

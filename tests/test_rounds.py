@@ -15,7 +15,8 @@ from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Hold, Merge, Release
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.leases import Lease
-from diloco.protocol.messages import Claim, Hello, Record, StateHeader, Status
+from diloco.protocol.messages.bulk import Record, StateHeader
+from diloco.protocol.messages.control import Claim, Hello, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.shares import Share
 from diloco.swarm.bulk import FetchedRecord, FetchedState

@@ -14,7 +14,7 @@ from torch import nn
 
 from diloco.config import WIRE_VERSION, Config, compose
 from diloco.errors import CheckpointError
-from diloco.protocol.messages import Contribution
+from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.shares import Share
 from diloco.swarm.snapshot import Saved
 from diloco.train.files import check_same_run

@@ -23,18 +23,9 @@ from diloco.cli.panels import render
 from diloco.config.address import Address
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol import snapshot as schema
-from diloco.protocol.messages import (
-    MAX_SNAPSHOT_PIECE_BYTES,
-    Figures,
-    Hello,
-    Message,
-    Published,
-    Refusal,
-    SnapshotReply,
-    State,
-    Status,
-    encode,
-)
+from diloco.protocol.messages import Message, Refusal, encode
+from diloco.protocol.messages.control import Figures, Hello, Published, State, Status
+from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, SnapshotReply
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
 from diloco.swarm.observe import ELSEWHERE_S, Recorder

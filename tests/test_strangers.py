@@ -19,16 +19,10 @@ from hivemind.utils.timed_storage import get_dht_time
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
 from diloco.admission.keys import new_key
 from diloco.errors import SwarmError
-from diloco.protocol.messages import (
-    Contribution,
-    InnerRequest,
-    ManifestReply,
-    ManifestRequest,
-    Message,
-    Refusal,
-    Revocations,
-    StateRequest,
-)
+from diloco.protocol.messages import Message, Refusal
+from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
+from diloco.protocol.messages.control import Revocations
+from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
 from diloco.swarm.bulk import BULK
 from diloco.swarm.control import CONTROL
 from diloco.swarm.daemon import Libp2p

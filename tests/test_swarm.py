@@ -16,7 +16,8 @@ from torch import Tensor
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.digest import PART
 from diloco.outer.replica import OuterState
-from diloco.protocol.messages import Contribution, PartList, Receipt, Verdict, expect
+from diloco.protocol.messages import expect
+from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
 from diloco.protocol.penalties import Penalties
 from diloco.swarm.bulk import BulkClient, open_bulk
 from diloco.swarm.streams import BROKEN, Stream, Traffic

@@ -20,7 +20,7 @@ from diloco.outer.lossy import error_feedback_, keep_unsent_
 from diloco.outer.merge import add_directions_, radial_directional_
 from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_
 from diloco.outer.rates import lr_at, momentum_at
-from diloco.protocol.messages import Contribution
+from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Syncer
 
 DELTAS = [0.2, 0.4, 0.6, 1.2]

@@ -15,16 +15,9 @@ from hypothesis import strategies as st
 from diloco.config import OuterConfig
 from diloco.protocol.actions import Action, Broadcast, Note
 from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
-from diloco.protocol.messages import (
-    MAX_UNIT_RANGES,
-    Claim,
-    Contribution,
-    Hello,
-    Published,
-    Record,
-    StateHeader,
-    Status,
-)
+from diloco.protocol.messages.base import MAX_UNIT_RANGES
+from diloco.protocol.messages.bulk import Contribution, Record, StateHeader
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import CONTROL_FRAGMENT, WIRE_VERSION, Peer
 from diloco.sim.arena import CHUNKS, MANIFEST
 from diloco.sim.bare import BareNode, Swarm

@@ -12,7 +12,8 @@ from diloco.protocol.actions import Action, Note
 from diloco.protocol.dealer import Dealer, Word, fields_of
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Member
-from diloco.protocol.messages import Claim, Published, Record, StateHeader, Status
+from diloco.protocol.messages.bulk import Record, StateHeader
+from diloco.protocol.messages.control import Claim, Published, Status
 from diloco.protocol.shares import OTHERS, Contributor, Share, Shares, credited, short_name
 from diloco.protocol.view import View
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
-from diloco.protocol.messages import MAX_RANGES
+from diloco.protocol.messages.base import MAX_RANGES
 
 __all__ = ["Dealer", "Word", "fields_of"]
 

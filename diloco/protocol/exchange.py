@@ -21,7 +21,7 @@ from enum import Enum
 
 from diloco.protocol.leases import Lease
 from diloco.protocol.ledger import Units
-from diloco.protocol.messages import Contribution, Verdict
+from diloco.protocol.messages.bulk import Contribution, Verdict
 
 __all__ = ["Exchange", "Step"]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from diloco.protocol.messages import Claim
+from diloco.protocol.messages.control import Claim
 from diloco.protocol.rendezvous import score
 
 __all__ = ["Lease", "LeaseTable"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco.protocol.messages import Hello, Status
+from diloco.protocol.messages.control import Hello, Status
 
 __all__ = ["Member", "Membership"]
 

@@ -22,16 +22,9 @@ from diloco.protocol.accounts import CONTROL_FRAGMENT, Accounts
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.leases import Lease
 from diloco.protocol.membership import Member
-from diloco.protocol.messages import (
-    Claim,
-    Contribution,
-    Hello,
-    Message,
-    Published,
-    State,
-    Status,
-    Verdict,
-)
+from diloco.protocol.messages import Message
+from diloco.protocol.messages.bulk import Contribution, Verdict
+from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.plausible import implausible
 from diloco.protocol.rendezvous import assign, order

@@ -2,9 +2,11 @@
 
     offence -> refused for 10 s -> next offence -> 20 s -> 40 s -> ... one hour at most
 
-An *offence* is what no honest peer of this version sends, whatever its link: a message that does not fit its schema, a
-payload that does not decode, an absurd norm, a token claim that cannot be. What a thin link, a crash or a lost lease
-brings about is none: streams that break or stall, contributions that are sent twice, come late, or are left out.
+An *offence* is what no honest peer of this version sends, whatever its link: a message that does not fit its schema or
+its stream, a payload that does not decode, an absurd norm, a token claim that cannot be, a word on a fragment that the
+run does not have. What a thin link, a crash or a lost lease brings about is none: streams that break or stall,
+contributions that are sent twice, come late, or are left out, claims that others have overtaken. Nor is what an honest
+peer may repeat after a liar, such as a term far above the one that is known here.
 
 After a day without an offence a peer begins anew. There is no defence against a peer that comes with another identity;
 that is what admission is for.
@@ -12,14 +14,34 @@ that is what admission is for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["FIRST_S", "FORGET_S", "LONGEST_S", "Penalties"]
+from diloco.errors import PayloadError
+from diloco.protocol.messages import OtherVersion
+
+__all__ = ["FIRST_S", "FORGET_S", "LONGEST_S", "Offence", "Penalties", "offences"]
 
 FIRST_S = 10.0
 LONGEST_S = 3600.0
 FORGET_S = 86400.0
 MAX_PEERS = 4096  # remembered; identities cost nothing, so those refused the longest ago are forgotten
+
+
+class Offence(PayloadError):
+    """What no honest peer of this version sends, whatever its link."""
+
+
+@contextmanager
+def offences() -> Iterator[None]:
+    """What is invalid in here is an offence."""
+    try:
+        yield
+    except OtherVersion:
+        raise
+    except PayloadError as error:
+        raise Offence(str(error)) from None
 
 
 @dataclass

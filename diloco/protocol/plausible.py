@@ -12,7 +12,7 @@ trained on while they could not send. So a peer can claim a few times what it di
 
 from __future__ import annotations
 
-from diloco.protocol.messages import Contribution
+from diloco.protocol.messages.bulk import Contribution
 
 __all__ = ["SLACK", "implausible"]
 

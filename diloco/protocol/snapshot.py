@@ -15,7 +15,9 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import MAX_SNAPSHOT_PIECE_BYTES, Count, Index, Rate, State
+from diloco.protocol.messages.base import Count, Index, Rate
+from diloco.protocol.messages.control import State
+from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES
 from diloco.text import plain
 
 __all__ = [

@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from diloco.config import OuterConfig
 from diloco.protocol.membership import Member
-from diloco.protocol.messages import Contribution, Verdict
+from diloco.protocol.messages.bulk import Contribution, Verdict
 
 __all__ = ["SYNC", "Close", "Syncer"]
 

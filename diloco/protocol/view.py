@@ -9,7 +9,9 @@ from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
-from diloco.protocol.messages import MAX_UNIT_RANGES, Claim, Figures, Hello, State, Status, objection_to_wire
+from diloco.protocol.messages import Message, objection_to_wire
+from diloco.protocol.messages.base import MAX_UNIT_RANGES
+from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Revocations, State, Status
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 
@@ -148,6 +150,26 @@ class View:
         if len(hello.status.versions) != len(self.versions):
             return f"{len(hello.status.versions)} fragments there, {len(self.versions)} here"
         return None
+
+    def impossible(self, message: Message) -> str | None:
+        """Why no honest peer of this run says that on a control stream, in one line; None when one may.
+
+        By what a peer knows for itself only. A term or a version that cannot be true may come from one that a liar has
+        told it, so who says it is not to blame.
+        """
+        fragments = len(self.versions)
+        match message:
+            case Status():
+                said = len(message.versions)
+                return None if said == fragments else f"a status of {said} fragments, and the run has {fragments}"
+            case Claim() | Published():
+                known = message.fragment < fragments
+                return None if known else f"a word on fragment {message.fragment}, and the run has {fragments}"
+            case Hello():
+                return next(filter(None, map(self.impossible, (message.status, *message.claims))), None)
+            case Revocations():
+                return None
+        return f"a control stream does not carry {type(message).__name__}"
 
     # -- when to train ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.protocol.ledger import Units
-from diloco.protocol.messages import Record, StateHeader, Verdict
+from diloco.protocol.messages.bulk import Record, StateHeader, Verdict
 from diloco.protocol.shares import Shares
 from diloco.sim.lineage import Contributed, Lineage, digest_of
 from diloco.sim.world import Conversation, Node, World

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 
 from diloco.protocol.actions import Action
 from diloco.protocol.exchange import Exchange
-from diloco.protocol.messages import Contribution, Record, StateHeader
+from diloco.protocol.messages.bulk import Contribution, Record, StateHeader
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.shares import Shares
 from diloco.protocol.syncer import Close, Syncer

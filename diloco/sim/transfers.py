@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from diloco.protocol.actions import Broadcast
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
-from diloco.protocol.messages import Record
+from diloco.protocol.messages.bulk import Record
 from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.sim.arena import CHUNKS, Stream
 from diloco.sim.holder import Holder

@@ -18,7 +18,8 @@ from itertools import combinations, count
 from typing import Protocol
 
 from diloco.protocol.actions import Action, Broadcast, Disconnect, Wake
-from diloco.protocol.messages import Hello, Message, decode, encode
+from diloco.protocol.messages import Message, decode, encode
+from diloco.protocol.messages.control import Hello
 from diloco.protocol.peer import Peer
 
 __all__ = ["Clock", "Conversation", "Node", "Violation", "World"]
@@ -238,6 +239,8 @@ class World:
                 return
             if self.trace is not None:
                 self.trace(target.name, f"<- {source.name} {_brief(message)}")
+            if (offence := target.peer.impossible(message)) is not None:
+                raise Violation(f"{source.name} would be punished: {offence}")
             now = target.clock.read(self.now)
             if isinstance(message, Hello):
                 self.do(target, target.peer.connected(source.name, message, now))

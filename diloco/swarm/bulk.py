@@ -32,23 +32,21 @@ from diloco.outer.replica import Replica
 from diloco.protocol.download import MAX_DONORS
 from diloco.protocol.leases import Lease
 from diloco.protocol.ledger import Units, count, union
-from diloco.protocol.messages import (
+from diloco.protocol.messages import Refusal, expect
+from diloco.protocol.messages.bulk import (
     MAX_PARTS,
     Contribution,
-    ManifestReply,
-    ManifestRequest,
     PartList,
     PartRequest,
     Receipt,
     Record,
-    Refusal,
     StateHeader,
     StateRequest,
     UnitGrant,
     UnitRequest,
     Verdict,
-    expect,
 )
+from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
 from diloco.protocol.peer import Peer
 from diloco.swarm.memory import short_lived
 from diloco.swarm.streams import BULK, Stream, Traffic, open_bulk

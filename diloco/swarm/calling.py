@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 import socket
+from asyncio.subprocess import Process
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from hivemind.p2p.p2p_daemon import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -16,7 +20,9 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from diloco.config.address import host_of, scope
 
-__all__ = ["best_first", "call_each", "mute", "sheltered"]
+__all__ = ["best_first", "call_each", "mute", "start_daemon"]
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 CALL_S = 10.0
@@ -44,14 +50,16 @@ async def call_each(p2p: P2P, addresses: Sequence[str], all_of_them: bool = Fals
     calls = {address: asyncio.ensure_future(_call(p2p, address)) for address in addresses}
     waiting = set(calls.values())
     timeout_s: float = CALL_S
-    while waiting:
-        done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            break
-        if not all_of_them and any(call.result() == "" for call in done):
-            timeout_s = LATECOMERS_S
-    for call in waiting:
-        call.cancel()
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            if not all_of_them and any(call.result() == "" for call in done):
+                timeout_s = LATECOMERS_S
+    finally:
+        for call in waiting:
+            call.cancel()
     return {address: call.result() if call.done() else "no answer" for address, call in calls.items()}
 
 
@@ -72,14 +80,33 @@ def _why(text: str, place: str) -> str:
 
 async def mute(identity_path: str | None = None, kind: type[P2P] = P2P) -> P2P:
     """A daemon that only calls others: it listens nowhere, and knows nobody."""
-    with sheltered():
-        return await kind.create(
-            dht_mode="client",
-            no_listen=True,
-            startup_timeout=START_TIMEOUT_S,
-            identity_path=identity_path,
-            check_if_identity_free=False,
-        )
+    return await start_daemon(kind, dht_mode="client", no_listen=True, identity_path=identity_path)
+
+
+async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
+    """`P2P.create`, but the daemon has a session of its own, and however it ends nothing is printed of it.
+
+    hivemind leaves two things to be noticed when nobody can act on them any more, so that they would end on stderr: a
+    daemon that did not start, and the failure of the tasks that talk with one that was killed (see `Libp2p.failed`).
+    """
+    with _sheltered() as started:
+        try:
+            p2p = await kind.create(startup_timeout=START_TIMEOUT_S, check_if_identity_free=False, **options)
+        except BaseException:
+            for daemon in started:
+                if daemon.returncode is None:
+                    with suppress(ProcessLookupError):  # `terminate` reaps one that has ended, which is printed, too
+                        os.kill(daemon.pid, signal.SIGTERM)
+                await daemon.wait()
+            raise
+    for task in (p2p._client.control._read_task, p2p._client.control._write_task):
+        task.add_done_callback(_note_end)
+    return p2p
+
+
+def _note_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.debug("the connection with a libp2p daemon broke: %r", task.exception())
 
 
 def best_first(addresses: Sequence[str]) -> list[str]:
@@ -103,15 +130,21 @@ def _way_out() -> str | None:
 
 
 @contextmanager
-def sheltered() -> Iterator[None]:
-    """A daemon that is started inside, in the running loop, has a session of its own.
+def _sheltered() -> Iterator[list[Process]]:
+    """A daemon that is started inside, in the running loop, has a session of its own; those that were.
 
     Ctrl+C in a terminal, and what torchrun does to end its ranks, reaches every process of a group. The daemon must
     outlive it for a clean leave; it does not ignore SIGINT reliably, and unblocks it where the mask blocks it.
     """
-    loop = asyncio.get_running_loop()
-    loop.subprocess_exec = partial(loop.subprocess_exec, start_new_session=True)  # type: ignore[method-assign]
+    loop, started = asyncio.get_running_loop(), list[Process]()
+
+    async def subprocess_exec(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+        transport, protocol = await type(loop).subprocess_exec(loop, *arguments, start_new_session=True, **options)
+        started.append(Process(transport, protocol, loop))
+        return transport, protocol
+
+    loop.subprocess_exec = subprocess_exec  # type: ignore[method-assign]
     try:
-        yield
+        yield started
     finally:
         del loop.subprocess_exec  # what hides the method of the class

@@ -13,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
+from typing import Protocol
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import Hello, Message, Refusal, Status, expect
+from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.control import Hello, Status
 from diloco.protocol.peer import Peer
+from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from diloco.swarm.transport import Reader, Refused, Transport, Writer
 
-__all__ = ["ControlMesh"]
+__all__ = ["ControlMesh", "Participant"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,48 +34,40 @@ RECORD_LIFE_S = 60.0
 RECORD_PERIOD_S = 15.0
 
 
-class ControlMesh:
-    """Keeps this peer connected to all others of the run.
+class Participant(Protocol):
+    """What the mesh needs of the node that it connects to others; all of it is called in the loop.
 
-    Args:
-        on_hello, on_message, on_lost: called in the loop for a peer that connected, spoke, or is gone.
-        on_refused: called with the reason when the other side refuses us.
-        on_call_ended: called when a call of ours was answered or given up.
-        on_named: called with the peers that the DHT names, once in a while.
-        objection: why a peer may not begin with a hello; None when it may.
-        record: what the DHT shall say of this peer, and `on_record` is called with what it says of others.
+    The node is told of a peer that connected (`greeted`), spoke (`heard`), said what no honest one does (`offended`) or
+    is gone (`lost`); why another does not let it in (`refused`); what the DHT says of all (`named`); and that a call of
+    its own was answered or given up (`notify`). It says why a peer may not begin with that hello (`objection`), and
+    what the DHT shall say of itself (`record`).
+    """
+
+    protocol: Peer
+    traffic: Traffic
+
+    def greeted(self, peer: str, hello: Hello) -> None: ...
+    def heard(self, peer: str, message: Message) -> None: ...
+    def offended(self, peer: str, why: str) -> None: ...
+    def lost(self, peer: str, why: str) -> None: ...
+    async def refused(self, peer: str, reason: str) -> None: ...
+    def named(self, records: Mapping[str, object]) -> None: ...
+    def notify(self) -> None: ...
+    def objection(self, peer: str, hello: Hello) -> str | None: ...
+    def record(self) -> list[str]: ...
+
+
+class ControlMesh:
+    """Keeps a node connected to all others of the run.
 
     A peer that cannot be reached is left out and dialled again when it is heard of again. Nothing here raises at the
     owner; a wrong run or manifest is refused on the stream with the reason.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        protocol: Peer,
-        traffic: Traffic,
-        on_hello: Callable[[str, Hello], None],
-        on_message: Callable[[str, Message], None],
-        on_lost: Callable[[str, str], None],
-        on_refused: Callable[[str, str], Awaitable[None]],
-        on_call_ended: Callable[[], None],
-        on_named: Callable[[Mapping[str, object]], None],
-        objection: Callable[[str, Message], str | None],
-        record: Callable[[], list[str]],
-        on_record: Callable[[str, object], None],
-    ) -> None:
+    def __init__(self, transport: Transport, owner: Participant) -> None:
         self._transport = transport
-        self._protocol = protocol
-        self._traffic = traffic
-        self._on_hello = on_hello
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._on_refused = on_refused
-        self._on_call_ended = on_call_ended
-        self._on_named = on_named
-        self._objection = objection
-        self._record = record
-        self._on_record = on_record
+        self._owner = owner
+        self._protocol = owner.protocol
         self._outgoing: dict[str, asyncio.Queue[Message | None]] = {}
         self._incoming: dict[str, Stream] = {}
         self._dialling: dict[str, asyncio.Task[bool]] = {}
@@ -127,25 +122,27 @@ class ControlMesh:
         """Open our stream to a peer unless there is one; the result says whether it answered."""
         if peer not in self._dialling or self._dialling[peer].done():
             self._dialling[peer] = asyncio.create_task(self._dial(peer))
-            self._dialling[peer].add_done_callback(lambda _: self._on_call_ended())
+            self._dialling[peer].add_done_callback(lambda _: self._owner.notify())
         return self._dialling[peer]
 
     async def _dial(self, peer: str) -> bool:
         if peer in self._outgoing or peer == self._protocol.me or self._closed:
             return True
+        if self._penalty(peer) is not None:
+            return False
         stream: Stream | None = None
         try:
             reader, writer = await asyncio.wait_for(self._transport.open(peer, CONTROL), DIAL_TIMEOUT_S)
-            stream = Stream(peer, reader, writer, self._traffic)
+            stream = Stream(peer, reader, writer, self._owner.traffic)
             await stream.send(self._protocol.hello())
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 stream.close()
-                await self._on_refused(peer, answer.reason)
+                await self._owner.refused(peer, answer.reason)
                 return False
             expect(answer, Status)
         except Refused as error:
-            await self._on_refused(peer, str(error))
+            await self._owner.refused(peer, str(error))
             return False
         except (*BROKEN, PayloadError) as error:
             logger.debug("dialling %s failed: %r", peer, error)
@@ -186,28 +183,29 @@ class ControlMesh:
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Their stream to us: hello, then whatever they say."""
-        stream = Stream(peer, reader, writer, self._traffic)
+        stream = Stream(peer, reader, writer, self._owner.traffic)
         try:
-            hello = expect(await stream.receive(), Hello)
-            objection = self._objection(peer, hello) or self._protocol.objection(hello)
+            with offences():
+                hello = expect(await stream.receive(), Hello)
+            objection = self._owner.objection(peer, hello) or self._protocol.objection(hello) or self._penalty(peer)
             if objection is not None or self._closed:
                 await stream.send(Refusal(reason=objection or "this peer is leaving"))
                 await stream.drained()
                 return
+            self._check_possible(hello)
             await stream.send(self._protocol.status())
             self._incoming[peer] = stream
-            self._on_hello(peer, hello)
+            self._owner.greeted(peer, hello)
             self._spawn(self._call_back(peer))
             for other in hello.peers:
                 self.dial(other)
             while True:
-                self._on_message(peer, await stream.receive(None))
+                with offences():
+                    message = await stream.receive(None)
+                self._check_possible(message)
+                self._owner.heard(peer, message)
         except PayloadError as error:
-            self._on_lost(peer, str(error))
-            if self._incoming.get(peer) is not stream:
-                with contextlib.suppress(*BROKEN):
-                    await stream.send(Refusal(reason=str(error)))
-                    await stream.drained()
+            await self._give_up(peer, stream, error)
         except BROKEN as error:
             logger.debug("the stream from %s ended: %r", peer, error)
         finally:
@@ -215,6 +213,26 @@ class ControlMesh:
         if self._incoming.get(peer) is stream:
             del self._incoming[peer]
             await self._check(peer, "connection reset")
+
+    def _check_possible(self, message: Message) -> None:
+        why = self._protocol.impossible(message)
+        if why is not None:
+            raise Offence(why)
+
+    def _penalty(self, peer: str) -> str | None:
+        return self._protocol.penalties.refusal(peer, asyncio.get_running_loop().time())
+
+    async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
+        """A peer that said something invalid is lost. When it calls again it hears for how long it is refused."""
+        new = self._incoming.get(peer) is not stream
+        if isinstance(error, Offence):
+            self._owner.offended(peer, str(error))
+        self._owner.lost(peer, str(error))
+        self.disconnect(peer)
+        if new:
+            with contextlib.suppress(*BROKEN, PayloadError):
+                await stream.send(Refusal(reason=str(error)))
+                await stream.drained()
 
     async def _call_back(self, peer: str) -> None:
         """A call that had begun before it connected to us may fail where a new one takes its connection."""
@@ -233,7 +251,7 @@ class ControlMesh:
                 queue.put_nowait(None)
             said_goodbye = member.status.state in ("leaving", "done")
             if said_goodbye or not await self.dial(peer):
-                self._on_lost(peer, why)
+                self._owner.lost(peer, why)
         finally:
             self._checking.discard(peer)
 
@@ -242,11 +260,10 @@ class ControlMesh:
         key = f"{self._protocol.run_id}/peers"
         while True:
             try:
-                await self._transport.store(key, self._protocol.me, self._record(), RECORD_LIFE_S)
+                await self._transport.store(key, self._protocol.me, self._owner.record(), RECORD_LIFE_S)
                 named = await self._transport.get(key)
-                self._on_named(named)
-                for peer, record in named.items():
-                    self._on_record(peer, record)
+                self._owner.named(named)
+                for peer in named:
                     if peer not in self._protocol.members:
                         self.dial(peer)
             except BROKEN as error:

@@ -27,7 +27,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
-from diloco.swarm.calling import START_TIMEOUT_S, best_first, call_each, mute, sheltered
+from diloco.swarm.calling import best_first, call_each, mute, start_daemon
 from diloco.swarm.control import CONTROL
 from diloco.swarm.gate import GREETING, Gate, GuardedP2P
 from diloco.swarm.streams import BROKEN
@@ -147,25 +147,22 @@ def _check_free(listen: Sequence[str]) -> None:
 
 async def _start_daemon(
     seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path, listens: bool
-) -> GuardedP2P:
+) -> P2P:
     """A daemon that knows the seeds; raises as `Libp2p.connect`."""
     if listens:
         _check_free(listen)
     try:
-        with sheltered():
-            p2p: GuardedP2P = await GuardedP2P.create(
-                initial_peers=_multiaddrs(seeds),
-                host_maddrs=_multiaddrs(listen),
-                announce_maddrs=_multiaddrs(announce),
-                no_listen=not listens,
-                dht_mode="server" if listens else "client",
-                identity_path=str(identity_path),
-                startup_timeout=START_TIMEOUT_S,
-                check_if_identity_free=False,
-            )
+        return await start_daemon(
+            GuardedP2P,
+            initial_peers=_multiaddrs(seeds),
+            host_maddrs=_multiaddrs(listen),
+            announce_maddrs=_multiaddrs(announce),
+            no_listen=not listens,
+            dht_mode="server" if listens else "client",
+            identity_path=str(identity_path),
+        )
     except (P2PDaemonError, OSError, ValueError) as error:
         raise _explain(error, seeds, listen) from error
-    return p2p
 
 
 def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
@@ -281,11 +278,10 @@ class Libp2p:
                 self.reachable, self.advice = await ask_to_be_called(self)
             if dht:
                 await self._join_dht(run_id, seeds, identity_path)
-        except SwarmError:
+        except BaseException as error:
             await p2p.shutdown()
-            raise
-        except Exception as error:
-            await p2p.shutdown()
+            if isinstance(error, SwarmError) or not isinstance(error, Exception):
+                raise
             if gate.only_watches:
                 raise SwarmError(
                     "the swarm refused this peer: its invitation allows to watch only; ask for another one"
@@ -328,17 +324,16 @@ class Libp2p:
             p2p = await mute(None if identity_path is None else str(identity_path), GuardedP2P)
         except (P2PDaemonError, OSError) as error:
             raise _explain(error, (), ()) from error
-        outcome = await call_each(p2p, seeds)
-        answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
-        if not answered:
-            await p2p.shutdown()
-            raise SwarmError(_nobody(outcome))
-        self = cls(p2p, answered, gate or Gate())
-        self.silent = {address: why for address, why in outcome.items() if why}
         try:
+            outcome = await call_each(p2p, seeds)
+            answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
+            if not answered:
+                raise SwarmError(_nobody(outcome))
+            self = cls(p2p, answered, gate or Gate())
+            self.silent = {address: why for address, why in outcome.items() if why}
             await self._greet_seeds()
         except BaseException:
-            await self.close()
+            await p2p.shutdown()
             raise
         return self
 

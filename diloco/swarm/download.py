@@ -22,7 +22,7 @@ import torch
 from diloco.errors import PayloadError
 from diloco.outer.digest import fragment_digest, part_digest, part_digests, part_ranges
 from diloco.protocol.download import PartPlan
-from diloco.protocol.messages import PartList, StateHeader
+from diloco.protocol.messages.bulk import PartList, StateHeader
 from diloco.protocol.rendezvous import score
 from diloco.swarm.bulk import BulkClient, FetchedRecord, FetchedState, Offer, Unfinished
 from diloco.swarm.serve import Host

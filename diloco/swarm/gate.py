@@ -3,8 +3,13 @@
 1. Before its first stream to a peer this one sends a `Greeting` with its credential, on a stream of its own.
 2. The other side checks it against the libp2p identity that opened the stream, and answers with its own credential, or
    with a `Refusal`. So both are known, or neither says any more.
-3. Streams and DHT calls of an identity that is not known are refused before a byte of them is read.
-4. Who expires or is revoked is put out at once: its streams here are closed.
+3. Who has the newer list of what is revoked sends it to the other.
+4. Streams of an identity that is not known are refused before a byte of them is read, and DHT calls before they are
+   parsed (the daemon gives us a call whole: at most 4 MiB).
+5. Who expires or is revoked is put out at once: its streams here are closed.
+
+Of who is not known yet no more than `MAX_GREETING_BYTES` are read, on any stream; a longer frame is refused by its
+length.
 
 hivemind's own authorizer sees a request but not who sends it, so a request could be repeated by whoever received it;
 here the DHT's calls are bound to the identity of the connection, as all streams are. In an open run (no admission)
@@ -26,7 +31,8 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
 from diloco.errors import ConfigError, PayloadError
-from diloco.protocol.messages import Greeting, Message, Refusal, Revocations, expect
+from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from diloco.swarm.transport import Disbelieved, Reader, Refused, Writer
 
@@ -84,13 +90,19 @@ class Gate:
         if not again and peer in self._greeted and self.believes(peer):
             return
         reader, writer = await asyncio.wait_for(opener(), GREETING_TIMEOUT_S)
-        stream = Stream(peer, reader, writer, Traffic())
+        stream, mine = Stream(peer, reader, writer, Traffic()), self._greeting()
         try:
-            await stream.send(self._greeting())
-            answer = await stream.receive(GREETING_TIMEOUT_S)
+            await stream.send(mine)
+            answer = await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
-            reason = self._take(peer, expect(answer, Greeting))
+            theirs = expect(answer, Greeting)
+            reason = self._take(peer, theirs)
+            if reason is None:
+                await self._compare(stream, mine, theirs)
+            elif mine.revoked > theirs.revoked:  # it may be on the list, and shall hear of that
+                with contextlib.suppress(*BROKEN):
+                    await self._compare(stream, mine, theirs)
         except PayloadError as error:
             raise ConnectionError(f"{peer} does not greet as a peer of a run does: {error}") from None
         finally:
@@ -106,12 +118,16 @@ class Gate:
         """Answer a greeting."""
         stream = Stream(peer, reader, writer, Traffic())
         try:
-            greeting = expect(await stream.receive(GREETING_TIMEOUT_S), Greeting)
-            reason = self._take(peer, greeting)
-            if reason is not None:
+            theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
+            mine, reason = self._greeting(), self._take(peer, theirs)
+            if reason is None:
+                await stream.send(mine)
+                await self._compare(stream, mine, theirs)
+            else:
                 self.refused(peer, reason)
-            await stream.send(self._greeting() if reason is None else Refusal(reason=reason))
-            await stream.drained()
+                await stream.send(Refusal(reason=reason))
+            if reason is not None or mine.revoked >= theirs.revoked:
+                await stream.drained()
         except PayloadError as error:
             self.refused(peer, str(error))
         except BROKEN:
@@ -125,9 +141,9 @@ class Gate:
             reason = "" if self.admission is None else self.admission.objection(peer, "", time.time()) or ""
             self.refused(peer, reason)
             stream = Stream(peer, reader, writer, Traffic())
-            with contextlib.suppress(*BROKEN):
+            with contextlib.suppress(*BROKEN, PayloadError):
                 await stream.send(Refusal(reason=reason))
-                await stream.drained()
+                await stream.drained(discard=MAX_GREETING_BYTES)
             stream.close()
             return
         self._serving[peer].add(writer)
@@ -219,15 +235,25 @@ class Gate:
     def _greeting(self) -> Greeting:
         if self.admission is None:
             return Greeting()
-        [credential], revoked = self.evidence(), self.revocations
-        return Greeting(credential=credential, revoked=[] if revoked is None else [revoked])
+        [credential] = self.evidence()
+        return Greeting(credential=credential, revoked=self.admission.revoked.number)
 
     def _take(self, peer: str, greeting: Greeting) -> str | None:
-        if self.admission is None:
-            return None
-        for revoked in greeting.revoked:
-            self.hear(revoked)
-        return self.admission.admit(peer, greeting.credential, time.time())
+        return None if self.admission is None else self.admission.admit(peer, greeting.credential, time.time())
+
+    async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
+        """Who has the newer list gives it to the other, and waits until that one has read it and ends the stream."""
+        if mine.revoked < theirs.revoked:
+            self.hear(expect(await stream.receive(), Revocations))
+        elif mine.revoked > theirs.revoked and self.revocations is not None:
+            await stream.send(self.revocations)
+            await stream.drained()
+
+
+class _Unparsed:
+    """Stands for a type of requests that hivemind shall hand on as they come."""
+
+    FromString = staticmethod(bytes)
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
@@ -236,18 +262,18 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     gate: Gate
     open_greeting: Callable[[str], Awaitable[tuple[Reader, Writer]]]
 
-    async def add_protobuf_handler(self, name: str, handler: Any, *arguments: Any, **options: Any) -> None:
-        """As in `P2P`; a stranger's call fails before the handler sees it."""
+    async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
+        """As in `P2P`; a stranger's call fails before it is parsed. For single requests, as all of the DHT's are."""
 
-        async def guarded(request: Any, context: Any) -> Any:
+        async def guarded(request: bytes, context: Any) -> Any:
             peer = context.remote_id.to_base58()
             reason = self.gate.call_objection(peer)
             if reason is not None:
                 self.gate.refused(peer, reason)
                 raise PermissionError(reason)
-            return await handler(request, context)
+            return await handler(input_protobuf_type.FromString(request), context)
 
-        await super().add_protobuf_handler(name, guarded, *arguments, **options)
+        await super().add_protobuf_handler(name, guarded, _Unparsed, **options)
 
     async def call_protobuf_handler(self, peer_id: PeerID, name: str, *arguments: Any, **options: Any) -> Any:
         """As in `P2P`; `Refused` or `Disbelieved` when one of the two is not in the run."""

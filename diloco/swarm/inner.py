@@ -20,7 +20,8 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.codecs import LIMIT
-from diloco.protocol.messages import InnerHeader, InnerRequest, expect
+from diloco.protocol.messages import expect
+from diloco.protocol.messages.bulk import InnerHeader, InnerRequest
 from diloco.protocol.peer import Peer
 from diloco.swarm.bulk import BulkClient, receive_vector, send_vector
 from diloco.swarm.streams import BROKEN, Stream

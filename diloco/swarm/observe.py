@@ -15,7 +15,9 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco.protocol.membership import Member
-from diloco.protocol.messages import Figures, Message, Published, SnapshotReply, Status
+from diloco.protocol.messages import Message
+from diloco.protocol.messages.control import Figures, Published, Status
+from diloco.protocol.messages.watching import SnapshotReply
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.snapshot import (
     MAX_FRAGMENTS,

@@ -16,7 +16,10 @@ from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.ledger import union
-from diloco.protocol.messages import MAX_UNIT_RANGES, MAX_UNITS_WANTED, Message, Revocations, State
+from diloco.protocol.messages import Message
+from diloco.protocol.messages.base import MAX_UNIT_RANGES
+from diloco.protocol.messages.bulk import MAX_UNITS_WANTED
+from diloco.protocol.messages.control import Hello, Revocations, State
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.shares import Share
 from diloco.protocol.snapshot import Snapshot as Observed
@@ -146,20 +149,7 @@ class Presence:
         self.rounds.restore(options.applied)
         await self._learn_terms()
         await transport.handle(BULK, self._serve)
-        self._mesh = ControlMesh(
-            transport,
-            self.protocol,
-            self.traffic,
-            on_hello=lambda peer, hello: self.do(self.protocol.connected(peer, hello, self.now())),
-            on_message=self._heard,
-            on_lost=lambda peer, why: self.do(self.protocol.lost(peer, self.now(), why)),
-            on_refused=self._refused,
-            on_call_ended=self.notify,
-            on_named=lambda peers: self.recorder.named(self.protocol, peers, self.now()),
-            objection=self._objection,
-            record=lambda: [self.protocol.name, *self.gate.evidence()],
-            on_record=self.gate.witness,
-        )
+        self._mesh = ControlMesh(transport, self)
         answered = await self._mesh.start()
         if self._refusal is not None:
             raise SwarmError(self._refusal)
@@ -196,7 +186,26 @@ class Presence:
         await self._until_or(heard_all, ACQUAINTANCE_S, "hellos of the swarm")
         self.do(self.protocol.acquainted(self.now()))
 
-    async def _refused(self, peer: str, reason: str) -> None:
+    # -- what the mesh tells ------------------------------------------------------------------------------------------
+
+    def greeted(self, peer: str, hello: Hello) -> None:
+        self.do(self.protocol.connected(peer, hello, self.now()))
+
+    def heard(self, peer: str, message: Message) -> None:
+        if isinstance(message, Revocations):
+            self.gate.hear(message)
+            return
+        self.do(self.protocol.heard(peer, message, self.now()))
+        if peer in self.protocol.members:
+            self.recorder.heard(self.protocol, peer, message, self.now())
+
+    def offended(self, peer: str, why: str) -> None:
+        self.do(self.protocol.offence(peer, why, self.now()))
+
+    def lost(self, peer: str, why: str) -> None:
+        self.do(self.protocol.lost(peer, self.now(), why))
+
+    async def refused(self, peer: str, reason: str) -> None:
         assert self._transport is not None
         self.note("refused_us", peer=peer, why=reason)
         if peer not in self._transport.seeds and not self.gate.believes(peer):
@@ -209,6 +218,22 @@ class Presence:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
         self._refusal = f"the swarm refused this peer: {reason}"
         self.notify()
+
+    def record(self) -> list[str]:
+        return [self.protocol.name, *self.gate.evidence()]
+
+    def named(self, records: Mapping[str, object]) -> None:
+        self.recorder.named(self.protocol, records, self.now())
+        for peer, record in records.items():
+            self.gate.witness(peer, record)
+
+    def objection(self, peer: str, hello: Hello) -> str | None:
+        reason = self.gate.objection(peer, hello)
+        if reason is not None:
+            self.gate.refused(peer, reason)
+        return reason
+
+    # -- what it does by itself ---------------------------------------------------------------------------------------
 
     async def _heartbeat(self) -> None:
         last_record_at = -RECORD_PERIOD_S
@@ -363,14 +388,6 @@ class Presence:
         if not self._closed:
             self.do(self.protocol.tick(self.now()))
 
-    def _heard(self, peer: str, message: Message) -> None:
-        if isinstance(message, Revocations):
-            self.gate.hear(message)
-            return
-        self.do(self.protocol.heard(peer, message, self.now()))
-        if peer in self.protocol.members:
-            self.recorder.heard(self.protocol, peer, message, self.now())
-
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         await self._server.serve(Stream(peer, reader, writer, self.traffic))
         self._forget_records()
@@ -399,12 +416,6 @@ class Presence:
                     self.protocol.leases.see_term(fragment, term)
 
     # -- admission ----------------------------------------------------------------------------------------------------
-
-    def _objection(self, peer: str, message: Message) -> str | None:
-        reason = self.gate.objection(peer, message)
-        if reason is not None:
-            self.gate.refused(peer, reason)
-        return reason
 
     def _revoked(self, revoked: Revocations) -> None:
         """A newer list: tell everybody, those on it too, before they are put out."""

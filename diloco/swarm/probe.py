@@ -21,7 +21,8 @@ import torch
 from diloco.config import WIRE_VERSION
 from diloco.config.address import host_of, problem
 from diloco.errors import PayloadError
-from diloco.protocol.messages import DialBack, DialBackReply, Probe, ProbeReply, Refusal, expect
+from diloco.protocol.messages import Refusal, expect
+from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.protocol.peer import Peer
 from diloco.swarm.bulk import open_bulk, refuse
 from diloco.swarm.streams import BROKEN, Stream, Traffic

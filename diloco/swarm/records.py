@@ -30,7 +30,9 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import MAX_FRAME_BYTES, Message, Revocations, decode, encode
+from diloco.protocol.messages import Message, decode, encode
+from diloco.protocol.messages.base import MAX_FRAME_BYTES
+from diloco.protocol.messages.control import Revocations
 
 __all__ = ["LEASES", "PEERS", "REVOKED", "OwnedRecords", "leases_in", "pack_revoked", "revoked_in"]
 

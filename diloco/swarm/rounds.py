@@ -20,7 +20,7 @@ from diloco.outer.replica import OuterStep
 from diloco.outer.robust import Judgement
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
-from diloco.protocol.messages import Record
+from diloco.protocol.messages.bulk import Record
 from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.anchors import Anchors

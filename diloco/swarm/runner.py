@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
-from diloco.protocol.messages import State
+from diloco.protocol.messages.control import State
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot

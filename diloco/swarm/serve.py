@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -19,27 +18,22 @@ from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
 from diloco.protocol.limits import Limiter
-from diloco.protocol.messages import (
-    MAX_RANGES,
+from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.base import MAX_RANGES
+from diloco.protocol.messages.bulk import (
     Contribution,
-    DialBack,
     InnerRequest,
-    ManifestReply,
-    ManifestRequest,
-    Message,
     PartList,
     PartRequest,
-    Probe,
     Receipt,
-    Refusal,
-    SnapshotRequest,
     StateHeader,
     StateRequest,
     UnitGrant,
     UnitRequest,
-    expect,
 )
+from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
 from diloco.protocol.peer import Peer
+from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.bulk import FetchedRecord, refuse, send_part, send_record, send_state
 from diloco.swarm.gate import Gate
@@ -120,7 +114,7 @@ class BulkServer:
             return
         self.serving += 1
         try:
-            with _offence():
+            with offences():
                 request = await stream.receive()
             penalty = self._host.protocol.penalties.refusal(stream.peer, self._host.now())
             if penalty is not None:
@@ -130,7 +124,7 @@ class BulkServer:
             await stream.drained()
         except PayloadError as error:
             self._host.note("refused", peer=stream.peer, why=str(error))
-            if isinstance(error, _Offence):
+            if isinstance(error, Offence):
                 self._host.do(self._host.protocol.offence(stream.peer, str(error), self._host.now()))
             await _quietly(refuse(stream, str(error)))
         except BROKEN as error:
@@ -166,7 +160,7 @@ class BulkServer:
             case Probe() | DialBack():
                 await self._probes.answer(stream, request)
             case _:
-                raise PayloadError(f"a bulk stream cannot begin with {type(request).__name__}")
+                raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
 
     async def _units(self, stream: Stream, request: UnitRequest) -> None:
         granted = None
@@ -181,7 +175,7 @@ class BulkServer:
         host, fragment = self._host, header.fragment
         claim = host.protocol.implausible(stream.peer, header, host.now())
         if claim is not None:
-            raise _Offence(claim)
+            raise Offence(claim)
         verdict = host.protocol.offer(stream.peer, header)
         record = host.records.get(fragment)
         late = record is not None and record.header.version == header.base_version + 1
@@ -227,7 +221,7 @@ class BulkServer:
             version = host.protocol.versions[fragment]
             if host.protocol.syncers.get(fragment) is not syncer:
                 raise PayloadError(f"fragment {fragment} has another syncer now")
-            with _offence():
+            with offences():
                 folded = host.rounds.fold_whole(syncer, stream.peer, learned_from, payloads)
             if not folded:
                 raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
@@ -242,7 +236,7 @@ class BulkServer:
             wanted = syncer.wants(stream.peer, chunk, header.base_version)
             if host.protocol.syncers.get(fragment) is not syncer or not wanted:
                 raise PayloadError(f"version {header.base_version + 1} of fragment {fragment} closed meanwhile")
-            with _offence():
+            with offences():
                 host.rounds.take_chunk(syncer, stream.peer, chunk, payload)
 
     async def _state(self, stream: Stream, request: StateRequest) -> None:
@@ -328,19 +322,6 @@ class BulkServer:
             **host.protocol.word(fragment),
         )
         return header, vectors
-
-
-class _Offence(PayloadError):
-    """What no honest peer of this version sends, whatever its link: it has consequences (see `penalties`)."""
-
-
-@contextmanager
-def _offence() -> Iterator[None]:
-    """What is invalid in here is an offence."""
-    try:
-        yield
-    except PayloadError as error:
-        raise _Offence(str(error)) from None
 
 
 async def _quietly(work: Awaitable[None]) -> None:

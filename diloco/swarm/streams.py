@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import MAX_FRAME_BYTES, Message, decode, encode
+from diloco.protocol.messages import Message, decode, encode
+from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.swarm.transport import Reader, Transport, Writer
 
 if TYPE_CHECKING:  # who only watches has no tensors, and needs no torch
@@ -78,14 +79,14 @@ class Stream:
         self._traffic.bytes_sent += _LENGTH_BYTES + len(frame)
         await self._writer.drain()
 
-    async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S) -> Message:
-        """Read and validate one message; `PayloadError` when it is none."""
-        return await asyncio.wait_for(self._receive(), timeout_s)
+    async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Message:
+        """Read and validate one message; `PayloadError` when it is none, or announces more than `limit` bytes."""
+        return await asyncio.wait_for(self._receive(limit), timeout_s)
 
-    async def _receive(self) -> Message:
+    async def _receive(self, limit: int) -> Message:
         length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-        if length > MAX_FRAME_BYTES:
-            raise PayloadError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+        if length > limit:
+            raise PayloadError(f"a frame of {length} bytes is over the limit of {limit}")
         frame = await self._reader.readexactly(length)
         self._traffic.bytes_received += _LENGTH_BYTES + length
         return decode(frame)

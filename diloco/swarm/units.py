@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from diloco.protocol.ledger import Units, count, difference, union
-from diloco.protocol.messages import MAX_UNIT_RANGES
+from diloco.protocol.messages.base import MAX_UNIT_RANGES
 
 __all__ = ["Reserve"]
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from diloco.errors import PayloadError, SwarmError
-from diloco.protocol.messages import SnapshotReply, SnapshotRequest, expect
+from diloco.protocol.messages import expect
+from diloco.protocol.messages.watching import SnapshotReply, SnapshotRequest
 from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
 from diloco.swarm.streams import BROKEN, Traffic, open_bulk
 from diloco.swarm.transport import Transport

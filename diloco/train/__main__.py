@@ -30,7 +30,7 @@ def _main(arguments: list[str]) -> int:
 
     if config.run.report:
         threading.Thread(target=_leave_with_supervisor, daemon=True).start()
-    return run(config, json_lines if config.run.report else log_lines()).exit
+    return run(config, json_lines if config.run.report else log_lines(config)).exit
 
 
 def _leave_with_supervisor() -> None:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from diloco.config import Config
 from diloco.protocol.snapshot import Snapshot
 from diloco.train.files import finite
 
-__all__ = ["Listener", "json_lines", "log_lines", "swarm_figures"]
+__all__ = ["Listener", "json_lines", "log_lines", "swarm_figures", "who_can_join"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,15 @@ def json_lines(message: Mapping[str, Any]) -> None:
 class log_lines:
     """Messages as log lines, one per outer step, for a peer that nobody watches."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self._notice = who_can_join(config, config.run.key)
         self._began_at = time.monotonic()
         self._version = -1
 
     def __call__(self, message: Mapping[str, Any]) -> None:
+        if message["t"] == "ready" and self._notice is not None:
+            text, is_warning = self._notice
+            logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
         if message["t"] == "ready" and message.get("address"):
             logger.info("this peer can be reached at %s", message["address"])
             if message.get("first"):
@@ -50,6 +55,23 @@ class log_lines:
             message["loss"],
             message["peers"],
         )
+
+
+def who_can_join(config: Config, run_key: str | None) -> tuple[str, bool] | None:
+    """One line on whether strangers can join, and whether it is a warning; None without a swarm.
+
+    What whoever starts a peer should know before anything else.
+    """
+    if config.outer.method != "diloco":
+        return None
+    if run_key is not None:
+        return f"closed run: invited peers only, by key {run_key[:16]}", False
+    if config.only_here:
+        return "open run, on this machine only", False
+    return (
+        "open run: anyone who can reach this peer can join, read the model and change it; "
+        "to close a run, start it with a key: diloco keygen run.key, then swarm.key_path=run.key"
+    ), True
 
 
 def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:

@@ -1,0 +1,225 @@
+"""The control mesh with a stub in place of the network: what is heard, what is an offence, and what is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_penalties import Pipe, framed
+
+from diloco.protocol.actions import Action, Note
+from diloco.protocol.leases import LEAP
+from diloco.protocol.messages import Message, Refusal
+from diloco.protocol.messages.bulk import Contribution, Receipt
+from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, State, Status
+from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.penalties import Penalties
+from diloco.swarm.control import ControlMesh
+from diloco.swarm.streams import Traffic
+
+ME, OTHER, MANIFEST, DIGEST = "me", "other", "0" * 64, "1" * 64
+
+
+class NoNetwork:
+    """A transport by which nobody can be reached; says who was called."""
+
+    def __init__(self) -> None:
+        self.me, self.seeds, self.called = ME, list[str](), list[str]()
+
+    async def open(self, peer: str, protocol: str) -> Any:
+        self.called.append(peer)
+        raise ConnectionError(f"{peer} cannot be reached")
+
+
+class Listener:
+    """A peer of a run of two fragments, and its mesh."""
+
+    def __init__(self) -> None:
+        self.protocol, self.traffic = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2), Traffic()
+        self.transport, self.notes = NoNetwork(), list[tuple[str, Mapping[str, object]]]()
+        self.mesh = ControlMesh(self.transport, self)  # type: ignore[arg-type]
+
+    def do(self, actions: list[Action]) -> None:
+        self.notes += [(action.kind, action.fields) for action in actions if isinstance(action, Note)]
+
+    def greeted(self, peer: str, hello: Hello) -> None:
+        self.do(self.protocol.connected(peer, hello, now()))
+
+    def heard(self, peer: str, message: Message) -> None:
+        self.do(self.protocol.heard(peer, message, now()))
+
+    def offended(self, peer: str, why: str) -> None:
+        self.do(self.protocol.offence(peer, why, now()))
+
+    def lost(self, peer: str, why: str) -> None:
+        self.do(self.protocol.lost(peer, now(), why))
+
+    async def refused(self, peer: str, reason: str) -> None: ...
+
+    def record(self) -> list[str]:
+        return []
+
+    def named(self, records: Mapping[str, object]) -> None: ...
+
+    def notify(self) -> None: ...
+
+    def objection(self, peer: str, hello: Hello) -> str | None:
+        return None
+
+    def said(self, kind: str) -> list[Mapping[str, object]]:
+        return [fields for one, fields in self.notes if one == kind]
+
+    async def hear(self, *sent: bytes) -> list[object]:
+        """What is answered on a stream on which somebody says this and ends it."""
+        pipe = Pipe(b"".join(sent))
+        await self.mesh._serve(OTHER, pipe.reader, pipe)
+        return pipe.messages()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def run(scene: Callable[[Listener], Awaitable[None]]) -> None:
+    async def work() -> None:
+        listener = Listener()
+        try:
+            await scene(listener)
+        finally:
+            await listener.mesh.close()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def status(state: State = "training", fragments: int = 2) -> Status:
+    return Status(state=state, versions=[0] * fragments)
+
+
+def claim(fragment: int = 0, term: int = 1, version: int = 0) -> Claim:
+    return Claim(fragment=fragment, term=term, version=version, digest=DIGEST)
+
+
+def published(fragment: int = 0, term: int = 1, version: int = 1) -> Published:
+    known = {"digest": DIGEST, "contributors": [OTHER], "applied_tokens": 1}
+    return Published(fragment=fragment, term=term, version=version, **known)
+
+
+def hello(*claims: Claim, **fields: Any) -> Hello:
+    known = {"wire_version": WIRE_VERSION, "run_id": "run", "manifest_hash": MANIFEST, "name": OTHER, "peers": []}
+    return Hello(**{**known, "trains": True, "holds": True, "status": status(), "claims": list(claims), **fields})
+
+
+CONTRIBUTION = Contribution(manifest_hash=MANIFEST, fragment=0, term=1, base_version=0, steps=1, tokens=1)
+GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (GARBAGE, "a frame is not valid msgpack"),
+        (ENDLESS, "a frame of 4294967295 bytes is over the limit"),
+        (framed(status(fragments=1)), "a status of 1 fragments, and the run has 2"),
+        (framed(claim(fragment=2)), "a word on fragment 2, and the run has 2"),
+        (framed(published(fragment=7)), "a word on fragment 7, and the run has 2"),
+        (framed(CONTRIBUTION), "a control stream does not carry Contribution"),
+    ],
+    ids=["schema", "length", "status", "claim", "published", "kind"],
+)
+def test_an_offence_on_a_control_stream_puts_its_peer_out_for_a_while_and_is_an_event(sent: bytes, why: str) -> None:
+    async def scene(listener: Listener) -> None:
+        ours = listener.mesh._outgoing[OTHER] = asyncio.Queue()
+        [answer] = await listener.hear(framed(hello()), framed(status()), sent, framed(status()))
+        assert isinstance(answer, Status)
+        [penalty] = listener.said("penalty")
+        assert penalty["peer"] == OTHER and str(penalty["why"]).startswith(why)
+        assert [event["why"] for event in listener.said("lost")] == [penalty["why"]]
+        assert OTHER not in listener.protocol.members
+        assert OTHER not in listener.mesh._outgoing and ours.get_nowait() is None, "our stream to it ends"
+        [refusal] = await listener.hear(framed(hello()))
+        assert isinstance(refusal, Refusal) and refusal.reason.startswith(f"refused for 10 s more: {why}")
+        assert not await listener.mesh.dial(OTHER) and listener.transport.called == []
+        listener.protocol.penalties = Penalties()  # the time is over
+        assert isinstance((await listener.hear(framed(hello())))[0], Status)
+        assert len(listener.said("penalty")) == 1
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (GARBAGE, "a frame is not valid msgpack"),
+        (framed(status()), "expected Hello, got Status"),
+        (framed(Receipt()), "expected Hello, got Receipt"),
+        (framed(hello(claim(fragment=2))), "a word on fragment 2, and the run has 2"),
+    ],
+    ids=["schema", "status", "kind", "claim"],
+)
+def test_a_stream_that_begins_with_an_offence_is_refused_with_the_reason(sent: bytes, why: str) -> None:
+    async def scene(listener: Listener) -> None:
+        [refusal] = await listener.hear(sent)
+        assert isinstance(refusal, Refusal) and refusal.reason.startswith(why)
+        assert [event["peer"] for event in listener.said("penalty")] == [OTHER]
+        assert OTHER not in listener.protocol.members
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"wire_version": 1, "claims": [claim(fragment=9).model_dump()]}, "wire version 1 there does not fit"),
+        ({"wire_version": 1, "status": 5, "unknown": 1}, "wire version 1 there does not fit"),
+        ({"run_id": "another"}, "run.id=another is not the run here"),
+        ({"manifest_hash": "f" * 64}, "the manifest ffffffffffff differs"),
+    ],
+    ids=["wire", "form", "run", "manifest"],
+)
+def test_who_is_of_another_version_or_run_is_refused_and_not_punished(other: dict[str, object], why: str) -> None:
+    async def scene(listener: Listener) -> None:
+        frame = msgpack.packb({**hello().model_dump(), **other})
+        [refusal] = await listener.hear(len(frame).to_bytes(4, "big") + frame)
+        assert isinstance(refusal, Refusal) and refusal.reason.startswith(why)
+        assert listener.said("penalty") == [] and listener.protocol.penalties.refusal(OTHER, now()) is None
+
+    run(scene)
+
+
+HONEST: list[Message] = [
+    status("starting"),
+    status("leaving"),
+    claim(term=3, version=2),
+    claim(term=1),  # overtaken
+    claim(term=1 + 2 * LEAP),  # of one who believed a liar
+    published(term=9),  # by one who does not know that it is syncer no more
+    published(version=2**40),
+    Revocations(number=1, token_ids=[], peer_ids=[], signature="0" * 128),
+]
+
+
+@pytest.mark.parametrize("message", HONEST, ids=lambda message: message.kind)
+def test_what_an_honest_peer_may_say_late_or_in_error_is_not_punished(message: Message) -> None:
+    async def scene(listener: Listener) -> None:
+        await listener.hear(framed(hello(claim(term=2))), framed(claim(fragment=1)), framed(message), framed(message))
+        assert listener.said("penalty") == []
+        assert [event["why"] for event in listener.said("lost") + listener.said("leave")] == ["connection reset"]
+
+    run(scene)
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=st.lists(st.sampled_from(HONEST), max_size=5), cuts=st.lists(st.integers(0, 1500), max_size=8))
+def test_a_control_stream_that_breaks_anywhere_is_never_punished(messages: list[Message], cuts: list[int]) -> None:
+    async def scene(listener: Listener) -> None:
+        whole = b"".join(map(framed, (hello(claim()), *messages)))
+        for cut in cuts:
+            await listener.hear(whole[:cut])
+        assert isinstance((await listener.hear(whole))[0], Status)
+        assert listener.said("penalty") == []
+
+    run(scene)

@@ -160,7 +160,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 2,
+  "wire_version": 3,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -186,7 +186,7 @@ CANONICAL = (
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"robust":"auto","staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
     '"trim":0.25,"weights":"tokens"},'
-    '"run":{"id":"golden","key":null,"seed":3},"wire_version":2}'
+    '"run":{"id":"golden","key":null,"seed":3},"wire_version":3}'
 )
 GOLDEN_HASH = "fb73fa286c25c6ab5105afd6e16c98b008948c005a7ef60dd84814cc778825e6"
 
@@ -711,15 +711,15 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
         ("1" * 60000, "manifest is not JSON: "),
         (" " * 70000, "manifest has 70000 characters; at most 65536 are accepted"),
         ('{"wire_version": NaN}', "manifest is not JSON: NaN is not a number"),
-        ("{}", "manifest has wire version null, this diloco speaks 2; install the same version on all peers"),
-        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 2; install"),
+        ("{}", "manifest has wire version null, this diloco speaks 3; install the same version on all peers"),
+        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 3; install"),
         (
             edited(lambda it: it.update(wire_version=True)),
-            "manifest has wire version true, this diloco speaks 2; install",
+            "manifest has wire version true, this diloco speaks 3; install",
         ),
         (
-            edited(lambda it: it.update(wire_version=2.0)),
-            "manifest has wire version 2.0, this diloco speaks 2; install",
+            edited(lambda it: it.update(wire_version=3.0)),
+            "manifest has wire version 3.0, this diloco speaks 3; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),
         (

@@ -221,6 +221,7 @@ HELLO = Hello(
     trains=True,
     holds=False,
     device="cpu",
+    addresses={"a": ["/ip4/127.0.0.1/tcp/4100/p2p/a"]},
     peers=["a"],
     status=STATUS,
     claims=[CLAIM],
@@ -287,6 +288,9 @@ def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         wrong = [*WRONG[type(value)], *(DIGESTS if value == D else [])]
         if key == "contributors" and isinstance(value, dict):
             wrong = [*(one for one in wrong if one != {}), {"a": -1}, {"a": "1"}, {"a": None}, {"a" * 129: 1}]
+        if key == "addresses" and isinstance(value, dict):
+            said: list[Any] = ["/a", None, {}, [1], ["x" * 257], ["x"] * 17]
+            wrong = [*(one for one in wrong if one != {}), *({"a": one} for one in said), {"a" * 129: []}]
         if key == "figures":
             wrong = [one for one in wrong if one not in (None, {})]  # none, or none of them yet
         if key == "shares":
@@ -297,7 +301,7 @@ def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             ]
         yield from ((key, {**fields, key: other}) for other in wrong)
         inner = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else value
-        if isinstance(inner, dict) and key not in ("contributors", "shares"):
+        if isinstance(inner, dict) and key not in ("addresses", "contributors", "shares"):
             for path, broken in corruptions(inner):
                 yield f"{key}.{path}", {**fields, key: [broken] if isinstance(value, list) else broken}
 
@@ -410,7 +414,7 @@ def test_nobody_has_or_leaves_open_more_ranges_than_a_peer_can_keep_track_of() -
 
 
 def test_a_hello_of_another_wire_version_is_refused_by_that_whatever_else_is_in_it() -> None:
-    text = "wire version 1 there does not fit 2 here; install the same diloco version on both sides"
+    text = "wire version 1 there does not fit 3 here; install the same diloco version on both sides"
     for other in ({}, {"status": 5}, {"unknown": 1}):
         assert refusal_of(pack({**HELLO.model_dump(), "wire_version": 1, **other})) == text
 

@@ -71,6 +71,7 @@ class Peer(Accounts):
         actions: list[Action] = []
         if self.members.join(peer, hello, now):
             actions.append(Note("join", {"peer": peer, "name": hello.name, "live": len(self.members) + 1}))
+        self.places.hear(peer, hello.addresses)
         self._heard_units(peer, hello.status)
         claimed = {(claim.fragment, claim.term) for claim in hello.claims}
         for lease in self.leases.held_by(peer):

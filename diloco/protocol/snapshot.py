@@ -87,7 +87,9 @@ class RunInfo(_Part):
 
 
 class PeerRow(_Part):
-    """A peer, as it said last. `last_seen_s` ago; `seconds` are those of its last round."""
+    """A peer, as it said last. `last_seen_s` ago; `seconds` are those of its last round; `addresses` is where it may be
+    called, as far as who answers knows.
+    """
 
     peer_id: Name
     short_id: Name
@@ -107,6 +109,7 @@ class PeerRow(_Part):
     bytes_received: Count
     last_seen_s: Rate
     seconds: Phases | None
+    addresses: list[Annotated[str, Field(max_length=256)]] = Field(default_factory=list, max_length=4)
 
 
 class FragmentRow(_Part):

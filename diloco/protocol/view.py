@@ -12,6 +12,7 @@ from diloco.protocol.membership import Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Revocations, State, Status
+from diloco.protocol.places import Places
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 
@@ -73,6 +74,7 @@ class View:
         self.device = device
         self.payload_bytes = tuple(payload_bytes)
         self.members = Membership()
+        self.places = Places()
         self.leases = LeaseTable()
         self.state: State = "starting"
         self.units: Units = []  # leased to this peer; its owner keeps them up to date
@@ -124,6 +126,7 @@ class View:
             holds=self.holds,
             device=self.device,
             peers=[member.peer for member in self.members.all()],
+            addresses=self.places.all([self.me, *(member.peer for member in self.members.all())]),
             status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
         )

@@ -306,6 +306,7 @@ class SimTransport:
         self.seeds = seeds
         self.addresses = [f"/sim/{me}"]
         self.reachable, self.advice = True, ""
+        self.where: Callable[[str], Sequence[str]] = lambda peer: ()
         self.handlers: dict[str, Handler] = {}
         self._network = network
         self._failure: asyncio.Future[None] = network.loop.create_future()

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
+_LOST = ("routing: not found", "failed to find any peer in table")  # libp2p on a peer that it has no address of
 
 
 def peer_id_of(address: str) -> str:
@@ -222,6 +223,7 @@ class Libp2p:
         self.me = gate.me = str(p2p.peer_id.to_base58())
         self.seeds = seeds
         self.addresses: list[str] = []
+        self.where: Callable[[str], Sequence[str]] = lambda peer: ()
         self.reachable = True
         self.advice = ""  # what would make this peer reachable
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
@@ -382,11 +384,18 @@ class Libp2p:
             peer_id = PeerID.from_base58(peer)
         except ValueError:  # from a hello or the DHT, so anybody's
             raise ConnectionError(f"{peer[:64]!r} is no peer id") from None
-        try:
-            _, reader, writer = await self._p2p.call_binary_stream_handler(peer_id, protocol)
-        except (ControlFailure, P2PDaemonError) as error:
-            raise ConnectionError(f"{peer} cannot be reached: {error}") from error
-        return reader, writer
+        for called in (False, True):
+            try:
+                _, reader, writer = await self._p2p.call_binary_stream_handler(peer_id, protocol)
+                return reader, writer
+            except (ControlFailure, P2PDaemonError) as error:
+                if called or not str(error).endswith(_LOST) or not await self._call(peer):
+                    raise ConnectionError(f"{peer} cannot be reached: {error}") from error
+        raise AssertionError
+
+    async def _call(self, peer: str) -> bool:
+        """Connect to a peer that libp2p does not find, at the addresses that we know of; whether it is there."""
+        return "" in (await call_each(self._p2p, self.where(peer))).values()
 
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
         """As in `Transport`."""

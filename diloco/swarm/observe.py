@@ -19,6 +19,7 @@ from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
 from diloco.protocol.messages.watching import SnapshotReply
 from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.places import Places
 from diloco.protocol.snapshot import (
     MAX_FRAGMENTS,
     MAX_HISTORY,
@@ -154,7 +155,7 @@ class Recorder:
         by_version = _means(self._timeline)
         return Snapshot(
             run=_run(protocol, manifest_text, since + now),
-            peers=[_peer(member, newest, now) for member in everybody[:MAX_PEERS]],
+            peers=[_peer(member, newest, now, protocol.places) for member in everybody[:MAX_PEERS]],
             fragments=_fragments(protocol),
             rounds=[
                 row.model_copy(update={"closed_at": since + row.closed_at, "seconds": by_version.get(row.version)})
@@ -212,7 +213,7 @@ def _myself(protocol: Peer, now: float) -> Member:
     return Member(me.me, me.name, me.trains, me.holds, me.status(figures=True), now, now, device=me.device)
 
 
-def _peer(member: Member, newest: int, now: float) -> PeerRow:
+def _peer(member: Member, newest: int, now: float, places: Places) -> PeerRow:
     status, version = member.status, min(member.status.versions, default=0)
     figures = status.figures or Figures()
     return PeerRow(
@@ -234,6 +235,7 @@ def _peer(member: Member, newest: int, now: float) -> PeerRow:
         bytes_received=figures.bytes_received,
         last_seen_s=max(0.0, now - member.heard_at),
         seconds=_phases(figures),
+        addresses=list(places.of(member.peer)),
     )
 
 

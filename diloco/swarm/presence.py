@@ -138,6 +138,8 @@ class Presence:
             device=options.device,
             payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
+        self.protocol.places.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
+        transport.where = self.protocol.places.of
         self.advice = transport.advice
         if not transport.reachable:
             self.note("unreachable", advice=transport.advice or "swarm.reachable=no")

@@ -46,6 +46,7 @@ class Transport(Protocol):
         addresses: where others reach it, best first; empty for a peer that listens nowhere.
         reachable: whether others can open a connection to it. To one that they cannot, they open streams over the
             connections that it has opened. advice: what would make it reachable, if it is not.
+        where: addresses of a peer by its id; its owner may know some where the network does not.
 
     Everything that cannot be done because somebody is not there raises `ConnectionError` or `TimeoutError`.
     """
@@ -55,6 +56,7 @@ class Transport(Protocol):
     addresses: list[str]
     reachable: bool
     advice: str
+    where: Callable[[str], Sequence[str]]
 
     async def handle(self, protocol: str, handler: Handler) -> None:
         """Call `handler(peer, reader, writer)` for each stream that a peer opens for this protocol."""

@@ -63,6 +63,7 @@ class Visitor:
         self._known: list[str] = []  # whom to ask, the best first
         self._acquainted: set[str] = set()
         self._last: Snapshot | None = None
+        self._places: dict[str, list[str]] = {}
         self._connected_at = 0.0
 
     async def __aenter__(self) -> Visitor:
@@ -119,7 +120,9 @@ class Visitor:
         from diloco.swarm.daemon import Libp2p
         from diloco.swarm.gate import watching
 
-        self._transport = await Libp2p.visit(self._addresses, watching("", self._token))
+        met = [places[0] for places in self._places.values() if places]
+        self._transport = await Libp2p.visit([*self._addresses, *met], watching("", self._token))
+        self._transport.where = lambda peer: self._places.get(peer, ())
         self._connected_at = asyncio.get_running_loop().time()
         self._acquainted.clear()
         if instead_of is not None:
@@ -132,6 +135,7 @@ class Visitor:
     async def _get_acquainted(self, transport: Transport, snapshot: Snapshot) -> None:
         """Connect to a few more peers while somebody can still say where they are; one at each time."""
         me = snapshot.run.answered_by
+        self._places = {row.peer_id: row.addresses for row in snapshot.peers}
         self._known = [me, *(row.peer_id for row in snapshot.peers if row.peer_id != me)][:MAX_KNOWN]
         self._known.sort(key=lambda peer: (peer != me, peer not in self._acquainted))
         self._acquainted &= set(self._known)

@@ -33,6 +33,7 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 Index = Annotated[int, Field(ge=0, lt=2**20)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # A list fails at its first wrong item: a frame of a million of them would keep the node busy for seconds.
+Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16), FailFast()]
 Names = Annotated[list[Name], Field(max_length=4096), FailFast()]
 
 

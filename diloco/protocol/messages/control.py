@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.revocations import MAX_REVOKED
-from diloco.protocol.messages.base import Count, Digest, FewUnits, Index, Message, Name, Names, Rate, Units
+from diloco.protocol.messages.base import Addresses, Count, Digest, FewUnits, Index, Message, Name, Names, Rate, Units
 
 __all__ = [
     "MAX_GREETING_BYTES",
@@ -115,7 +115,7 @@ class Claim(Message):
 
 
 class Hello(Message):
-    """First message on a control stream: which run this peer is in, what it can do, and whom it knows."""
+    """First message on a control stream: which run this peer is in, what it can do, whom it knows and where they are."""
 
     kind: Literal["hello"] = "hello"
     wire_version: Count
@@ -126,6 +126,7 @@ class Hello(Message):
     holds: bool
     device: Name = ""
     peers: Names
+    addresses: Annotated[dict[Name, Addresses], Field(max_length=4097)] = Field(default_factory=dict)
     status: Status
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 
-from diloco.protocol.messages.base import MAX_FRAME_BYTES, Count, Message, Name
+from diloco.protocol.messages.base import MAX_FRAME_BYTES, Addresses, Count, Message, Name
 
 __all__ = [
     "MAX_PROBE_BYTES",
@@ -23,8 +23,6 @@ __all__ = [
 
 MAX_SNAPSHOT_PIECE_BYTES = MAX_FRAME_BYTES // 2
 MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
-
-Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16), FailFast()]
 
 
 class ManifestRequest(Message):

@@ -1,0 +1,82 @@
+"""Where peers can be called: what hellos say of it, and that it is enough where libp2p knows nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from swarm_helpers import Crowd
+
+from diloco.protocol.peer import Peer
+from diloco.protocol.places import MAX_ADDRESSES, MAX_PEERS, Places
+from diloco.swarm.bulk import BULK
+from diloco.swarm.daemon import Libp2p
+from diloco.swarm.gate import Gate
+from diloco.swarm.visitor import request_snapshot
+
+A, B, C = (f"Qm{letter * 44}" for letter in "ABC")
+
+
+def at(peer: str, host: str = "192.0.2.7") -> str:
+    return f"/ip4/{host}/tcp/4100/p2p/{peer}"
+
+
+def node(me: str) -> Peer:
+    return Peer(me, me[-1], "run", "0" * 64, ["1" * 64])
+
+
+def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
+    first, second, third = node(A), node(B), node(C)
+    for one in (first, second, third):
+        one.places.hear(one.me, {one.me: [at(one.me)]})
+    first.connected(B, second.hello(), 0.0)
+    second.connected(A, first.hello(), 0.0)
+    assert first.hello().addresses == {A: [at(A)], B: [at(B)]}
+    third.connected(A, first.hello(), 1.0)
+    assert third.places.of(B) == (at(B),)
+
+
+def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
+    places = Places()
+    places.hear(A, {B: [at(B, "198.51.100.1")]})
+    assert places.of(B) == (at(B, "198.51.100.1"),)
+    places.hear(B, {B: [at(B)]})
+    places.hear(A, {B: [at(B, "198.51.100.1")]})
+    assert places.of(B) == (at(B),)
+
+
+def test_what_is_no_address_of_that_peer_is_left_out() -> None:
+    places = Places()
+    places.hear(A, {A: [at(B), "nowhere", f"/ip4/0.0.0.0/tcp/1/p2p/{A}", *[at(A)] * 9], C: []})
+    assert places.of(A) == (at(A),) * MAX_ADDRESSES
+    assert places.all([A, B, C]) == {A: [at(A)] * MAX_ADDRESSES}
+
+
+def test_who_names_peers_without_end_is_remembered_to_a_limit() -> None:
+    places = Places()
+    places.hear(A, {A: [at(A)]})
+    places.hear(B, {f"Qm{index:044d}".replace("0", "z"): [] for index in range(MAX_PEERS + 10)})
+    assert len(places._hearsay) == MAX_PEERS and places.of(A) == (at(A),)
+
+
+@pytest.mark.swarm
+def test_a_peer_that_libp2p_cannot_find_is_called_where_it_said_that_it_is(tmp_path: Path) -> None:
+    crowds = [Crowd(tmp_path / name, {"w": (8, 8)}, fragments=2) for name in ("one", "two")]
+    try:
+        [known], [other] = (crowd.start(1) for crowd in crowds)  # neither has ever heard of the other
+
+        async def call() -> str:
+            visitor = await Libp2p.visit([known.address], Gate())
+            try:
+                with pytest.raises(ConnectionError, match="cannot be reached"):
+                    await visitor.open(other.peer_id, BULK)
+                visitor.where = {other.peer_id: [other.address]}.__getitem__
+                return (await request_snapshot(visitor, other.peer_id)).run.answered_by
+            finally:
+                await visitor.close()
+
+        assert asyncio.run(call()) == other.peer_id
+    finally:
+        for crowd in crowds:
+            crowd.close()

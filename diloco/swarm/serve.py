@@ -46,6 +46,7 @@ from diloco.swarm.gate import Gate
 from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
 from diloco.swarm.observe import Recorder, send_snapshot
 from diloco.swarm.probe import ProbeServer
+from diloco.swarm.spot import SpotChecks
 from diloco.swarm.streams import BROKEN, Stream
 from diloco.swarm.units import Reserve
 
@@ -75,6 +76,7 @@ class Host(Protocol):
     reserve: Reserve
     recorder: Recorder
     gate: Gate
+    checks: SpotChecks
 
     @property
     def rounds(self) -> RoundsOf: ...

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from swarm_helpers import DEADLINE_S, SMOKE, command, eventually
 from torch import Tensor
 
 from diloco import data
@@ -88,14 +89,8 @@ def test_the_score_is_what_a_part_of_the_contribution_gains_with_one_fragment_mo
     before, after = (parameters for parameters, _ in version.tried[:2])
     assert torch.equal(before, torch.zeros(NUMEL)) and torch.equal(after[:4096], torch.zeros(4096))
     assert all(torch.equal(parameters, before) for parameters, _ in version.tried[::2]), "each begins at the anchor"
-    assert version.notes[1] == {
-        "fragment": 1,
-        "version": 1,
-        "peer": "b",
-        "score": scores["b"],
-        "error": 0.0,
-        "left_out": True,
-    }
+    found = {"fragment": 1, "version": 1, "peer": "b", "data": "leased", "score": scores["b"], "error": 0.0}
+    assert version.notes[1] == {**found, "left_out": True}
 
 
 def test_a_contribution_is_tried_as_long_as_it_counts() -> None:
@@ -177,6 +172,7 @@ def test_of_the_control_fragment_enough_must_be_leased_to_its_peer(leased: Units
     version.leased = leased
     version.failing()
     assert [numbers for _, numbers in version.tried] == [tried, tried]
+    assert version.notes[0]["data"] == ("leased" if tried else "held-out")
 
 
 def test_what_was_trained_on_is_neither_ahead_nor_settled() -> None:
@@ -266,3 +262,18 @@ def test_one_of_three_that_turns_around_is_left_out_though_three_are_not_judged(
     assert len([event for event in found if event["left_out"]]) == 3
     tokens = outcome.summary.tokens
     assert tokens.applied == 2 * 3 * 10 * 2 * 32 and tokens.discarded == tokens.applied / 2
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_real_peers_are_checked_on_the_units_that_were_leased_to_them(tmp_path: Path) -> None:
+    both = ("-m", "diloco", "train", *SMOKE, "outer.sync_every=10", "outer.spot_check=1", "swarm.min_peers=2")
+    with command(*both, "run.dir=a", "run.name=a", directory=tmp_path) as first:
+        eventually((tmp_path / "a" / "address").exists, "an address")
+        joining = ("run.dir=b", "run.name=b", "swarm.initial_peers=@a/address")
+        with command(*both, *joining, directory=tmp_path) as second:
+            first.done()
+            second.done()
+    found = [event for peer in "ab" for event in checked(tmp_path / peer)]
+    assert {event["fragment"] for event in found} == {0, 1}
+    assert {event["data"] for event in found} == {"leased"}

@@ -2,9 +2,12 @@
 
     score = L(theta) - L(theta - beta Delta)          LossScore of Gauntlet (arXiv 2505.21684)
 
-theta are the anchors; only the checked fragment moves. `outer.robust` compares contributions with each other and so
-needs several of them; this compares one with the data, and knows a reversed one where there is nothing to compare it
-with, or where it came in as one of three.
+theta are the anchors; only the checked fragment moves. `outer.robust` compares contributions with each other, so it
+needs four of them, and a majority; this compares one with data, where the syncer has any.
+
+What it does not do: it does not see what the loss on these sequences does not show, such as a back door, nor what
+raises the loss by less than the score's error. Its own contribution a syncer does not check. The sequences are the
+contributor's word, but for the control fragment, whose syncer knows what it leased to whom.
 """
 
 from __future__ import annotations
@@ -36,12 +39,15 @@ Loss = Callable[[Mapping[str, Tensor], Sequence[int]], Sequence[float]]
 each of some held-out ones. Called in other threads, one at a time."""
 
 BETA = 0.25
-"""Part of a contribution that is tried."""
+"""Part of a contribution that is tried. The whole of an honest one often raises the loss (of one in ten, measured): it
+is as long as the mean of all and has more noise in it, and the other fragments stay where they are. A part says whether
+the loss falls in its direction.
+"""
 SEQUENCES = 16
 """Of what a contribution was learned from; two passes over them are little beside the inner steps of a round. Who names
 fewer may have chosen them well, so it is held-out ones then."""
 MARGIN = 1.0
-"""Standard errors of a score that it may be below 0."""
+"""Standard errors of a score that it may be below 0: late in a run, scores come near 0 and differ by sequence."""
 
 
 class Score(NamedTuple):
@@ -109,11 +115,11 @@ class SpotChecks:
         failed = [peer for peer, score in scores.items() if score.fails]
         majority = 2 * len(failed) < len(close.contributors)
         for peer, score in scores.items():
-            out = peer in failed
+            out, data = peer in failed, "leased" if trials[peer][1] else "held-out"
             why = {} if majority or not out else {"why": "half of the contributions fail, or more; so none is left out"}
             host.note(
                 "spot_check", fragment=close.fragment, version=close.base_version + 1, peer=peer,
-                score=score.gain, error=score.error, left_out=out and majority, **why,
+                data=data, score=score.gain, error=score.error, left_out=out and majority, **why,
             )  # fmt: skip
         return failed if majority else []
 
@@ -132,6 +138,7 @@ class _Trial:
     def __init__(self, replica: Replica, staged: Staged, fragment: int, loss: Loss) -> None:
         self._replica, self._staged, self._fragment, self._loss = replica, staged, fragment, loss
         self._parameters: dict[str, Tensor] = {}
+        self._before: dict[tuple[int, ...], Sequence[float]] = {}
 
     def scores(self, trials: Mapping[str, tuple[float, Sequence[int]]], chosen: Sequence[str]) -> dict[str, Score]:
         """Scores of the chosen peers, and of all others once one of them fails.
@@ -150,11 +157,13 @@ class _Trial:
         return scores
 
     def _score(self, peer: str, beta: float, numbers: Sequence[int]) -> Score:
-        before = self._loss(self._parameters, numbers)
+        key = tuple(numbers)
+        if key not in self._before:  # held-out sequences are the same for all
+            self._before[key] = self._loss(self._parameters, numbers)
         self._place(self._fragment, peer, beta)
         after = self._loss(self._parameters, numbers)
         self._place(self._fragment)
-        return Score.of(before, after)
+        return Score.of(self._before[key], after)
 
     def _place(self, fragment: int, peer: str = "", beta: float = 0.0) -> None:
         """The parameters of a fragment become its anchor, less a part of a contribution."""

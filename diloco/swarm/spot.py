@@ -39,14 +39,14 @@ Loss = Callable[[Mapping[str, Tensor], Sequence[int]], Sequence[float]]
 each of some held-out ones. Called in other threads, one at a time."""
 
 BETA = 0.25
-"""Part of a contribution that is tried. The whole of an honest one often raises the loss (of one in ten, measured): it
-is as long as the mean of all and has more noise in it, and the other fragments stay where they are. A part says whether
-the loss falls in its direction.
+"""Part of a contribution that is tried. The whole of an honest one may raise the loss (of 4 to 17 in 100, measured): it
+is longer than the mean of all and has more noise in it, and the other fragments stay where they are. A part says
+whether the loss falls in its direction.
 """
 SEQUENCES = 16
 """Of what a contribution was learned from; two passes over them are little beside the inner steps of a round. Who names
 fewer may have chosen them well, so it is held-out ones then."""
-MARGIN = 1.0
+MARGIN = 1.5
 """Standard errors of a score that it may be below 0: late in a run, scores come near 0 and differ by sequence."""
 
 

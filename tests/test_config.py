@@ -100,6 +100,7 @@ CHANGES: dict[str, list[str]] = {
     "outer.lr_by_peers": ["outer.lr_by_peers={1:0.4,8:0.8}"],
     "outer.robust": ["outer.robust=centered_clip"],
     "outer.clip_factor": ["outer.clip_factor=2"],
+    "outer.spot_check": ["outer.spot_check=0.1"],
     "outer.trim": ["outer.robust=trimmed_mean", "outer.trim=0.1"],
     "outer.momentum_warmup": ["outer.momentum_warmup=20"],
     "outer.delay": ["outer.delay=4", "outer.optimizer=fedbuff"],
@@ -184,11 +185,11 @@ CANONICAL = (
     '"eager":false,"error_feedback":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
-    '"quorum":null,"robust":"auto","staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
+    '"quorum":null,"robust":"auto","spot_check":0.0,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
     '"trim":0.25,"weights":"tokens"},'
     '"run":{"id":"golden","key":null,"seed":3},"wire_version":3}'
 )
-GOLDEN_HASH = "fb73fa286c25c6ab5105afd6e16c98b008948c005a7ef60dd84814cc778825e6"
+GOLDEN_HASH = "07687b86e628a92d7490c573bb7d6c20c6afcf0328bbc47952c00da1d1a9001c"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:

@@ -221,6 +221,12 @@ class OuterConfig(RunOwned):
     trim: float = Field(
         0.25, gt=0, lt=0.5, description="Part of the values left out at each end (robust: trimmed_mean)."
     )
+    spot_check: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Part of the contributions whose loss is computed before and after; what raises it is left out.",
+    )
     optimizer: Literal["nesterov", "delayed_nesterov", "fedbuff"] = Field(
         "nesterov", description="nesterov: a step per version; the others: momentum once in `delay` contributions."
     )
@@ -251,6 +257,12 @@ class OuterConfig(RunOwned):
         for problem in _contradictions(self):
             raise ValueError(problem)
         return self
+
+
+def _judged_together(outer: OuterConfig) -> bool:
+    """Whether a syncer keeps contributions until the version closes; `outer.robust.rule_of` says how it judges them."""
+    automatic = outer.robust == "auto" and outer.codec_up not in ("fp32", "fp16")
+    return outer.quorum is None and (automatic or outer.robust in ("clip", "trimmed_mean", "centered_clip"))
 
 
 def _contradictions(outer: OuterConfig) -> Iterator[str]:
@@ -307,6 +319,13 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
             )
         if outer.merge == "rda":
             yield f"outer.robust={outer.robust} goes with outer.merge=mean only; choose outer.robust=clip"
+    if outer.spot_check and not _judged_together(outer):
+        remedy = "outer.robust=clip" if outer.quorum is None else "outer.quorum=null"
+        yield (
+            f"outer.spot_check={outer.spot_check} needs all contributions of a version together, and outer.robust="
+            f"{outer.robust}, outer.codec_up={outer.codec_up}, outer.quorum={outer.quorum} fold them in as they come; "
+            f"choose {remedy}, or set outer.spot_check=0"
+        )
     if outer.error_feedback and outer.codec_up == "fp32":
         yield f"outer.error_feedback={outer.error_feedback} has no effect with outer.codec_up=fp32; set it to 0"
     if outer.delay is not None and outer.delay_c * outer.delay > 1:

@@ -14,6 +14,7 @@ A sequence counts as T tokens everywhere, although its first token is read and n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -73,6 +74,13 @@ class Dataset(Protocol):
         """Training batches of the ranges that `take` gives, from the list that all peers of the run have in common.
 
         A source without numbered sequences (a hub stream) goes on as `batches` with `shards=None`.
+        """
+        ...
+
+    def sequences(self, numbers: Sequence[int]) -> Tensor | None:
+        """Training sequences by their numbers in the list that all peers of the run have in common: (N, T) int64.
+
+        None from a source without numbered sequences (a hub stream).
         """
         ...
 

@@ -76,6 +76,9 @@ class MemoryDataset:
         own = MemoryStream(self.training, batch_size, self._seed, shard, None)
         return LeasedStream(self.training, batch_size, self._seed, take, own)
 
+    def sequences(self, numbers: Sequence[int]) -> Tensor:
+        return _sequences(self.training, np.asarray(numbers, dtype=np.int64), f"{self._seed}")
+
     def holdout(self, sequences: int) -> Tensor:
         # Held-out sequences in file order would come from one or two documents; the order is fixed, not seeded.
         count = min(sequences, len(self.held_out))

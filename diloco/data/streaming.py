@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,9 @@ class HubDataset:
 
     def leased(self, batch_size: int, take: Take, *, shard: int = 0) -> HubStream:
         return self.batches(batch_size, shard=shard, shards=None)
+
+    def sequences(self, numbers: Sequence[int]) -> None:
+        return None
 
     def holdout(self, sequences: int) -> Tensor:
         # Costs 1 / data.holdout times the text that it returns, once per run.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def config_of(settings: ModelConfig) -> Any:
         raise ConfigError(f"model.config: {one_line(error.__cause__ or error)}; change that value") from error
 
 
-def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """Mean cross entropy of each token given those before it in its sequence, in nats; a differentiable fp32 scalar.
 
     `tokens` is (B, T) int64 on the model's device. T - 1 tokens of each sequence are predicted; the first is only

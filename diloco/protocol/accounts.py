@@ -96,6 +96,11 @@ class Accounts(View):
         member = peer == self.me or peer in self.members
         return self.dealer.lease(peer, wanted, has) if member else None
 
+    def leased_to(self, peer: str) -> Units | None:
+        """Sequences that are this peer's to learn from; None when another peer deals them out."""
+        ledger = self.dealer.ledger
+        return None if ledger is None else ledger.leased.get(peer, [])
+
     def word(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
         if fragment != CONTROL_FRAGMENT:
             return {}

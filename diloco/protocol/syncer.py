@@ -15,10 +15,11 @@ in depends on when a version closes:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from diloco.config import OuterConfig
+from diloco.protocol.ledger import Units, union
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Contribution, Verdict
 
@@ -61,6 +62,7 @@ class _Offer:
     whole: bool = False
     polled: int = 0  # chunks at the last poll
     progress_at: float = 0.0
+    units: Units = field(default_factory=list)
 
 
 class Syncer:
@@ -128,6 +130,7 @@ class Syncer:
             known = self._offers[peer] = _Offer(header.base_version, header.tokens, header.steps)
         # Other numbers come from a peer that restarted; each chunk has a weight of its own.
         known.base_version, known.tokens, known.steps = header.base_version, header.tokens, header.steps
+        known.units = union(header.units)
         self._unit = self._unit or self._raw_weight(known)
         return Verdict(accepted=True, first_chunk=known.chunks, version=self.version, term=self.term)
 
@@ -152,8 +155,14 @@ class Syncer:
         unit = next(iter(raw.values()))
         return {peer: weight / unit for peer, weight in raw.items()}
 
+    def units(self, peer: str) -> Units:
+        """Sequences that this peer says its contribution was learned from."""
+        return self._offers[peer].units
+
     def leave_out(self, close: Close, peers: Collection[str]) -> Close:
-        """The version is made without these whole contributions after all: they oppose the others (`outer.robust`)."""
+        """The version is made without these whole contributions after all: they oppose the others (`outer.robust`), or
+        raise the loss (`outer.spot_check`).
+        """
         for peer in peers:
             self._offers[peer].whole = False
         kept = {peer: tokens for peer, tokens in close.contributors.items() if peer not in peers}

@@ -62,10 +62,12 @@ class SimRunner(NodeRunner):
 class SimSwarm(Swarm):
     """A peer's membership in a simulated run: `Swarm`, over another network and without threads of its own.
 
-    `connect`, `loop` and `thread` are set before `attach`; `lie` is what contributions are multiplied with.
+    `connect`, `loop` and `thread` are set before `attach`; `lie` is what contributions are multiplied with, and `seed`
+    that of the run.
     """
 
     lie = 1.0
+    seed = 0
 
     connect: Connect
     loop: VirtualLoop
@@ -93,8 +95,9 @@ class _SimAttachment(Attachment):
         assert isinstance(swarm, SimSwarm)
         if swarm.lie != 1.0:
             real.replica.up = Lying(real.replica.up, swarm.lie)
-        real.replica.draw = random.Random(f"{swarm.name} draws")
-        options = replace(swarm.options(self.parameters, saved), gate=Gate())  # there are no strangers here
+        seed = f"{swarm.seed}/{swarm.name}"  # and there are no strangers
+        real.replica.draw = random.Random(seed)
+        options = replace(swarm.options(self.parameters, saved), gate=Gate(), seed=seed)
         node = Node(options, real.replica, swarm.on_event, swarm.connect)
         return SimRunner(node, swarm.loop, swarm.thread)
 

@@ -40,6 +40,7 @@ from diloco.train.metrics import RunLog
 from diloco.train.plot import plot_losses
 from diloco.train.reporting import Listener
 from diloco.train.run import renamed, summary_of
+from diloco.train.scoring import loss_of
 from diloco.train.session import Session
 from diloco.train.summary import Phases, Summary, merge_peer_summaries, peer_message, write_contributions
 
@@ -238,6 +239,8 @@ class _Simulation:
             paced = PacedStream(batches, step_s, config.sim.jitter, seed, peer.lockstep)
             swarm = self._swarm(peer, config, log)
             peer.sync = sync = swarm.attach(model, optimizer, island=self.island, phases=phases)
+            if config.outer.spot_check:
+                sync.check_contributions(loss_of(model, self.dataset, self.holdout))
             trainer = SimTrainer(
                 config, self.island, model, model, optimizer, paced, self.holdout,
                 sync, Session(config), phases, log, lambda message: self.listen(self._message(peer, message)),
@@ -264,7 +267,7 @@ class _Simulation:
         identity: Path = config.run.dir / "identities" / peer.name  # named, never made
         swarm = SimSwarm.of(config, config.manifest(), identity, peer.name, on_event, lambda address: peer.ready.set())
         assert isinstance(swarm, SimSwarm)
-        swarm.lie = self.lies.get(peer.index, 1.0)
+        swarm.lie, swarm.seed = self.lies.get(peer.index, 1.0), config.run.seed
         swarm.connect, swarm.loop, swarm.thread = connect, self.loop, peer.lockstep
         return swarm
 

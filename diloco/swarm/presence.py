@@ -33,6 +33,7 @@ from diloco.swarm.records import LEASES, REVOKED, leases_in, pack_revoked, revok
 from diloco.swarm.rounds import Rounds
 from diloco.swarm.serve import BulkServer
 from diloco.swarm.snapshot import Word
+from diloco.swarm.spot import SpotChecks
 from diloco.swarm.streams import BROKEN, Stream, Traffic
 from diloco.swarm.transport import Reader, Transport, Writer
 from diloco.swarm.units import Reserve
@@ -72,6 +73,7 @@ class NodeOptions:
     tokens_per_step: int | None = None
     shares: Sequence[Mapping[str, Share]] = ()
     applied: Mapping[int, int] = field(default_factory=dict)
+    seed: str | None = None  # of what nobody else should foresee; None is the operating system's
     explain: Callable[[str], list[str]] = field(
         default=lambda text: []
     )  # manifest text of another peer -> differing keys
@@ -100,6 +102,7 @@ class Presence:
         self.addresses: list[str] = []
         self.advice = ""  # what would let others connect to this peer, where they cannot
         self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
+        self.checks = SpotChecks(replica, options.seed)
         self.gate = options.gate
         self.gate.on_refused = lambda peer, why: self.note("refused", peer=peer, why=why)
         self.gate.on_revoked = self._revoked
@@ -143,6 +146,8 @@ class Presence:
         self.advice = transport.advice
         if not transport.reachable:
             self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
+        if self.replica.settings.spot_check and self.checks.loss is None:
+            self.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
         self.protocol.restore_shares(options.shares)
         self.protocol.restore_word((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)

@@ -117,10 +117,9 @@ class Rounds(Anchors):
         fragment, before = close.fragment, self.protocol.digests[close.fragment]
         judged: tuple[list[str], Judgement] | None = None
         if self.replica.stages:
-            judged = await asyncio.to_thread(self.replica.judge, fragment, syncer.weights(close.contributors))
+            close, judged = await self._judge(close, syncer)
             if self.protocol.syncers.get(fragment) is not syncer:
                 return False
-            close = self._without_opposed(close, syncer, *judged)
         update = short_lived(self.replica.update_nbytes(fragment))
         step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
         word = self.protocol.word(fragment, close.contributors)  # goes with the version, even if the lease is lost
@@ -158,6 +157,20 @@ class Rounds(Anchors):
         self._host.do(self.protocol.published(fragment, digest, close.contributors, self._host.now()))
         return True
 
+    async def _judge(self, close: Close, syncer: Syncer) -> tuple[Close, tuple[list[str], Judgement]]:
+        """What each contribution counts, and the close without those that are left out."""
+        fragment = close.fragment
+        judged = await asyncio.to_thread(self.replica.judge, fragment, syncer.weights(close.contributors))
+        close = self._without_opposed(close, syncer, *judged)
+        if not self._settings.spot_check:
+            return close, judged
+        failing = await self._host.checks.failing(self._host, close, syncer, *judged)
+        if not failing or self.protocol.syncers.get(fragment) is not syncer:
+            return close, judged
+        close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
+        judged = await asyncio.to_thread(self.replica.judge, fragment, syncer.weights(close.contributors))
+        return self._without_opposed(close, syncer, *judged), judged
+
     def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:
         """The close without contributions that are left out; an event says whose, and whose are clipped."""
         left_out = [peers[i] for i in judged.left_out]
@@ -192,6 +205,8 @@ class Rounds(Anchors):
             )
             if fragment == CONTROL_FRAGMENT:
                 exchange.units = self._host.reserve.send()
+            elif self._settings.spot_check:
+                exchange.units = self._host.reserve.trained_on
             if not captured and (self._settings.overlap or self._settings.error_feedback):
                 async with self._moving[fragment]:
                     await asyncio.to_thread(self.replica.capture, fragment)

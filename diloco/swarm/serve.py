@@ -40,6 +40,7 @@ from diloco.swarm.gate import Gate
 from diloco.swarm.inner import SharedSnapshot, Snapshot, send_inner
 from diloco.swarm.observe import Recorder, send_snapshot
 from diloco.swarm.probe import ProbeServer
+from diloco.swarm.spot import SpotChecks
 from diloco.swarm.streams import BROKEN, Stream
 from diloco.swarm.units import Reserve
 
@@ -69,6 +70,7 @@ class Host(Protocol):
     reserve: Reserve
     recorder: Recorder
     gate: Gate
+    checks: SpotChecks
 
     @property
     def rounds(self) -> RoundsOf: ...

@@ -21,6 +21,7 @@ from diloco.swarm.inner import InnerState
 from diloco.swarm.rounds import Exchanged
 from diloco.swarm.runner import NodeRunner
 from diloco.swarm.snapshot import Saved
+from diloco.swarm.spot import Loss
 from diloco.train.island import Island
 from diloco.train.moments import layout_of, load_moments_, moments, snapshot
 from diloco.train.summary import Phases, Seconds
@@ -228,6 +229,13 @@ class Attachment:
         assert self.node is not None
         self.node.expect_units(sequences_per_round)
         return self.node.take_units
+
+    def check_contributions(self, loss: Loss) -> None:
+        """As syncer, compute this loss before and after others' contributions (`outer.spot_check`); call it before
+        entering. Without it, what this peer merges is not checked against data.
+        """
+        if self.node is not None:
+            self.node.node.checks.loss = loss
 
     def count(self, tokens: int) -> None:
         """Tell how many tokens the coming inner step is made of (of the whole island).

@@ -31,6 +31,7 @@ from diloco.train.metrics import RunLog, WandbLog
 from diloco.train.planning import Exchange, Link, predict
 from diloco.train.plot import plot_losses
 from diloco.train.reporting import Listener, swarm_figures
+from diloco.train.scoring import loss_of
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 from diloco.train.summary import (
     Evaluation,
@@ -101,6 +102,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             log.event("resume", version=session.checkpoint.step, skipped=session.checkpoint.skipped)
         phases = Phases(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
+        if config.outer.spot_check and isinstance(sync, Attachment):
+            # With a shard of its own, this peer's list of sequences may be another one than the others'.
+            sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
         stream = _stream(config, dataset, shard, island, sync)
         log.follow(lambda: {} if sync.node is None else swarm_figures(sync.node.observe()))
         session.restore(sync, model, optimizer, stream)

@@ -54,7 +54,8 @@ Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], Field(m
 class Contribution(Message):
     """Header of a contribution; the encoded pseudo-gradient follows once the syncer has accepted it.
 
-    `units`, for the control fragment, is the leased data that it was learned from.
+    `units`, for the control fragment, is the leased data that it was learned from; with `outer.spot_check` other
+    fragments name theirs, too.
     """
 
     kind: Literal["contribution"] = "contribution"

@@ -1,0 +1,42 @@
+"""The loss of parameters that are not the model's: what a syncer checks contributions with (`outer.spot_check`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from diloco import model as models
+from diloco.data import Dataset
+from diloco.swarm.spot import SEQUENCES, Loss
+
+__all__ = ["loss_of"]
+
+
+def loss_of(model: nn.Module, dataset: Dataset, holdout: Tensor, *, numbered: bool = True) -> Loss:
+    """Losses for `Attachment.check_contributions`, in evaluation mode, beside a model that trains.
+
+    Modules and buffers are copied and parameters are not, so the model notices nothing. One sequence at a time takes
+    the least memory. It is in fp32 whatever `train.precision` is, for bf16 rounds away the difference of two losses.
+
+    Args:
+        model: whose architecture it is. dataset: of the numbered sequences.
+        holdout: (N, T) int64, of which the first take their place where there are none.
+        numbered: whether the numbers that peers name are of this dataset, too.
+    """
+    modules = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    device = next(model.parameters()).device
+
+    def loss(parameters: Mapping[str, Tensor], numbers: Sequence[int]) -> list[float]:
+        def forward(**inputs: object) -> object:
+            return functional_call(modules, dict(parameters), (), inputs)
+
+        found = dataset.sequences(numbers) if numbers and numbered else None
+        tokens = holdout[:SEQUENCES] if found is None else found  # (N, T)
+        with torch.inference_mode():
+            return [float(models.loss(forward, row.to(device))) for row in torch.split(tokens, 1)]
+
+    return loss

@@ -189,7 +189,7 @@ CANONICAL = (
     '"trim":0.25,"weights":"tokens"},'
     '"run":{"id":"golden","key":null,"seed":3},"wire_version":3}'
 )
-GOLDEN_HASH = "07687b86e628a92d7490c573bb7d6c20c6afcf0328bbc47952c00da1d1a9001c"
+GOLDEN_HASH = "777e5f4b64095cf177168663cd0345e84eb36ae2d27130cc8d8bacfbbdc4d5ed"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:

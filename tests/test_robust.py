@@ -137,6 +137,26 @@ def test_of_values_without_a_direction_nobody_is_left_out() -> None:
     assert opposed((unit @ unit.T).double(), 15) == ()
 
 
+@pytest.mark.parametrize("robust", ["auto", "none"])
+def test_a_version_that_is_being_made_when_the_lease_is_lost_is_made_to_the_end(robust: str) -> None:
+    undisturbed, disturbed = syncer(robust=robust, merge="rda"), syncer(robust=robust, merge="rda")
+    found = {f"p{i}": encoded(x) for i, x in enumerate(pseudo_gradients(4, 0))}
+    step(undisturbed, found)
+    with disturbed.merging(0):
+        take = disturbed.stage if disturbed.stages else None
+        for peer, payload in found.items():
+            take(0, 0, peer, payload) if take else disturbed.fold(0, 0, payload, 1.0)
+        disturbed.release(0)
+        disturbed.hold(0)  # and another lease won, whose contributions are others
+        out = torch.empty(disturbed.update_nbytes(0), dtype=torch.uint8)
+        if take:
+            peers, judged = disturbed.judge(0, dict.fromkeys(found, 1.0))
+            disturbed.merge_staged_(0, 0, OuterStep(0, 4), peers, judged, out)
+        else:
+            disturbed.merge_chunk_(0, 0, OuterStep(0, 4), out)
+    assert torch.equal(disturbed.anchors[0], undisturbed.anchors[0])
+
+
 # -- contributions that lie -------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.outer.robust import rule_of
 from diloco.protocol.ledger import Units
-from diloco.protocol.messages import Contribution
+from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Close, Syncer
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate

@@ -21,7 +21,8 @@ All tensors here live on the CPU; local parameters may be on any device.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -97,6 +98,7 @@ class Replica:
         self._norms = Norms()
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.outer: dict[int, OuterState] = {}
+        self._merging: dict[int, OuterState] = {}
         self.standby: dict[int, Standby] = {}  # of fragments held elsewhere
         self.residuals: dict[int, Tensor] = {}
         self._bases: dict[int, Tensor] = {}
@@ -298,6 +300,18 @@ class Replica:
         self.outer.pop(fragment, None)
         self._norms.forget(fragment)
 
+    @contextmanager
+    def merging(self, fragment: int) -> Iterator[None]:
+        """A version is made inside, perhaps in another thread: what it is made of stays, even after `release`."""
+        self._merging[fragment] = self.outer[fragment]
+        try:
+            yield
+        finally:
+            del self._merging[fragment]
+
+    def _held(self, fragment: int) -> OuterState:
+        return self._merging[fragment] if fragment in self._merging else self.outer[fragment]
+
     @property
     def stages(self) -> bool:
         """Whether contributions are kept and judged together (`stage`, `judge`), or folded in as they come (`fold`)."""
@@ -315,7 +329,7 @@ class Replica:
 
     def judge(self, fragment: int, weights: Mapping[str, float]) -> tuple[list[str], Judgement]:
         """What the staged contributions of these peers count, by name; those left out count nothing."""
-        staged = self.outer[fragment].staged
+        staged = self._held(fragment).staged
         assert staged is not None
         return staged.judge(weights, self.rule, self.settings.clip_factor)
 
@@ -323,7 +337,7 @@ class Replica:
         self, fragment: int, chunk: int, step: OuterStep, peers: Sequence[str], judged: Judgement, out: Tensor
     ) -> None:
         """As `merge_chunk_`, of what was staged."""
-        outer = self.outer[fragment]
+        outer = self._held(fragment)
         start, stop = self.chunks[fragment][chunk]
         staged = outer.staged
         assert staged is not None
@@ -334,13 +348,17 @@ class Replica:
             kept = [part for part in zip(peers, judged.coefficients, judged.weights, strict=True) if part[2]]
             for peer, coefficient, weight in kept:
                 payload = staged.payload(peer, chunk)
-                self._add_(fragment, chunk, merged, payload, weight, coefficient / weight)
-            self._mean_(fragment, chunk, merged, sum(weight for _, _, weight in kept))
+                self._add_(outer, chunk, merged, payload, weight, coefficient / weight)
+            self._mean_(outer, chunk, merged, sum(weight for _, _, weight in kept))
         self._publish_(outer, start, stop, merged, step, out)
+
+    def staged(self, fragment: int) -> Staged | None:
+        """Contributions to the next version, where they are kept."""
+        return self._held(fragment).staged
 
     def clear_staged(self, fragment: int) -> None:
         """The version is made."""
-        staged = self.outer[fragment].staged
+        staged = self.staged(fragment)
         if staged is not None:
             staged.clear()
 
@@ -374,38 +392,39 @@ class Replica:
         if self.rule == "recent":
             norm = self.norm_of(fragment, chunk, payload) if norm is None else norm
             scale = self._norms.see(fragment, chunk, norm, self.settings.clip_factor)
-        self._add_(fragment, chunk, outer.total[start:stop], payload, weight * discount, scale)
+        self._add_(outer, chunk, outer.total[start:stop], payload, weight * discount, scale)
         outer.weights[chunk] += weight
 
-    def _add_(self, fragment: int, chunk: int, total: Tensor, payload: Tensor, weight: float, scale: float) -> None:
+    def _add_(self, outer: OuterState, chunk: int, total: Tensor, payload: Tensor, weight: float, scale: float) -> None:
         """total += weight * scale * the chunk that a payload holds, or what RDA makes of it."""
         if self.settings.merge == "mean":
             self.up.accumulate_(total, payload, weight * scale)
             return
-        outer, (start, stop) = self.outer[fragment], self.chunks[fragment][chunk]
+        start, stop = self.chunks[outer.fragment][chunk]
         values = torch.empty(stop - start)
         self.up.decode(payload, values)
         if scale != 1.0:
             values.mul_(scale)
-        pieces = directional_pieces(self.fragments[fragment], start, stop)
+        pieces = directional_pieces(self.fragments[outer.fragment], start, stop)
         norms = add_directions_(total, values, pieces, weight)
         sums = outer.norms.setdefault(chunk, [0.0] * len(pieces))
         outer.norms[chunk] = [one + other for one, other in zip(sums, norms, strict=True)]
 
-    def _mean_(self, fragment: int, chunk: int, total: Tensor, weight: float) -> None:
+    def _mean_(self, outer: OuterState, chunk: int, total: Tensor, weight: float) -> None:
         """Turns what `_add_` summed up into the average, in place."""
         if self.settings.merge == "mean":
             mean_(total, weight)
             return
-        pieces = directional_pieces(self.fragments[fragment], *self.chunks[fragment][chunk])
-        radial_directional_(total, pieces, weight, self.outer[fragment].norms.pop(chunk))
+        fragment = self.fragments[outer.fragment]
+        pieces = directional_pieces(fragment, *self.chunks[fragment.index][chunk])
+        radial_directional_(total, pieces, weight, outer.norms.pop(chunk))
 
     def merge_chunk_(self, fragment: int, chunk: int, step: OuterStep, out: Tensor) -> None:
         """Mean of the sum, outer step on the master, update encoded into `out` (uint8) and applied to the anchor."""
-        outer = self.outer[fragment]
+        outer = self._held(fragment)
         start, stop = self.chunks[fragment][chunk]
         total = outer.total[start:stop]
-        self._mean_(fragment, chunk, total, outer.weights[chunk])
+        self._mean_(outer, chunk, total, outer.weights[chunk])
         self._publish_(outer, start, stop, total, step, out)
         total.zero_()
         outer.weights[chunk] = 0.0

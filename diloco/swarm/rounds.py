@@ -106,7 +106,8 @@ class Rounds(Anchors):
             if syncer.version != close.base_version:
                 return
             self._about_to_move(close.fragment)
-            done = await self._merge(close, syncer)
+            with self.replica.merging(close.fragment):
+                done = await self._merge(close, syncer)
         if not done:
             lease = self.protocol.leases.get(close.fragment)
             donors = () if lease is None else (lease.holder,)

@@ -98,10 +98,10 @@ class SpotChecks:
         Args:
             peers, judged: what `outer.robust` makes of the contributions; they are tried as long as they count.
         """
-        held = self._replica.outer.get(close.fragment)
+        staged = self._replica.staged(close.fragment)
         others = [peer for peer in sorted(close.contributors) if peer != host.protocol.me]
         chosen = [peer for peer in others if self._random.random() < self._replica.settings.spot_check]
-        if self.loss is None or not chosen or held is None or held.staged is None:
+        if self.loss is None or not chosen or staged is None:
             return []
         scales = [
             min(1.0, coefficient / weight) if weight else 0.0
@@ -110,7 +110,7 @@ class SpotChecks:
         parts = dict(zip(peers, scales, strict=True))
         trials = {peer: (BETA * parts[peer], self._sequences(host, syncer, peer)) for peer in others}
         async with self._turn:
-            trial = _Trial(self._replica, held.staged, close.fragment, self.loss)
+            trial = _Trial(self._replica, staged, close.fragment, self.loss)
             scores = await asyncio.to_thread(trial.scores, trials, chosen)
         failed = [peer for peer, score in scores.items() if score.fails]
         majority = 2 * len(failed) < len(close.contributors)

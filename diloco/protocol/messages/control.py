@@ -115,7 +115,7 @@ class Claim(Message):
 
 
 class Hello(Message):
-    """First message on a control stream: which run this peer is in, what it can do, whom it knows and where they are."""
+    """First message on a control stream: which run this peer is in, what it can do, and where the others are."""
 
     kind: Literal["hello"] = "hello"
     wire_version: Count

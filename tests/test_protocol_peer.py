@@ -87,7 +87,7 @@ def pair(mine: int = 0, **settings: object) -> Peer:
     [
         (
             {"wire_version": 1},
-            "wire version 1 there does not fit 2 here; install the same diloco version on both sides",
+            f"wire version 1 there does not fit {WIRE_VERSION} here; install the same diloco version on both sides",
         ),
         ({"run_id": "other"}, "run.id=other is not the run here, which is run.id=run"),
         ({"manifest_hash": "0" * 64}, f"the manifest 000000000000 differs from {MANIFEST[:12]} here"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fake_swarm import peer_id, snapshot
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from swarm_helpers import ROOT, Crowd, command, diloco, eventually, free_port
 
+from diloco.cli import status as cli_status
 from diloco.cli.panels import render
 from diloco.config.address import Address
 from diloco.errors import PayloadError, SwarmError
@@ -348,6 +350,27 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
     assert sparkline([5, 5], 10) == "▁▁"
     assert sparkline([8, 8, 1, 1], 2) == "█▁"
     assert sparkline([], 10) == sparkline([1.0], 0) == ""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Ctrl+C cancels no task there")
+def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:
+    seen, asked = snapshot(2), asyncio.Event()
+
+    class Slow:
+        async def ask(self) -> Snapshot:
+            assert not asked.is_set(), "it goes on asking"
+            asked.set()
+            with contextlib.suppress(asyncio.CancelledError):  # as a wait_for does that is just done
+                await asyncio.Event().wait()
+            return seen
+
+    async def watch() -> None:
+        watching = asyncio.ensure_future(cli_status._watch(cast(Visitor, Slow()), seen))
+        await asked.wait()
+        watching.cancel()
+        await watching
+
+    asyncio.run(watch())
 
 
 # --- A real swarm -----------------------------------------------------------------------------------------------------

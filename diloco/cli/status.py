@@ -57,10 +57,12 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
 async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
     """Redraw in place, or print again where that cannot be; what was seen last stays while nobody answers."""
     console = Console()
+    # Before Python 3.12 a wait_for that is just done takes the cancellation that Ctrl+C is, and goes on.
+    cancelling = getattr(asyncio.current_task(), "cancelling", lambda: 0)
     lost, seen_at = None, time.monotonic()
     live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
     with live if console.is_terminal else nullcontext():
-        while True:
+        while not cancelling():
             if console.is_terminal:
                 rows = max(3, (console.height - AROUND) // 3)
                 live.update(render(snapshot, console, rows, lost), refresh=True)

@@ -153,8 +153,9 @@ class NodeRunner:
         return self.call(self.node.settle())
 
     def interrupt(self) -> None:
-        """As `Node.interrupt`, before and after `start` too."""
-        self.loop.call_soon_threadsafe(self.node.interrupt)
+        """As `Node.interrupt`, before and after `start` too; nothing when the node is closed."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.node.interrupt)
 
     def enter(self, state: State) -> None:
         """As `Node.enter`."""

@@ -41,4 +41,10 @@ def _leave_with_supervisor() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(lambda: _main(sys.argv[1:])))
+    code = guard(lambda: _main(sys.argv[1:]))
+    if int(os.environ.get("RANK", "0")):
+        # What follows rank 0 has nothing left to do, and the usual end of a process now and then aborts it: a thread
+        # of torch's process group outlives what it belongs to.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

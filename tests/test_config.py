@@ -621,7 +621,9 @@ def test_no_peer_local_change_reaches_the_manifest(keys: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", [f"swarm.token={TOKEN.to_text()}", *CHANGES["swarm.token"], *CHANGES["swarm.key_path"]]
+    "override",
+    [f"swarm.token={TOKEN.to_text()}", *CHANGES["swarm.token"], *CHANGES["swarm.key_path"]],
+    ids=["token", "token file", "key"],
 )
 def test_an_invitation_and_the_private_key_both_say_what_the_run_key_is(override: str) -> None:
     assert compose([override]).run.key == RUN_KEY.public.hex() == compose([override, override]).run.key

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import pytest
+from fake_swarm import snapshot
 from swarm_helpers import Crowd
 
 from diloco.protocol.peer import Peer
@@ -13,7 +15,8 @@ from diloco.protocol.places import MAX_ADDRESSES, MAX_PEERS, Places
 from diloco.swarm.bulk import BULK
 from diloco.swarm.daemon import Libp2p
 from diloco.swarm.gate import Gate
-from diloco.swarm.visitor import request_snapshot
+from diloco.swarm.transport import Transport
+from diloco.swarm.visitor import Visitor, request_snapshot
 
 A, B, C = (f"Qm{letter * 44}" for letter in "ABC")
 
@@ -58,6 +61,19 @@ def test_who_names_peers_without_end_is_remembered_to_a_limit() -> None:
     places.hear(A, {A: [at(A)]})
     places.hear(B, {f"Qm{index:044d}".replace("0", "z"): [] for index in range(MAX_PEERS + 10)})
     assert len(places._hearsay) == MAX_PEERS and places.of(A) == (at(A),)
+
+
+def test_a_watcher_calls_no_file_that_a_peer_names() -> None:
+    seen = snapshot(2)
+    rows = [row.model_copy(update={"addresses": ["@secret", f"@secret/p2p/{row.peer_id}"]}) for row in seen.peers]
+
+    class Nowhere:
+        async def open(self, peer: str, protocol: str) -> None:
+            raise ConnectionError
+
+    visitor = Visitor([at(A)])
+    asyncio.run(visitor._get_acquainted(cast(Transport, Nowhere()), seen.model_copy(update={"peers": rows})))
+    assert visitor._known and visitor._places.all(visitor._known) == {}
 
 
 @pytest.mark.swarm

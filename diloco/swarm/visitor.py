@@ -16,6 +16,7 @@ from types import ModuleType
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.watching import SnapshotReply, SnapshotRequest
+from diloco.protocol.places import Places
 from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
 from diloco.swarm.streams import BROKEN, Traffic, open_bulk
 from diloco.swarm.transport import Transport
@@ -63,7 +64,7 @@ class Visitor:
         self._known: list[str] = []  # whom to ask, the best first
         self._acquainted: set[str] = set()
         self._last: Snapshot | None = None
-        self._places: dict[str, list[str]] = {}
+        self._places = Places()
         self._connected_at = 0.0
 
     async def __aenter__(self) -> Visitor:
@@ -120,9 +121,9 @@ class Visitor:
         from diloco.swarm.daemon import Libp2p
         from diloco.swarm.gate import watching
 
-        met = [places[0] for places in self._places.values() if places]
+        met = [addresses[0] for addresses in self._places.all(self._known).values()]
         self._transport = await Libp2p.visit([*self._addresses, *met], watching("", self._token))
-        self._transport.where = lambda peer: self._places.get(peer, ())
+        self._transport.where = self._places.of
         self._connected_at = asyncio.get_running_loop().time()
         self._acquainted.clear()
         if instead_of is not None:
@@ -135,7 +136,7 @@ class Visitor:
     async def _get_acquainted(self, transport: Transport, snapshot: Snapshot) -> None:
         """Connect to a few more peers while somebody can still say where they are; one at each time."""
         me = snapshot.run.answered_by
-        self._places = {row.peer_id: row.addresses for row in snapshot.peers}
+        self._places.hear(me, {row.peer_id: row.addresses for row in snapshot.peers})
         self._known = [me, *(row.peer_id for row in snapshot.peers if row.peer_id != me)][:MAX_KNOWN]
         self._known.sort(key=lambda peer: (peer != me, peer not in self._acquainted))
         self._acquainted &= set(self._known)

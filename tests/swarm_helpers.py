@@ -24,9 +24,9 @@ from diloco.config import OuterConfig
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.swarm.node import NodeOptions
-from diloco.swarm.rounds import Exchanged
-from diloco.swarm.runner import NodeRunner
+from diloco.swarm.node.node import NodeOptions
+from diloco.swarm.node.rounds import Exchanged
+from diloco.swarm.node.runner import NodeRunner
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0  # far more than anything here takes; what reaches it hangs

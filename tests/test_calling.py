@@ -15,9 +15,9 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.proto import p2pd_pb2
 from swarm_helpers import SMOKE, command, free_port
 
-from diloco.swarm.calling import mute, start_daemon
-from diloco.swarm.daemon import Libp2p
-from diloco.swarm.gate import Gate
+from diloco.swarm.wire.dialing import mute, start_daemon
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.libp2p import Libp2p
 
 NOBODY = "QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
 
@@ -118,7 +118,7 @@ def test_a_visit_that_is_given_up_while_it_calls_leaves_no_daemon(monkeypatch: p
         daemons.append(await mute(*arguments))
         return daemons[-1]
 
-    monkeypatch.setattr("diloco.swarm.daemon.mute", kept)
+    monkeypatch.setattr("diloco.swarm.wire.libp2p.mute", kept)
 
     async def scene() -> None:
         called = asyncio.Event()

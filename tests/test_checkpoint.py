@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.errors import CheckpointError
-from diloco.train import checkpoint as module
-from diloco.train.checkpoint import (
+from diloco.rundir import checkpoint as module
+from diloco.rundir.checkpoint import (
     Checkpoint,
     CheckpointStore,
     flatten_optimizer,

@@ -17,8 +17,8 @@ from diloco.cli.compare import show
 from diloco.cli.main import main
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.train.compare import Point, Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
-from diloco.train.summary import Evaluation, PeerSummary, Seconds, Summary, Tokens, write_summary
+from diloco.rundir.compare import Point, Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
+from diloco.rundir.summary import Evaluation, PeerSummary, Seconds, Summary, Tokens, write_summary
 
 LOSSES = (5.0, 4.0, 3.0)  # at versions 0, 1 and 2, ten seconds and 100 tokens apart
 

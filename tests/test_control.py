@@ -19,8 +19,8 @@ from diloco.protocol.messages.bulk import Contribution, Receipt
 from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, State, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.penalties import Penalties
-from diloco.swarm.control import ControlMesh
-from diloco.swarm.streams import Traffic
+from diloco.swarm.node.mesh import ControlMesh
+from diloco.swarm.wire.streams import Traffic
 
 ME, OTHER, MANIFEST, DIGEST = "me", "other", "0" * 64, "1" * 64
 

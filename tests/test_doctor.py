@@ -15,14 +15,14 @@ from diloco.cli import doctor as command
 from diloco.cli.main import cli
 from diloco.config import Config, compose
 from diloco.errors import ConfigError, SwarmError
+from diloco.fit import doctor as module
+from diloco.fit.doctor import Check, Doctor
+from diloco.fit.machine import GIB, look_at_machine
+from diloco.fit.volunteer import Place
 from diloco.protocol.messages.watching import ProbeReply
-from diloco.swarm.daemon import Rehearsal
-from diloco.swarm.manifest import Found
-from diloco.swarm.probe import Probed
-from diloco.train import doctor as module
-from diloco.train.doctor import Check, Doctor
-from diloco.train.join import Place
-from diloco.train.machine import GIB, look_at_machine
+from diloco.swarm.conversations.probe import Probed
+from diloco.swarm.visit.look import Found
+from diloco.swarm.wire.libp2p import Rehearsal
 from diloco.train.planning import Figures, read_figures
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"

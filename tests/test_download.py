@@ -19,13 +19,14 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
-from diloco.sim.loop import VirtualLoop, virtual_time
 from diloco.sim.network import Link, Network, SimTransport
-from diloco.swarm import anchors, bulk, download
-from diloco.swarm.bulk import BULK, BulkClient, open_bulk
-from diloco.swarm.node import Node, NodeOptions
-from diloco.swarm.streams import Stream, Traffic
-from diloco.swarm.transport import Transport
+from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.swarm.conversations import bulk, download
+from diloco.swarm.conversations.bulk import BULK, BulkClient, open_bulk
+from diloco.swarm.node import anchors
+from diloco.swarm.node.node import Node, NodeOptions
+from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.wire.transport import Transport
 
 PART = 2**15  # elements: small parts, so that a small fragment has many
 NUMEL = 10 * PART + 1000

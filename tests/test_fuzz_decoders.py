@@ -76,8 +76,8 @@ def test_a_checkpoint_whose_checksum_fits_and_whose_fields_do_not_is_unusable() 
 
 def test_a_name_that_is_no_peer_id_cannot_be_reached_and_nothing_more() -> None:
     """Anybody may say it in a hello or write it to the DHT, and it is dialled."""
-    from diloco.swarm.daemon import Libp2p
-    from diloco.swarm.gate import Gate
+    from diloco.swarm.wire.gate import Gate
+    from diloco.swarm.wire.libp2p import Libp2p
 
     libp2p = Libp2p(SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: "me")), [], Gate())  # type: ignore[arg-type]
     for name in ("!!!", "é", "Qm\0"):

@@ -18,8 +18,8 @@ from diloco.protocol.messages import Message, Refusal, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Status
 from diloco.protocol.messages.watching import ManifestRequest
-from diloco.swarm.gate import MAX_EVENTS, Gate, GuardedP2P, gate_for, watching
-from diloco.swarm.transport import Disbelieved, Refused
+from diloco.swarm.wire.gate import MAX_EVENTS, Gate, GuardedP2P, gate_for, watching
+from diloco.swarm.wire.transport import Disbelieved, Refused
 
 SOON = int(time.time()) + 3600
 
@@ -147,7 +147,7 @@ def test_strangers_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[str, str]] = []
     one, now = Gate(), 1000.0
     one.on_refused = lambda peer, why: noted.append((peer, why))
-    monkeypatch.setattr("diloco.swarm.gate.time.time", lambda: now)
+    monkeypatch.setattr("diloco.swarm.wire.gate.time.time", lambda: now)
     for _ in range(100):
         one.refused("QmSame", "why")
     assert noted == [("QmSame", "why")]

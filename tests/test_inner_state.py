@@ -23,9 +23,9 @@ from diloco.outer.fragments import CHUNK
 from diloco.protocol.messages.bulk import InnerHeader
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
-from diloco.swarm import inner, serve
-from diloco.swarm.inner import InnerState, SharedSnapshot, fetch_inner
-from diloco.swarm.streams import Stream
+from diloco.swarm.conversations import answer, inner_state
+from diloco.swarm.conversations.inner_state import InnerState, SharedSnapshot, fetch_inner
+from diloco.swarm.wire.streams import Stream
 from diloco.train import attachment
 from diloco.train.api import Attachment
 from diloco.train.inner import inner_optimizer
@@ -283,7 +283,7 @@ def test_a_lying_donor_is_refused_and_another_one_asked(
     async def lying(stream: Stream, state: InnerState) -> None:
         sent.append(state)
         if len(sent) > 1:
-            await inner.send_inner(stream, state)
+            await inner_state.send_inner(stream, state)
             return
         layout = state.layout
         header = InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps))
@@ -292,7 +292,7 @@ def test_a_lying_donor_is_refused_and_another_one_asked(
         for piece in values.split(CHUNK):
             await stream.send_payload(piece.view(torch.uint8))
 
-    monkeypatch.setattr(serve, "send_inner", lying)
+    monkeypatch.setattr(answer, "send_inner", lying)
     outcome = simulated(tmp_path, *LATE)
     [failed], [event] = said(tmp_path, "inner_state_failed"), said(tmp_path, "inner_state")
     assert failed["donor"] == "p0" and event["from"] == "p1"

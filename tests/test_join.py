@@ -21,14 +21,14 @@ from diloco.cli.main import main
 from diloco.cli.stages import Stages
 from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
+from diloco.fit.machine import GIB, Machine, fit, look_at_machine, need_of, sequence_bytes
+from diloco.fit.volunteer import acquaintances, own_place, remember, set_aside, suited, volunteer
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
-from diloco.swarm.calling import best_first
-from diloco.swarm.manifest import Found, check_clock, look, parse_manifest
-from diloco.swarm.probe import Probed, ProbeServer, _callable
-from diloco.train.join import acquaintances, own_place, remember, set_aside, suited, volunteer
+from diloco.swarm.conversations.probe import Probed, ProbeServer, _callable
+from diloco.swarm.visit.look import Found, check_clock, look, parse_manifest
+from diloco.swarm.wire.dialing import best_first
 from diloco.train.loop import Trainer
-from diloco.train.machine import GIB, Machine, fit, look_at_machine, need_of, sequence_bytes
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"

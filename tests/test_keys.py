@@ -18,7 +18,7 @@ from diloco.cli.main import main
 from diloco.cli.notice import say_who_can_join
 from diloco.config import compose
 from diloco.config.address import Address
-from diloco.train.reporting import log_lines
+from diloco.rundir.reporting import log_lines
 
 PEER = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{PEER}"

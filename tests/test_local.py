@@ -16,8 +16,8 @@ import torch
 from diloco import model as models
 from diloco.cli.main import main
 from diloco.config import compose
+from diloco.rundir.checkpoint import CheckpointStore
 from diloco.train.api import Swarm
-from diloco.train.checkpoint import CheckpointStore
 from diloco.train.run import run
 from tests.swarm_helpers import SMOKE, Command, command, eventually, free_port, json_lines
 

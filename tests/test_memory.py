@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.swarm.memory import give_back, short_lived
+from diloco.swarm.wire.malloc import give_back, short_lived
 
 MIB = 2**20
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
 from diloco.protocol.shares import Contributor
-from diloco.train.metrics import (
+from diloco.rundir.metrics import (
     AGGREGATE_EVERY_S,
     Evaluation,
     JsonLines,
@@ -40,8 +40,8 @@ from diloco.train.metrics import (
     write_atomic,
     write_summary,
 )
-from diloco.train.reporting import swarm_figures
-from diloco.train.summary import write_contributions
+from diloco.rundir.reporting import swarm_figures
+from diloco.rundir.summary import write_contributions
 
 # --- Files ------------------------------------------------------------------------------------------------------------
 
@@ -486,8 +486,8 @@ def test_wandb_that_is_not_installed_is_one_warning(
 
 def test_neither_wandb_nor_matplotlib_is_imported_unless_asked_for() -> None:
     script = (
-        "import sys, pathlib, diloco.train.plot\n"
-        "from diloco.train.metrics import WandbLog\n"
+        "import sys, pathlib, diloco.rundir.plot\n"
+        "from diloco.rundir.metrics import WandbLog\n"
         "WandbLog(mode='disabled', project='', entity=None, run_id='', peer='', directory=pathlib.Path(), config={})\n"
         "assert not {'wandb', 'matplotlib', 'torch'} & set(sys.modules), sorted(sys.modules)"
     )
@@ -498,7 +498,7 @@ def test_neither_wandb_nor_matplotlib_is_imported_unless_asked_for() -> None:
 def test_the_real_wandb_logs_offline_into_the_run_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = (
         "import sys, pathlib\n"
-        "from diloco.train.metrics import RunLog, WandbLog\n"
+        "from diloco.rundir.metrics import RunLog, WandbLog\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "log = WandbLog(mode='offline', project='q', entity=None, run_id='a b', peer='p0', directory=path, config={})\n"
         "with RunLog(path, 'p0', log) as run: run.metric(version=1, inner_step=2, tokens=3, loss=4.0)"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diloco.outer.eager import eager_, gossip_
 from diloco.outer.fragments import CHUNK
-from diloco.outer.local import eager_, gossip_
 from diloco.outer.optimizer import nesterov_
 
 

@@ -21,9 +21,9 @@ from diloco.protocol.messages import Refusal, decode, encode
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.protocol.plausible import implausible
-from diloco.swarm.gate import Gate
-from diloco.swarm.serve import BulkServer
-from diloco.swarm.streams import Stream, Traffic
+from diloco.swarm.conversations.answer import BulkServer
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.streams import Stream, Traffic
 
 NUMEL = 6
 

@@ -10,13 +10,13 @@ import pytest
 from fake_swarm import snapshot
 from swarm_helpers import Crowd
 
+from diloco.protocol.address_book import MAX_ADDRESSES, MAX_PEERS, Places
 from diloco.protocol.peer import Peer
-from diloco.protocol.places import MAX_ADDRESSES, MAX_PEERS, Places
-from diloco.swarm.bulk import BULK
-from diloco.swarm.daemon import Libp2p
-from diloco.swarm.gate import Gate
-from diloco.swarm.transport import Transport
-from diloco.swarm.visitor import Visitor, request_snapshot
+from diloco.swarm.conversations.bulk import BULK
+from diloco.swarm.visit.visitor import Visitor, request_snapshot
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.libp2p import Libp2p
+from diloco.swarm.wire.transport import Transport
 
 A, B, C = (f"Qm{letter * 44}" for letter in "ABC")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from matplotlib import image
 
 from diloco.errors import ConfigError
-from diloco.train.plot import Curve, _smooth, _spread, plot_losses, read_curves
+from diloco.rundir.plot import Curve, _smooth, _spread, plot_losses, read_curves
 
 
 def write(path: Path, *records: Any, tail: str = "") -> Path:

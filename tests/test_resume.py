@@ -15,7 +15,7 @@ import pytest
 from diloco.cli.main import main
 from diloco.config import compose
 from diloco.errors import CheckpointError
-from diloco.train.checkpoint import CheckpointStore
+from diloco.rundir.checkpoint import CheckpointStore
 from diloco.train.run import run
 from tests.swarm_helpers import SMOKE, command, eventually, json_lines
 
@@ -151,7 +151,7 @@ def test_another_run_in_its_directory_is_refused_naming_the_settings(
 def test_two_processes_do_not_share_a_run_directory(
     uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from diloco.train.files import exclusive
+    from diloco.rundir.files import exclusive
 
     shutil.copytree(uninterrupted[0], tmp_path / "run")
     before = contents(tmp_path / "run")

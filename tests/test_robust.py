@@ -30,7 +30,7 @@ from diloco.outer.robust import (
     trimmed_mean,
 )
 from diloco.outer.staged import SKETCH, Staged
-from diloco.sim.attack import Lying, parse
+from diloco.sim.adversary import Lying, parse
 from diloco.sim.run import simulate
 
 NUMEL = 5000

@@ -19,9 +19,9 @@ from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.protocol.messages.control import Claim, Hello, Status
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.shares import Share
-from diloco.swarm.bulk import FetchedRecord, FetchedState
-from diloco.swarm.rounds import Rounds
-from diloco.swarm.units import Reserve
+from diloco.swarm.conversations.bulk import FetchedRecord, FetchedState
+from diloco.swarm.conversations.units import Reserve
+from diloco.swarm.node.rounds import Rounds
 
 ME, OTHER, MANIFEST = "me", "other", "0" * 64
 

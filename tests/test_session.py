@@ -16,10 +16,10 @@ from diloco.config import WIRE_VERSION, Config, compose
 from diloco.errors import CheckpointError
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.shares import Share
-from diloco.swarm.snapshot import Saved
-from diloco.train.files import check_same_run
+from diloco.rundir.files import check_same_run
+from diloco.rundir.summary import Seconds
+from diloco.swarm.node.saved import Saved
 from diloco.train.session import Session
-from diloco.train.summary import Seconds
 from tests.test_rounds import ME, OTHER, StubHost
 
 SHARES = {ME: Share(1, 10, 1, 1, "mine"), OTHER: Share(1, 20, 1, 1)}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.sim.lockstep import Killed, Lockstep
-from diloco.sim.loop import RESOLUTION_S, DeadlockError, VirtualLoop, virtual_time
+from diloco.sim.virtual_time import RESOLUTION_S, DeadlockError, VirtualLoop, virtual_time
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import SwarmError
-from diloco.sim.loop import VirtualLoop, virtual_time
 from diloco.sim.network import BACKLOG_BYTES, PIECE_BYTES, Link, Network, SimTransport
-from diloco.swarm.streams import Stream, Traffic
-from diloco.swarm.transport import Reader, Transport, Writer
+from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.wire.transport import Reader, Transport, Writer
 
 MB = 1_000_000
 

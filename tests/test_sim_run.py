@@ -16,7 +16,7 @@ from diloco.errors import ConfigError, DivergedError, SwarmError
 from diloco.protocol.view import View
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
-from diloco.swarm import node
+from diloco.swarm.node import node
 
 SMALL = ("experiment=smoke", "local.peers=4", "budget.outer_steps=2", "outer.sync_every=4")
 

@@ -29,8 +29,8 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Close, Syncer
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
-from diloco.swarm.spot import BETA, SEQUENCES, Score, SpotChecks
-from diloco.swarm.units import Reserve
+from diloco.swarm.conversations.units import Reserve
+from diloco.swarm.node.spot import BETA, SEQUENCES, Score, SpotChecks
 from diloco.train.scoring import loss_of
 
 ME = "me"

@@ -30,8 +30,8 @@ from diloco.protocol.messages.control import Figures, Hello, Published, State, S
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, SnapshotReply
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
-from diloco.swarm.observe import ELSEWHERE_S, Recorder
-from diloco.swarm.visitor import Visitor
+from diloco.swarm.conversations.watch import ELSEWHERE_S, Recorder
+from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
 
 MANIFEST = "0" * 64
@@ -202,8 +202,8 @@ def test_a_snapshot_that_is_cut_off_inflates_without_end_or_has_wrong_fields_is_
 def test_who_only_watches_imports_neither_torch_nor_the_rest_of_hivemind() -> None:
     code = (
         "import sys\nfrom diloco.cli import status\n"
-        "from diloco.swarm.visitor import light_hivemind\nlight_hivemind()\n"
-        "from diloco.swarm.daemon import Libp2p\n"
+        "from diloco.swarm.visit.visitor import light_hivemind\nlight_hivemind()\n"
+        "from diloco.swarm.wire.libp2p import Libp2p\n"
         "print(sorted({'torch', 'hivemind.dht.node', 'transformers', 'numpy'} & set(sys.modules)), Libp2p.__name__)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -245,7 +245,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 
     async def visit(addresses: Any, gate: Any) -> Answering:
         return left.pop(0)
 
-    monkeypatch.setattr("diloco.swarm.daemon.Libp2p.visit", visit)
+    monkeypatch.setattr("diloco.swarm.wire.libp2p.Libp2p.visit", visit)
 
     async def ask() -> Snapshot:
         async with Visitor(["/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed"]) as visitor:

@@ -23,13 +23,13 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
-from diloco.swarm.bulk import BULK
-from diloco.swarm.control import CONTROL
-from diloco.swarm.daemon import Libp2p
-from diloco.swarm.gate import GREETING, Gate
-from diloco.swarm.manifest import fetch_manifest
-from diloco.swarm.revoke import revoke
-from diloco.swarm.streams import BROKEN, Stream, Traffic
+from diloco.swarm.conversations.bulk import BULK
+from diloco.swarm.node.mesh import CONTROL
+from diloco.swarm.visit.look import fetch_manifest
+from diloco.swarm.visit.revoke import revoke
+from diloco.swarm.wire.gate import GREETING, Gate
+from diloco.swarm.wire.libp2p import Libp2p
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, together
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]

@@ -19,8 +19,8 @@ from diloco.outer.replica import OuterState
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
 from diloco.protocol.penalties import Penalties
-from diloco.swarm.bulk import BulkClient, open_bulk
-from diloco.swarm.streams import BROKEN, Stream, Traffic
+from diloco.swarm.conversations.bulk import BulkClient, open_bulk
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, free_port, seeded, together
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]

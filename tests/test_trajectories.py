@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
-from diloco.outer.local import eager_, gossip_
+from diloco.outer.eager import eager_, gossip_
 from diloco.outer.lossy import error_feedback_, keep_unsent_
 from diloco.outer.merge import add_directions_, radial_directional_
 from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_

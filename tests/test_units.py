@@ -19,11 +19,11 @@ from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import Contribution, Record, StateHeader
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import CONTROL_FRAGMENT, WIRE_VERSION, Peer
+from diloco.rundir.checkpoint import Checkpoint
 from diloco.sim.arena import CHUNKS, MANIFEST
 from diloco.sim.bare import BareNode, Swarm
 from diloco.sim.lineage import digest_of
-from diloco.swarm.units import Reserve
-from diloco.train.checkpoint import Checkpoint
+from diloco.swarm.conversations.units import Reserve
 from diloco.train.session import Session
 from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
 

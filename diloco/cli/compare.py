@@ -16,8 +16,8 @@ from rich.text import Text
 
 from diloco.cli.table import human_bytes, human_count, human_seconds
 from diloco.errors import ConfigError
-from diloco.train.compare import Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
-from diloco.train.files import finite, prepare_run_directory
+from diloco.rundir.compare import Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
+from diloco.rundir.files import finite, prepare_run_directory
 
 __all__ = ["run", "show"]
 

@@ -12,7 +12,7 @@ import click
 from diloco.config.address import Address
 from diloco.errors import ConfigError
 from diloco.protocol.snapshot import Snapshot
-from diloco.swarm.visitor import Visitor, light_hivemind
+from diloco.swarm.visit.visitor import Visitor, light_hivemind
 
 __all__ = ["run"]
 

@@ -27,8 +27,8 @@ def run(config: Config, address: Address | None, as_json: bool, typed: Collectio
     logging.basicConfig(level=logging.ERROR, format="diloco: %(message)s")
     waiting = contextlib.nullcontext() if as_json or not console.is_terminal else console.status("checking")
     with waiting:
-        from diloco.train.doctor import Doctor  # torch takes seconds
-        from diloco.train.join import own_place
+        from diloco.fit.doctor import Doctor  # torch takes seconds
+        from diloco.fit.volunteer import own_place
 
         with own_place(config.swarm.identity_path) as place:
             doctor = Doctor(config, place, () if address is None else address.peers, typed)

@@ -12,7 +12,7 @@ from diloco.config import Config, compose
 from diloco.data import load_tokenizer
 from diloco.errors import CheckpointError, ConfigError
 from diloco.outer.fragments import partition, scatter_
-from diloco.train.checkpoint import Checkpoint, CheckpointStore
+from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
 
 __all__ = ["run"]
 

@@ -47,8 +47,8 @@ def run(config: Config, address: Address, typed: Collection[str]) -> int:
 
 def _prepare(config: Config, address: Address, typed: Collection[str], stages: Stages, stack: ExitStack) -> Config:
     """All that can be found wrong before anything big is fetched."""
-    from diloco.swarm.manifest import check_clock, parse_manifest
-    from diloco.train.join import own_place, remember, set_aside, suited, volunteer
+    from diloco.fit.volunteer import own_place, remember, set_aside, suited, volunteer
+    from diloco.swarm.visit.look import check_clock, parse_manifest
 
     place = stack.enter_context(own_place(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
@@ -64,7 +64,7 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     stages.go_to("machine")
     stages.show("loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
-    from diloco.train.machine import fit, look_at_machine, need_of
+    from diloco.fit.machine import fit, look_at_machine, need_of
 
     machine = look_at_machine(config.train.device, config.train.threads)
     batch_size = config.inner.batch_size
@@ -83,9 +83,9 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
 
 
 def _look(config: Config, address: Address, identity: Path, stages: Stages) -> Any:
-    from diloco.swarm.gate import watching
-    from diloco.swarm.manifest import look
-    from diloco.train.join import acquaintances
+    from diloco.fit.volunteer import acquaintances
+    from diloco.swarm.visit.look import look
+    from diloco.swarm.wire.gate import watching
 
     def connected(answered: int, silent: Mapping[str, str]) -> None:
         stages.show(f"{_count(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))

@@ -50,8 +50,8 @@ def revoke(key: Path, run: str, address: str, what: Sequence[str]) -> int:
     token_ids = {found for one in what if (found := _token_id(one)) is not None}
     peer_ids = {one for one in what if _token_id(one) is None}
     before = Revoked.remembered(owner, key, run)
-    from diloco.swarm.gate import watching  # only now, for it takes seconds
-    from diloco.swarm.revoke import revoke as spread
+    from diloco.swarm.visit.revoke import revoke as spread
+    from diloco.swarm.wire.gate import watching  # only now, for it takes seconds
 
     revoked = asyncio.run(spread(peers, watching(run, None, str(key)), owner, before, token_ids, peer_ids))
     revoked.remember(key, run)

@@ -31,9 +31,9 @@ from diloco.cli.notice import say_who_can_join
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.errors import DilocoError, SwarmError, UnsavedError
-from diloco.train.files import check_same_run, exclusive, prepare_run_directory, write_atomic
-from diloco.train.plot import plot_losses
-from diloco.train.summary import Summary, merge_peer_summaries, write_contributions, write_summary
+from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory, write_atomic
+from diloco.rundir.plot import plot_losses
+from diloco.rundir.summary import Summary, merge_peer_summaries, write_contributions, write_summary
 
 __all__ = ["run"]
 

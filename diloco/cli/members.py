@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError
-from diloco.train.files import write_atomic
+from diloco.rundir.files import write_atomic
 
 __all__ = ["Member", "Processes", "ended_before", "read_json", "read_members"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from diloco.config import Config
-from diloco.train.reporting import who_can_join
+from diloco.rundir.reporting import who_can_join
 
 __all__ = ["say_who_can_join"]
 

@@ -16,8 +16,8 @@ from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
-from diloco.swarm.visitor import Visitor, light_hivemind
-from diloco.train.summary import write_contributions
+from diloco.rundir.summary import write_contributions
+from diloco.swarm.visit.visitor import Visitor, light_hivemind
 
 __all__ = ["run"]
 

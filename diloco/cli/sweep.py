@@ -32,8 +32,8 @@ from diloco.cli.members import Member, Processes, ended_before, read_json, read_
 from diloco.config import Config, compose
 from diloco.config.sweeps import Axis, grid, hydra_multirun, parse_axes, require_plugin
 from diloco.errors import ConfigError, DilocoError, UnsavedError
-from diloco.train.compare import plot_runs, read_runs
-from diloco.train.files import exclusive, prepare_run_directory, write_atomic
+from diloco.rundir.compare import plot_runs, read_runs
+from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 
 __all__ = ["run"]
 

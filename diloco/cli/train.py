@@ -19,7 +19,7 @@ __all__ = ["run"]
 def run(config: Config) -> int:
     """Train as one peer; returns the exit code."""
     if config.run.report:
-        from diloco.train.reporting import json_lines
+        from diloco.rundir.reporting import json_lines
 
         return train(config, json_lines).exit
     logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")

@@ -32,8 +32,8 @@ from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.digest import fragment_digest, part_digests
+from diloco.outer.eager import eager_
 from diloco.outer.fragments import Fragment, chunks, gather_, scatter_
-from diloco.outer.local import eager_
 from diloco.outer.merge import add_directions_, directional_pieces, radial_directional_
 from diloco.outer.optimizer import delayed_nesterov_, followed_, mean_, nesterov_, pseudo_gradient_
 from diloco.outer.rates import lr_at, momentum_at

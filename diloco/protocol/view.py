@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
+from diloco.protocol.address_book import Places
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Revocations, State, Status
-from diloco.protocol.places import Places
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.syncer import SYNC
 

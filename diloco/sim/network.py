@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import SwarmError
-from diloco.sim.loop import VirtualLoop
-from diloco.swarm.transport import Handler
+from diloco.sim.virtual_time import VirtualLoop
+from diloco.swarm.wire.transport import Handler
 
 __all__ = ["Link", "Network", "SimTransport"]
 
@@ -299,7 +299,7 @@ class Network:
 
 
 class SimTransport:
-    """One peer's access to a `Network`; as `diloco.swarm.transport.Transport`."""
+    """One peer's access to a `Network`; as `diloco.swarm.wire.transport.Transport`."""
 
     def __init__(self, network: Network, me: str, seeds: list[str]) -> None:
         self.me = me

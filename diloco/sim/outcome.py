@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco.train.summary import Summary
+from diloco.rundir.summary import Summary
 
 __all__ = ["Simulated"]
 

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from diloco.data import Stream
 from diloco.protocol.shares import Contributor
-from diloco.sim.attack import Lying
+from diloco.rundir.summary import Phases
+from diloco.sim.adversary import Lying
 from diloco.sim.lockstep import Lockstep
-from diloco.sim.loop import VirtualLoop
-from diloco.swarm.gate import Gate
-from diloco.swarm.node import Connect, Node
-from diloco.swarm.runner import NodeRunner
+from diloco.sim.virtual_time import VirtualLoop
+from diloco.swarm.node.node import Connect, Node
+from diloco.swarm.node.runner import NodeRunner
+from diloco.swarm.wire.gate import Gate
 from diloco.train.api import Attachment, Saved, Swarm
 from diloco.train.evaluate import EvalResult
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
-from diloco.train.summary import Phases
 
 __all__ = ["PacedStream", "SimRunner", "SimSwarm", "SimTrainer"]
 

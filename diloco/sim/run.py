@@ -20,29 +20,29 @@ from diloco import data
 from diloco import model as models
 from diloco.config import Config
 from diloco.errors import ConfigError, SwarmError
-from diloco.sim import attack, events
+from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
+from diloco.rundir.metrics import RunLog
+from diloco.rundir.plot import plot_losses
+from diloco.rundir.reporting import Listener
+from diloco.rundir.summary import Phases, Summary, merge_peer_summaries, peer_message, write_contributions
+from diloco.sim import adversary, events
 from diloco.sim.events import Event
 from diloco.sim.lockstep import Lockstep
-from diloco.sim.loop import VirtualLoop, virtual_time
 from diloco.sim.network import Link, Network
 from diloco.sim.outcome import Simulated
 from diloco.sim.peers import PacedStream, SimSwarm, SimTrainer
 from diloco.sim.toy_run import simulate_toy
-from diloco.swarm.bulk import BULK
-from diloco.swarm.node import NodeOptions
-from diloco.swarm.transport import Transport
+from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.swarm.conversations.bulk import BULK
+from diloco.swarm.node.node import NodeOptions
+from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment
 from diloco.train.evaluate import EvalResult
-from diloco.train.files import exclusive, prepare_run_directory, write_atomic
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
-from diloco.train.metrics import RunLog
-from diloco.train.plot import plot_losses
-from diloco.train.reporting import Listener
 from diloco.train.run import renamed, summary_of
 from diloco.train.scoring import loss_of
 from diloco.train.session import Session
-from diloco.train.summary import Phases, Summary, merge_peer_summaries, peer_message, write_contributions
 
 __all__ = ["simulate", "simulate_in"]
 
@@ -113,7 +113,7 @@ class _Simulation:
         sim, peers = config.sim, config.local.peers
         self.events = events.parse(sim.events, peers)
         self.num_shards = max([peers, *(event.peer + 1 for event in self.events)])
-        self.lies = attack.parse(sim.attack, self.num_shards)
+        self.lies = adversary.parse(sim.attack, self.num_shards)
         if len(sim.step_s) not in (1, self.num_shards):
             raise ConfigError(
                 f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per peer, or one"

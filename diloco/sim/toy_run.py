@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from diloco.config import Config
+from diloco.rundir.metrics import RunLog
+from diloco.rundir.reporting import Listener
+from diloco.rundir.summary import Evaluation, PeerSummary, Seconds, Summary, Tokens
 from diloco.sim.outcome import Simulated
 from diloco.sim.toy import Toy, ToyPeer
-from diloco.train.metrics import RunLog
-from diloco.train.reporting import Listener
-from diloco.train.summary import Evaluation, PeerSummary, Seconds, Summary, Tokens
 
 __all__ = ["simulate_toy"]
 

@@ -20,7 +20,7 @@ from diloco.sim.arena import CHUNKS, Stream
 from diloco.sim.holder import Holder
 from diloco.sim.lineage import Contributed
 from diloco.sim.world import Conversation
-from diloco.swarm.units import Reserve
+from diloco.swarm.conversations.units import Reserve
 
 __all__ = ["Transfers"]
 

@@ -25,7 +25,7 @@ def _main(arguments: list[str]) -> int:
         arguments = arguments[:at] + arguments[at + 2 :]
     config = compose(arguments, base=base)
     logging.basicConfig(level=logging.INFO, format="diloco: %(message)s", stream=sys.stderr)
-    from diloco.train.reporting import json_lines, log_lines
+    from diloco.rundir.reporting import json_lines, log_lines
     from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds
 
     if config.run.report:

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig, flatten
 from diloco.errors import ConfigError, PayloadError
-from diloco.swarm.gate import gate_for
-from diloco.swarm.node import NodeOptions
-from diloco.swarm.snapshot import Saved
+from diloco.rundir.summary import Phases
+from diloco.swarm.node.node import NodeOptions
+from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.gate import gate_for
 from diloco.train.attachment import Attachment
 from diloco.train.island import Island
-from diloco.train.summary import Phases
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 

@@ -17,14 +17,14 @@ from diloco.outer.rates import dylu_steps
 from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
 from diloco.protocol.schedule import Due, Schedule
-from diloco.swarm.inner import InnerState
-from diloco.swarm.rounds import Exchanged
-from diloco.swarm.runner import NodeRunner
-from diloco.swarm.snapshot import Saved
-from diloco.swarm.spot import Loss
+from diloco.rundir.summary import Phases, Seconds
+from diloco.swarm.conversations.inner_state import InnerState
+from diloco.swarm.node.rounds import Exchanged
+from diloco.swarm.node.runner import NodeRunner
+from diloco.swarm.node.saved import Saved
+from diloco.swarm.node.spot import Loss
 from diloco.train.island import Island
 from diloco.train.moments import layout_of, load_moments_, moments, snapshot
-from diloco.train.summary import Phases, Seconds
 
 if TYPE_CHECKING:
     from diloco.train.api import Swarm

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from diloco.outer.digest import fragment_digest, part_digests
+from diloco.rundir.summary import Phases
 from diloco.train.island import Island
-from diloco.train.summary import Phases
 
 __all__ = ["DataParallel"]
 

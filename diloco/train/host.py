@@ -12,13 +12,13 @@ from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.swarm.gate import watching
-from diloco.swarm.manifest import check_clock, look, parse_manifest
-from diloco.swarm.runner import NodeRunner
+from diloco.rundir.metrics import RunLog, prepare_run_directory, write_atomic
+from diloco.rundir.summary import write_contributions
+from diloco.swarm.node.runner import NodeRunner
+from diloco.swarm.visit.look import check_clock, look, parse_manifest
+from diloco.swarm.wire.gate import watching
 from diloco.train.api import Swarm
-from diloco.train.metrics import RunLog, prepare_run_directory, write_atomic
 from diloco.train.session import identity_path
-from diloco.train.summary import write_contributions
 
 __all__ = ["Host"]
 

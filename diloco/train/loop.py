@@ -21,13 +21,13 @@ from diloco import model as models
 from diloco.config import Config
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
+from diloco.rundir.metrics import RunLog
+from diloco.rundir.reporting import Listener
+from diloco.rundir.summary import Phases, write_contributions
 from diloco.train.clock import finished, learning_rate
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
-from diloco.train.metrics import RunLog
-from diloco.train.reporting import Listener
 from diloco.train.session import Session, Sync
-from diloco.train.summary import Phases, write_contributions
 
 __all__ = ["Trainer", "autocast"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diloco.swarm.inner import InnerState, Layout
+from diloco.swarm.conversations.inner_state import InnerState, Layout
 
 __all__ = ["layout_of", "load_moments_", "moments", "snapshot"]
 

@@ -20,20 +20,11 @@ from diloco import data
 from diloco import model as models
 from diloco.config import Config
 from diloco.errors import CheckpointError, UnsavedError
-from diloco.swarm.daemon import identity_number
-from diloco.train.api import Attachment, Swarm
-from diloco.train.baseline import DataParallel
-from diloco.train.files import exclusive, prepare_run_directory, write_atomic
-from diloco.train.inner import inner_optimizer
-from diloco.train.island import Island
-from diloco.train.loop import Trainer
-from diloco.train.metrics import RunLog, WandbLog
-from diloco.train.planning import Exchange, Link, predict
-from diloco.train.plot import plot_losses
-from diloco.train.reporting import Listener, swarm_figures
-from diloco.train.scoring import loss_of
-from diloco.train.session import Session, Sync, checkpoints_name, identity_path
-from diloco.train.summary import (
+from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
+from diloco.rundir.metrics import RunLog, WandbLog
+from diloco.rundir.plot import plot_losses
+from diloco.rundir.reporting import Listener, swarm_figures
+from diloco.rundir.summary import (
     Evaluation,
     PeerSummary,
     Phases,
@@ -44,6 +35,15 @@ from diloco.train.summary import (
     write_contributions,
     write_summary,
 )
+from diloco.swarm.wire.libp2p import identity_number
+from diloco.train.api import Attachment, Swarm
+from diloco.train.baseline import DataParallel
+from diloco.train.inner import inner_optimizer
+from diloco.train.island import Island
+from diloco.train.loop import Trainer
+from diloco.train.planning import Exchange, Link, predict
+from diloco.train.scoring import loss_of
+from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
 __all__ = ["renamed", "run", "summary_of"]
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from diloco import model as models
 from diloco.data import Dataset
-from diloco.swarm.spot import SEQUENCES, Loss
+from diloco.swarm.node.spot import SEQUENCES, Loss
 
 __all__ = ["loss_of"]
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from diloco.config import Config
 from diloco.data import Stream
 from diloco.protocol.shares import Share
+from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
+from diloco.rundir.files import check_same_run
+from diloco.rundir.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from diloco.rundir.summary import Seconds
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
-from diloco.train.checkpoint import Checkpoint, CheckpointStore
-from diloco.train.files import check_same_run
-from diloco.train.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
-from diloco.train.summary import Seconds
 
 __all__ = ["Session", "checkpoints_name", "identity_path"]
 

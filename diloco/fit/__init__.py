@@ -1,0 +1,1 @@
+"""What fits this machine: measurements, settings of a volunteer, the doctor."""

@@ -1,0 +1,225 @@
+"""What could keep this machine from taking part in a run, checked one by one without taking part in it.
+
+Every check ends in a `Check`, whatever happens: `failed` is what stops a run, `warning` what makes it slower or worse.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from diloco.config import WIRE_VERSION, Config
+from diloco.config.address import scope
+from diloco.errors import ConfigError, DilocoError, SwarmError
+from diloco.fit.machine import GIB, Machine, fit, look_at_machine, need_of
+from diloco.fit.measure import parameters_of, step_seconds
+from diloco.fit.volunteer import Place, suited
+from diloco.model.library import one_line
+from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
+from diloco.swarm.wire.gate import Gate, watching
+from diloco.swarm.wire.libp2p import try_to_listen
+
+__all__ = ["Check", "Doctor"]
+
+PROBE_BYTES = 2**20
+CHECKPOINT_BYTES = 20  # per parameter: anchors, AdamW's moments, master and momentum of what is held
+THIN_BITS_PER_S = 10e6
+FAR_S = 0.5
+SLOW_CLOCK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: verdict is `ok`, `warning` or `failed`; with `swarm`, a failure is not this machine's."""
+
+    name: str
+    verdict: str
+    text: str
+    remedy: str = ""
+    swarm: bool = False
+
+
+@dataclass
+class Doctor:
+    """Checks a machine for a configuration, and with addresses for the swarm there.
+
+    `typed` are the keys that the user set. `figures` has afterwards what `diloco plan` takes: up_bits_per_s,
+    down_bits_per_s, latency_s, step_s.
+    """
+
+    config: Config
+    place: Place
+    addresses: Sequence[str] = ()
+    typed: Collection[str] = ()
+    figures: dict[str, Any] = field(default_factory=dict)
+    _found: Found | None = None
+    _machine: Machine | None = None
+
+    def checks(self) -> Iterator[Check]:
+        """Each as soon as it is known."""
+        for name, check in (
+            ("python", self._python),
+            ("torch", self._torch),
+            ("identity", self._identity),
+            ("swarm", self._swarm),
+            ("manifest", self._manifest),
+            ("clock", self._clock),
+            ("accelerator", self._accelerator),
+            ("memory", self._memory),
+            ("disk", self._disk),
+            ("port", self._port),
+            ("reachable", self._reachable),
+            ("bandwidth", self._bandwidth),
+            ("speed", self._speed),
+        ):
+            swarm = name in ("swarm", "manifest", "clock", "bandwidth")
+            try:
+                found = check()
+            except DilocoError as error:
+                text, _, remedy = str(error).partition("; ")
+                found = Check(name, "failed", text, remedy, swarm or isinstance(error, SwarmError))
+            except Exception as error:  # a check that breaks is a finding, not the end of the others
+                found = Check(name, "failed", one_line(error), "please report this", swarm)
+            if found is not None:
+                yield found
+
+    def _gate(self) -> Gate:
+        return watching(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
+
+    # -- this machine --------------------------------------------------------------------------------------------------
+
+    def _python(self) -> Check:
+        text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+        if platform.system() != "Linux":
+            return Check("python", "warning", text, "only Linux is tested")
+        return Check("python", "ok", text)
+
+    def _torch(self) -> Check:
+        import torch
+
+        return Check("torch", "ok", f"torch {torch.__version__}, hivemind {version('hivemind')}")
+
+    def _identity(self) -> Check:
+        self.figures["peer_id"] = self.place.peer_id
+        return Check("identity", "ok", f"{self.place.peer_id} in {self.place.identity}")
+
+    def _accelerator(self) -> Check:
+        machine = self._machine = look_at_machine(self.config.train.device, self.config.train.threads)
+        if machine.shared:
+            text = f"none: trains on the CPU, with {machine.threads} of {machine.cores} cores, as idle as they are now"
+            return Check("accelerator", "ok", text)
+        precision = "bf16" if machine.bf16 else "fp32"
+        return Check("accelerator", "ok", f"{machine.name}, {machine.device_bytes / GIB:.1f} GiB free, {precision}")
+
+    def _memory(self) -> Check | None:
+        if self._machine is None:
+            return None
+        need, batch_size = need_of(self.config, self._machine), self.config.inner.batch_size
+        micro_batch = fit(need, self._machine, batch_size)
+        text = (
+            f"{self.config.model.name}, {need.parameters / 1e6:.4g}M parameters: {need.device_bytes / GIB:.2f} GiB to "
+            f"train, {need.main_bytes / GIB:.2f} GiB to take part, {self._machine.main_bytes / GIB:.1f} GiB free"
+        )
+        if micro_batch < batch_size:
+            return Check("memory", "warning", f"{text}; a batch of {batch_size} in parts of {micro_batch}")
+        return Check("memory", "ok", f"{text}; a batch of {batch_size} at once")
+
+    def _disk(self) -> Check:
+        place = self.config.run.dir.absolute()
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
+        needed = (self.config.checkpoint.keep + 1) * CHECKPOINT_BYTES * parameters_of(self.config.model) + 1e8
+        text = f"{free / GIB:.1f} GiB free in {place}, {needed / GIB:.2f} GiB needed for checkpoints and the model"
+        if free < needed:
+            return Check("disk", "failed", text, "free some, or choose another place with run.dir=DIRECTORY")
+        return Check("disk", "ok", text)
+
+    def _port(self) -> Check:
+        listen = self.config.swarm.listen
+        result = try_to_listen((), listen, self.config.swarm.announce, self._gate())
+        best = result.addresses[0].rpartition("/p2p/")[0]
+        return Check("port", "ok", f"{', '.join(listen)} can be listened on, for example as {best} ({scope(best)})")
+
+    def _speed(self) -> Check | None:
+        if self._machine is None:
+            return None
+        config = suited(self.config, self._machine, self.config.inner.batch_size, ())
+        step_s = self.figures["step_s"] = step_seconds(config)
+        tokens = self.config.inner.batch_size * self.config.data.sequence_length
+        return Check("speed", "ok", f"{step_s:.3g} s per inner step, {tokens / step_s:.4g} tokens per second")
+
+    # -- the swarm -----------------------------------------------------------------------------------------------------
+
+    def _swarm(self) -> Check | None:
+        if not self.addresses:
+            return Check("swarm", "ok", "no ADDRESS given, so nothing is asked of a swarm")
+        found = self._found = look(self.addresses, self.place.identity, measure_bytes=PROBE_BYTES, gate=self._gate())
+        self.figures["peers"] = len(found.peers)
+        names = ", ".join(peer.reply.name for peer in found.peers) or "none says more"
+        if found.silent:
+            silent = "; ".join(f"{address}: {why}" for address, why in found.silent.items())
+            return Check("swarm", "warning", f"answered by {len(found.peers)} ({names}); {silent}", swarm=True)
+        return Check("swarm", "ok", f"answered by {len(found.peers)}: {names}", swarm=True)
+
+    def _manifest(self) -> Check | None:
+        if self._found is None:
+            return None
+        manifest = parse_manifest(self._found.manifest_text)
+        text = f"{manifest.run.id} ({manifest.hash()[:12]}), {manifest.model.name} on {manifest.data.source}"
+        try:
+            self.config = self.config.adopt(manifest)
+        except ConfigError as error:
+            return Check("manifest", "failed", text, str(error), swarm=False)
+        return Check("manifest", "ok", f"{text}, wire version {WIRE_VERSION}", swarm=True)
+
+    def _clock(self) -> Check | None:
+        found = self._found
+        if found is None or found.ahead_s is None:
+            return None
+        each = ", ".join(f"{peer.ahead_s:+.3f}" for peer in found.peers)
+        text = f"{found.ahead_s:+.3f} s against the swarm (by peer {each})"
+        self.figures["clock_ahead_s"] = found.ahead_s
+        if abs(found.ahead_s) > CLOCK_LIMIT_S:
+            limit = f"more than {CLOCK_LIMIT_S:.0f} s is refused; "
+            return Check(
+                "clock", "failed", text, f"{limit}set it, for example by timedatectl set-ntp true", swarm=False
+            )
+        verdict = "ok" if abs(found.ahead_s) <= SLOW_CLOCK_S else "warning"
+        return Check("clock", verdict, text, "" if verdict == "ok" else "let NTP set it")
+
+    def _reachable(self) -> Check | None:
+        if self._found is None:
+            return None
+        seeds = self._found.addresses or list(self.addresses)
+        listen = self.config.swarm.listen
+        if "swarm.listen" not in self.typed and any(scope(one) != "loopback" for one in seeds):
+            listen = ("/ip4/0.0.0.0/tcp/0",)  # as `diloco join` does
+        result = try_to_listen(seeds, listen, self.config.swarm.announce, self._gate(), self.place.identity)
+        if result.reachable:
+            best = result.addresses[0].rpartition("/p2p/")[0]
+            return Check("reachable", "ok", f"a peer called back {best}; no relay is needed")
+        how = "it trains over its own connections and holds no fragments"
+        return Check("reachable", "warning", f"others cannot call this peer: {how}", result.advice, swarm=True)
+
+    def _bandwidth(self) -> Check | None:
+        found = self._found
+        rated = [peer for peer in found.peers if peer.up_bytes_per_s and peer.down_bytes_per_s] if found else []
+        if not rated:
+            return None if found is None else Check("bandwidth", "warning", "no peer let it be measured", swarm=True)
+        up = statistics.median(8 * (peer.up_bytes_per_s or 0) for peer in rated)
+        down = statistics.median(8 * (peer.down_bytes_per_s or 0) for peer in rated)
+        latency_s = statistics.median(peer.round_trip_s for peer in rated) / 2
+        self.figures |= {"up_bits_per_s": up, "down_bits_per_s": down, "latency_s": latency_s}
+        text = (
+            f"{up / 1e6:.4g} Mbit/s up, {down / 1e6:.4g} Mbit/s down, {latency_s * 1e3:.3g} ms away "
+            f"(median of {len(rated)} peers, {PROBE_BYTES >> 20} MiB each way)"
+        )
+        if min(up, down) < THIN_BITS_PER_S or latency_s > FAR_S:
+            return Check("bandwidth", "warning", text, "diloco plan --doctor says what that costs", swarm=True)
+        return Check("bandwidth", "ok", text, swarm=True)

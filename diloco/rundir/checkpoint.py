@@ -1,0 +1,373 @@
+"""Checkpoints that a crash, a full disk or a bad sector cannot turn into a wrong resume.
+
+Only step 4 of a save is visible to a reader, and it is one rename:
+
+1. `.tmp-step-00000012-PID/` is made beside the older checkpoints.
+2. Every group of tensors becomes `NAME.safetensors`, hashed while it is written, then fsynced.
+3. `state.json` lists format, step, and size and sha256 of every file, and carries a digest of itself.
+4. The directory is fsynced and renamed to `step-00000012/`.
+5. Checkpoints beyond `keep` are renamed back to temporary names, then deleted.
+
+Nothing is pickled: tensors are safetensors, everything else is JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diloco.errors import CheckpointError
+from diloco.rundir.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+
+__all__ = [
+    "FORMAT",
+    "Checkpoint",
+    "CheckpointStore",
+    "flatten_optimizer",
+    "restore_optimizer",
+    "restore_rng",
+    "rng_state",
+]
+
+FORMAT = 1
+STATE_FILE = "state.json"
+BLOCK_BYTES = 16 * 2**20  # hashed while still in the cache; both hashing and writing release the GIL
+
+_TEMPORARY = ".tmp-"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # ".1" and so on: a step that was saved again
+_STEM = re.compile(r"[A-Za-z0-9_-]+")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class _UnusableError(Exception):
+    """Why one checkpoint cannot be used; ends in `Checkpoint.skipped` or in a `CheckpointError`."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose every byte was verified.
+
+    `tensors[stem]` reads that file anew at each access, so a caller that takes one group after the other never holds
+    the whole checkpoint; the files stay readable when they are pruned meanwhile. The tensors are fresh copies on the
+    CPU in the dtype that was saved. `skipped` says which newer checkpoints could not be used, and why.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    tensors: Mapping[str, dict[str, Tensor]]
+    skipped: list[str] = field(default_factory=list)
+
+
+class CheckpointStore:
+    """The checkpoints of one peer in one directory; the `keep` newest stay.
+
+    A directory has one writer and any number of readers: nothing is created or deleted before the first `save`.
+    Memory: one tensor at a time where it is not already contiguous and on the CPU. On failure of `save` the older
+    checkpoints are untouched; a crash leaves at most a temporary directory, which the next `save` removes.
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        assert keep >= 1, f"keep={keep}"
+        self.directory = Path(directory)
+        self.keep = keep
+        self._rejected: set[str] = set()  # known to be unusable: never counted among the `keep`
+        self._clean = False
+
+    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+        """Writes `tensors` (file stem -> name -> tensor of any shape and device) and the JSON-able `state`.
+
+        When it returns, `load_latest` gives exactly this checkpoint, also if later steps were there before: they are
+        of a timeline that this run has left. Saving a step again replaces it.
+
+        Raises:
+            CheckpointError: no space, no permission and the like; nothing half-written remains.
+        """
+        assert step >= 0, f"step={step}"
+        assert all(_STEM.fullmatch(stem) for stem in tensors), f"file stems {sorted(tensors)}"
+        plain = _through_json(state)  # a state that JSON cannot hold is our bug and must not leave files behind
+        temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
+        try:
+            self._remove_stale()
+            target = self.directory / self._free_name(step)
+            _write_directory(temporary, step, tensors, plain)
+            os.replace(temporary, target)
+            _fsync_directory(self.directory)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            raise CheckpointError(
+                f"run.dir: cannot write the checkpoint of outer step {step} to {self.directory}: "
+                f"{error.strerror or error}; free some space or choose another run.dir "
+                f"(older checkpoints are intact)"
+            ) from error
+        self._prune(target.name)
+        return target
+
+    def load_latest(self) -> Checkpoint | None:
+        """The newest usable checkpoint, or None where there never was one.
+
+        Every byte is verified first (about 1 s per GB). Unusable ones are skipped with a warning each, which
+        `Checkpoint.skipped` repeats for the run's events.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them can be used.
+        """
+        reasons: list[str] = []
+        tried: set[str] = set()
+        # Listed anew each time: while we look at one, the peer that writes here may prune it and add a newer one.
+        while names := [name for name in self._names() if name not in tried]:
+            name = names[0]
+            tried.add(name)
+            try:
+                step, state, tensors = _read_directory(self.directory / name)
+            except _UnusableError as error:
+                if (self.directory / name).exists():
+                    self._rejected.add(name)
+                    reasons.append(f"{name}: {error}")
+                continue
+            skipped = [f"{reason}; using {name} instead" for reason in reasons]
+            for warning in skipped:
+                logger.warning("unusable checkpoint %s", warning)
+            return Checkpoint(self.directory / name, step, state, tensors, skipped)
+        if reasons:
+            raise CheckpointError(
+                f"run.dir: no usable checkpoint in {self.directory} ({'; '.join(reasons)}); "
+                f"put a good copy back, or delete that directory or choose another run.dir to start over"
+            )
+        return None
+
+    def _names(self) -> list[str]:
+        """Names of the checkpoint directories, newest first."""
+        try:
+            names = [(match, name) for name in os.listdir(self.directory) if (match := _NAME.fullmatch(name))]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"run.dir: cannot read the checkpoints in {self.directory}: {error.strerror}; "
+                f"correct its permissions or choose another run.dir"
+            ) from error
+        return [name for match, name in sorted(names, key=lambda pair: _age(pair[0]), reverse=True)]
+
+    def _free_name(self, step: int) -> str:
+        """A new name for a step saved before: there is no portable way to swap two directories in one operation."""
+        same = [match for name in self._names() if (match := _NAME.fullmatch(name)) and int(match[1]) == step]
+        if not same:
+            return f"step-{step:08d}"
+        return f"step-{step:08d}.{max(int(match[2] or 0) for match in same) + 1}"
+
+    def _remove_stale(self) -> None:
+        """Once per process: what a crashed one left behind."""
+        if self._clean:
+            return
+        os.makedirs(self.directory, exist_ok=True)
+        for name in os.listdir(self.directory):
+            if name.startswith(_TEMPORARY):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+        self._clean = True
+
+    def _prune(self, saved: str) -> None:
+        """Leaves `saved` and the newest older ones; failing to delete is no reason to stop a run."""
+        try:
+            names = self._names()
+            step = saved.partition(".")[0]
+            older = [name for name in names[names.index(saved) :] if name.partition(".")[0] != step]
+            kept = {saved, *[name for name in older if name not in self._rejected][: self.keep - 1]}
+            for name in names:
+                if name not in kept:
+                    # Renamed first: a crash amid the deletion must not leave what looks like a damaged checkpoint.
+                    doomed = self.directory / f"{_TEMPORARY}{name}-{os.getpid()}"
+                    os.replace(self.directory / name, doomed)
+                    shutil.rmtree(doomed)
+        except (OSError, CheckpointError) as error:
+            logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
+
+
+def _age(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 0)
+
+
+# --- One directory ----------------------------------------------------------------------------------------------------
+
+
+def _write_directory(path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+    os.mkdir(path)
+    files = {}
+    for stem, group in tensors.items():
+        files[f"{stem}.safetensors"] = _write_file(path / f"{stem}.safetensors", _safetensors(group))
+    body = {"format": FORMAT, "step": step, "files": files, "state": state}
+    text = json.dumps({"sha256": _digest(body), **body}, indent=1)
+    _write_file(path / STATE_FILE, [text.encode()])
+    _fsync_directory(path)
+
+
+def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[str, Tensor]]]:
+    try:
+        body = json.loads((path / STATE_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise _UnusableError(_reason(STATE_FILE, error)) from error
+    if not isinstance(body, dict):
+        raise _UnusableError(f"{STATE_FILE} is corrupt")
+    if body.get("format", FORMAT) != FORMAT:
+        raise _UnusableError(f"it has format {body['format']}, this version of diloco reads {FORMAT}")
+    if body.pop("sha256", None) != _digest(body):
+        raise _UnusableError(f"{STATE_FILE} is corrupt (its digest differs)")
+    if not _is_complete(body):
+        raise _UnusableError(f"{STATE_FILE} is corrupt (something is missing in it)")
+    for name, expected in body["files"].items():
+        try:
+            size, sha256 = _hash_file(path / name, expected["bytes"])
+        except OSError as error:
+            raise _UnusableError(_reason(name, error)) from error
+        if size != expected["bytes"]:
+            raise _UnusableError(f"{name} has {size} bytes instead of {expected['bytes']}")
+        if sha256 != expected["sha256"]:
+            raise _UnusableError(f"{name} is corrupt (its sha256 differs)")
+    return body["step"], body["state"], _Groups(path, body["files"])
+
+
+def _is_complete(body: dict[str, Any]) -> bool:
+    """Whether a state file has what we write, and names no file outside of its directory."""
+    files = body.get("files")
+    return (
+        type(body.get("step")) is int
+        and isinstance(body.get("state"), dict)
+        and isinstance(files, dict)
+        and all(
+            Path(name).name == name
+            and "\0" not in name
+            and isinstance(entry, dict)
+            and type(entry.get("bytes")) is int
+            and isinstance(entry.get("sha256"), str)
+            for name, entry in files.items()
+        )
+    )
+
+
+class _Groups(Mapping[str, dict[str, Tensor]]):
+    """The tensor files of one checkpoint, mapped at once and read when asked for."""
+
+    def __init__(self, path: Path, files: Iterable[str]) -> None:
+        try:
+            self._files: dict[str, Any] = {Path(name).stem: safe_open(path / name, framework="pt") for name in files}
+        except (OSError, SafetensorError) as error:
+            raise _UnusableError(f"its tensors cannot be read: {error}") from error
+
+    def __getitem__(self, stem: str) -> dict[str, Tensor]:
+        file = self._files[stem]
+        # Cloned: a mapped tensor would kill the process if somebody truncated the file later.
+        return {name: file.get_tensor(name).clone() for name in file.keys()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file in pieces: length of the header (u64), header (JSON), data.
+
+    Ours rather than the library's `save_file`, because that one cannot hash or fsync, and refuses tensors that are
+    not contiguous or share memory; here, each tensor is written in full. The library reads what this writes.
+    """
+    assert "__metadata__" not in tensors, "this name is reserved by safetensors"
+    header: dict[str, Any] = {}
+    stop = 0
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps the data aligned
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name}: a checkpoint cannot hold {tensor.dtype}")
+        start, stop = stop, stop + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in order:
+        flat = tensors[name].detach().cpu().contiguous().flatten()  # (numel,)
+        yield flat.view(torch.uint8).numpy().data
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Writes and fsyncs a new file; returns its entry of `state.json`."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece in pieces:
+            size += len(piece)
+            for start in range(0, len(piece), BLOCK_BYTES):
+                block = memoryview(piece)[start : start + BLOCK_BYTES]
+                digest.update(block)
+                while block:
+                    block = block[os.write(descriptor, block) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _hash_file(path: Path, expected_bytes: int) -> tuple[int, str]:
+    """Size and sha256; the latter is left empty where the size already decides."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected_bytes:
+            return size, ""
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return size, digest.hexdigest()
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(name: str, error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{name} is missing"
+    return f"{name} cannot be read: {error.strerror}" if isinstance(error, OSError) else f"{name} is corrupt"
+
+
+def _through_json(value: Any) -> Any:
+    """What a reader will get: tuples become lists and keys become strings."""
+    return json.loads(json.dumps(value))
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

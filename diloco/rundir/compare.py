@@ -1,0 +1,288 @@
+"""Runs side by side: what differs in their settings, what each came to, and curves of the held-out loss.
+
+Read from what a run directory holds: `config.yaml`, `summary.json`, `metrics.jsonl`. A run that broke or still goes on
+has only some of it; then what is known is shown and the rest is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco.config import compose, flatten
+from diloco.errors import ConfigError
+from diloco.rundir.files import read_json_lines, write_atomic
+
+__all__ = ["AXES", "Point", "Run", "find_runs", "plot_runs", "read_runs", "time_to_loss", "worst_loss"]
+
+AXES = {"tokens": "tokens applied by the swarm", "time": "seconds", "bytes": "bytes sent by all peers"}
+LONGEST_NAME = 60
+NOT_A_DIFFERENCE = ("run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Held-out loss in nats per token at a version; `time_s` since the run began, virtual if simulated."""
+
+    version: int
+    loss: float
+    tokens: float | None
+    time_s: float | None
+    bytes_sent: float | None
+
+
+@dataclass
+class Run:
+    """What is known of one run; seconds, bytes of all peers together, utilization as the mean over peers."""
+
+    directory: Path
+    settings: dict[str, Any]
+    curve: list[Point] = field(default_factory=list)
+    name: str = ""
+    loss: float | None = None
+    perplexity: float | None = None
+    tokens: int | None = None
+    virtual_s: float | None = None
+    wall_s: float | None = None
+    bytes_sent: int | None = None
+    utilization: float | None = None
+    exit: int | None = None
+
+
+def find_runs(places: Sequence[Path]) -> list[Path]:
+    """The run directories among `places`, those of sweeps included, each once and in the order given.
+
+    Raises:
+        ConfigError: one of them is neither a run nor a sweep, or there is no run at all.
+    """
+    found: dict[Path, None] = {}
+    for place in places:
+        if not place.is_dir():
+            raise ConfigError(f"{place} is no directory; give the run.dir of a run, or the directory of a sweep")
+        runs = [place] if _is_run(place) else sorted(one for one in place.iterdir() if one.is_dir() and _is_run(one))
+        if not runs:
+            raise ConfigError(f"{place} holds no run (no metrics.jsonl, summary.json or config.yaml); give a run.dir")
+        found.update(dict.fromkeys(runs))
+    return list(found)
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """Everything known of the runs, and names that tell them apart."""
+    runs = [_read(directory) for directory in directories]
+    _name(runs)
+    return runs
+
+
+def worst_loss(runs: Sequence[Run]) -> float | None:
+    """The largest final loss of the runs that finished (of all, if none did): one that each of them has reached."""
+    finished = [run for run in runs if run.exit == 0] or runs
+    return max((run.loss for run in finished if run.loss is not None), default=None)
+
+
+def time_to_loss(run: Run, loss: float) -> float | None:
+    """Seconds (virtual if simulated) until the held-out loss was at most `loss`, with straight lines between points.
+
+    None if it never was, or nothing is known of the time.
+    """
+    before: Point | None = None
+    for point in run.curve:
+        if point.loss <= loss:
+            if point.time_s is None or before is None or before.time_s is None or before.loss <= point.loss:
+                return point.time_s
+            part = (before.loss - loss) / (before.loss - point.loss)
+            return before.time_s + part * (point.time_s - before.time_s)
+        before = point
+    return None
+
+
+def plot_runs(runs: Sequence[Run], directory: Path) -> list[Path]:
+    """Draws held-out loss by tokens, by time and by bytes into `directory`; returns the pictures, one per axis.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    written = []
+    few = len(runs) <= 10
+    for axis, label in AXES.items():
+        figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for index, run in enumerate(runs):
+            x, y = _coordinates(run, axis)
+            colour = colormaps["tab10"](index) if few else colormaps["viridis"](index / (len(runs) - 1))
+            if x:
+                axes.plot(x, y, "o-", color=colour, linewidth=1.5, markersize=3, label=run.name.replace("$", r"\$"))
+        axes.set_xlabel(label + (" (virtual)" if axis == "time" and all(run.virtual_s for run in runs) else ""))
+        axes.set_ylabel("held-out loss (nats per token)")
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8, ncols=1 if few else 2)
+        else:
+            axes.text(0.5, 0.5, "nothing was logged", transform=axes.transAxes, ha="center", va="center", color="gray")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+        written.append(directory / f"loss-by-{axis}.png")
+        write_atomic(written[-1], content.getvalue())
+    return written
+
+
+def _coordinates(run: Run, axis: str) -> tuple[list[float], list[float]]:
+    values: Callable[[Point], float | None] = {
+        "tokens": lambda point: point.tokens,
+        "time": lambda point: point.time_s,
+        "bytes": lambda point: point.bytes_sent,
+    }[axis]
+    known = [(x, point.loss) for point in run.curve if (x := values(point)) is not None]
+    return [x for x, _ in known], [y for _, y in known]
+
+
+def _is_run(place: Path) -> bool:
+    return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json"))
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def _read(directory: Path) -> Run:
+    member = _json(directory / "member.json")
+    run = Run(directory, _settings(directory / "config.yaml", member.get("overrides")))
+    summary = _json(directory / "summary.json")
+    _take(run, summary)
+    if run.exit is None:  # it ended without a summary, but a sweep has seen it end
+        run.exit = _whole(member.get("exit"))
+    records = read_json_lines(directory / "metrics.jsonl")
+    run.curve = _curve(records, run, _whole(summary.get("outer_steps")) or 0)
+    if run.loss is None and run.curve:
+        run.loss = run.curve[-1].loss
+    if run.perplexity is None and run.loss is not None and run.loss < 700:
+        run.perplexity = math.exp(run.loss)
+    if run.tokens is None:
+        run.tokens = int(max((_number(record.get("tokens")) or 0 for record in records), default=0)) or None
+    return run
+
+
+def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
+    """The settings by key; of a run that broke before it wrote them, those that a sweep gave it, if they are known."""
+    with contextlib.suppress(ConfigError):
+        if saved.is_file():
+            return dict(flatten(compose(base=saved).model_dump(mode="json")))
+        if isinstance(overrides, list):
+            return dict(flatten(compose([str(one) for one in overrides]).model_dump(mode="json")))
+    return {}
+
+
+def _take(run: Run, summary: Mapping[str, Any]) -> None:
+    """What summary.json says, each field as far as it is what it should be."""
+    run.loss = _number(_get(summary, "eval", "loss"))
+    run.perplexity = _number(_get(summary, "eval", "perplexity"))
+    run.virtual_s, run.wall_s = _number(summary.get("virtual_s")), _number(summary.get("wall_s"))
+    run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
+    peers = summary.get("peers")
+    peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
+    sent = [value for peer in peers if (value := _number(peer.get("bytes_sent"))) is not None]
+    busy = [value for peer in peers if (value := _number(peer.get("utilization"))) is not None]
+    run.bytes_sent = int(sum(sent)) if sent else None
+    run.utilization = sum(busy) / len(busy) if busy else None
+
+
+def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> list[Point]:
+    """Held-out loss by version; a resumed run repeats some, and the later ones count.
+
+    Lines that do not say what was sent so far share the bytes of the run by version.
+    """
+    began = next((at for record in records if (at := _number(record.get("time"))) is not None), None)
+    if run.virtual_s is not None:
+        began = 0.0  # the virtual clock begins with the run
+    sent: dict[str, float] = {}
+    points: dict[int, Point] = {}
+    for record in records:
+        if (total := _number(record.get("bytes_sent"))) is not None:
+            sent[str(record.get("peer"))] = total
+        loss, version = _number(record.get("eval_loss")), _number(record.get("version"))
+        if loss is None or version is None:
+            continue
+        at, so_far = _number(record.get("time")), sum(sent.values()) if sent else None
+        if so_far is None and run.bytes_sent is not None and outer_steps:
+            so_far = run.bytes_sent * min(1.0, version / outer_steps)
+        time_s = None if at is None or began is None else at - began
+        points[int(version)] = Point(int(version), loss, _number(record.get("tokens")), time_s, so_far)
+    return [points[version] for version in sorted(points)]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _get(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
+
+
+def _number(value: Any) -> float | None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if ok else None
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _name(runs: Sequence[Run]) -> None:
+    """Names each run by the settings in which it differs from others; by its directory where that says too little."""
+    keys = _differing([run.settings for run in runs])
+    leaves = Counter(key.rpartition(".")[2] for key in keys)
+    for run in runs:
+        parts = [
+            f"{key if leaves[key.rpartition('.')[2]] > 1 else key.rpartition('.')[2]}={_shown(run.settings[key])}"
+            for key in keys
+            if key in run.settings
+        ]
+        name = " ".join(parts)
+        run.name = name if 0 < len(name) <= LONGEST_NAME else run.directory.resolve().name
+    count = Counter(run.name for run in runs)
+    for run in runs:
+        if count[run.name] > 1 and run.name != run.directory.resolve().name:
+            run.name = f"{run.name} ({run.directory.resolve().name})"
+    if len({run.name for run in runs}) < len(runs):  # directories of one name in different places
+        for run in runs:
+            run.name = str(run.directory)
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    known = [one for one in settings if one]
+    keys = dict.fromkeys(key for one in known for key in one if not key.startswith(NOT_A_DIFFERENCE))
+    absent = object()
+    found = [key for key in keys if any(one.get(key, absent) != known[0].get(key, absent) for one in known)]
+    if "model.name" in found:  # stands for the model's settings
+        found = [key for key in found if key == "model.name" or not key.startswith("model.")]
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")

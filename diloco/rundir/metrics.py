@@ -1,0 +1,211 @@
+"""What a peer reports while it trains: metrics and events in the run directory, and to Weights & Biases if asked."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from diloco.errors import ConfigError
+from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
+from diloco.rundir.summary import (
+    Evaluation,
+    PeerSummary,
+    Phase,
+    Phases,
+    Seconds,
+    Summary,
+    Tokens,
+    merge_peer_summaries,
+    peer_message,
+    write_summary,
+)
+
+__all__ = [
+    "AGGREGATE_EVERY_S",
+    "Evaluation",
+    "JsonLines",
+    "PeerSummary",
+    "Phase",
+    "Phases",
+    "RunLog",
+    "Seconds",
+    "Summary",
+    "Tokens",
+    "WandbLog",
+    "merge_peer_summaries",
+    "peer_message",
+    "prepare_run_directory",
+    "read_json_lines",
+    "write_atomic",
+    "write_summary",
+]
+
+logger = logging.getLogger(__name__)
+
+AGGREGATE_EVERY_S = 30.0
+
+
+class RunLog:
+    """`metrics.jsonl` and `events.jsonl` of one peer; each line carries `time` (unix seconds) and `peer`.
+
+    `metrics.jsonl`: version, inner_step (this peer's global count), tokens (swarm clock), and what was measured then;
+    one line per outer step has bytes_sent and the seconds of each phase so far.
+    `events.jsonl`: `kind` and the fields of that kind.
+
+    Files that cannot be opened raise `ConfigError`. A line that cannot be written later (the disk is full) is lost: one
+    warning says so, and the run goes on.
+    """
+
+    def __init__(
+        self, run_dir: Path, peer: str, wandb: WandbLog | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.peer = peer
+        self._clock = clock
+        self._wandb = wandb
+        self._metrics = JsonLines(run_dir / "metrics.jsonl")
+        self._events = JsonLines(run_dir / "events.jsonl")
+        self._writable = True
+
+    def metric(
+        self,
+        *,
+        version: int,
+        inner_step: int,
+        tokens: int,
+        loss: float | None = None,
+        eval_loss: float | None = None,
+        lr: float | None = None,
+        tokens_per_s: float | None = None,
+        **others: Any,
+    ) -> None:
+        """Losses are in nats per token; what is None is left out, what is not finite becomes null."""
+        assert not others.keys() & {"time", "peer"}, f"these belong to the line: {sorted(others)}"
+        measured = {"loss": loss, "eval_loss": eval_loss, "lr": lr, "tokens_per_s": tokens_per_s, **others}
+        record = {"version": version, "inner_step": inner_step, "tokens": tokens}
+        record |= {name: value for name, value in measured.items() if value is not None}
+        self._write(self._metrics, {"time": self._clock(), "peer": self.peer, **record})
+        if self._wandb is not None:
+            self._wandb.log(record)
+
+    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """Where the aggregated form of wandb has the swarm's figures from."""
+        if self._wandb is not None:
+            self._wandb.figures = figures
+
+    def event(self, kind: str, **fields: Any) -> None:
+        assert not fields.keys() & {"time", "peer"}, f"{kind}: these belong to the line: {sorted(fields)}"
+        self._write(self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields})
+
+    def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
+        try:
+            lines.write(record)
+            self._writable = True
+        except ConfigError as error:
+            if self._writable:
+                logger.warning("%s; until then its lines are lost", error)
+            self._writable = False
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class WandbLog:
+    """One wandb run per peer, grouped by run id, whose id stays the same when the peer resumes; or one of the swarm.
+
+    With `aggregate` it is called `swarm`, and what `figures` returns is logged instead of the peer's own metrics, once
+    per outer step and in long ones every 30 s. Another peer that goes on with it resumes the same run.
+
+    The service is a convenience: whatever fails in it is one warning, and the run goes on with its own files. wandb is
+    imported only if `mode` asks for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["disabled", "offline", "online"],
+        project: str,
+        entity: str | None,
+        run_id: str,
+        peer: str,
+        directory: Path,
+        config: Mapping[str, Any],
+        aggregate: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.figures: Callable[[], Mapping[str, Any]] = dict
+        self._aggregate = aggregate
+        self._clock = clock
+        self._logged: tuple[int, float] = (-1, -math.inf)  # version and time
+        self._run: Any = None
+        peer = "swarm" if aggregate else peer
+        if mode == "disabled":
+            return
+        try:
+            import wandb
+
+            # Its console capture would swallow the supervisor's lines, and it must never stop to ask for a key.
+            options = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=10)
+            self._run = wandb.init(
+                mode=mode,
+                project=project,
+                entity=entity,
+                group=os.environ.get("WANDB_RUN_GROUP") or run_id,  # a sweep names one for its members
+                name=peer,
+                id=re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-{peer}")[:128],
+                resume="allow",
+                dir=str(directory),
+                config=dict(config),
+                settings=options,
+            )
+        except Exception as error:
+            self._give_up(f"wandb.mode={mode}: cannot start", error)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """A line of `metrics.jsonl`."""
+        if self._run is None:
+            return
+        try:
+            if self._aggregate:
+                record = self._swarm(record)
+            if record:
+                self._run.log(dict(record))
+        except Exception as error:
+            self._give_up("wandb: cannot log", error)
+
+    def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The swarm's figures, when they are due; the held-out loss is the swarm's too, since anchors are equal."""
+        version, at = self._logged
+        held_out = {"swarm/held_out_loss": record["eval_loss"]} if "eval_loss" in record else {}
+        if not held_out and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:
+            return {}
+        self._logged = record["version"], self._clock()
+        return {**self.figures(), **held_out}
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                run.finish()
+            except Exception as error:
+                self._give_up("wandb: cannot finish", error)
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        self._run = None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        logger.warning("%s (%s); the run goes on, its metrics are in metrics.jsonl", what, reason)

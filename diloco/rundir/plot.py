@@ -1,0 +1,162 @@
+"""`loss.png` of a run: training loss of every peer and held-out loss of the anchor over the swarm clock."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.rundir.files import read_json_lines, write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Curve", "plot_losses", "read_curves"]
+
+LEGEND_PEERS = 8  # beyond, one line of the legend stands for all peers
+SMOOTHED_SHARE = 40  # a running mean over 1/40 of a curve
+
+
+@dataclass
+class Curve:
+    """Losses in nats per token over `x`, in tokens of the swarm clock or in steps."""
+
+    x: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+
+
+def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
+    """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and replaces `out_png`.
+
+    Works without a display. Where nothing was logged, the picture says so.
+
+    Raises:
+        ConfigError: `out_png` cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    training, held_out, unit = read_curves(metrics_path)
+    figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw(axes, training, held_out)
+    axes.set_title(title, parse_math=False, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("tokens applied by the swarm" if unit == "tokens" else "inner steps")
+    axes.set_ylabel("loss (nats per token)")
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_atomic(out_png, content.getvalue())
+
+
+def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve, str]:
+    """Training loss per peer, held-out loss, and what both are drawn over: "tokens" or "steps".
+
+    A resumed peer repeats the steps after its checkpoint: the later lines count. The swarm clock stands still between
+    outer steps, so inner steps of equal clock are spread evenly up to its next value.
+    """
+    training: dict[str, list[_Point]] = {}
+    held_out: dict[int, _Point] = {}
+    for record in read_json_lines(metrics_path):
+        step, tokens = _number(record.get("inner_step")), _number(record.get("tokens"))
+        loss, eval_loss = _number(record.get("loss")), _number(record.get("eval_loss"))
+        if loss is not None and step is not None:
+            points = training.setdefault(str(record.get("peer", "?")), [])
+            point = _Point(step, tokens, loss)
+            while points and points[-1].when >= point.when:
+                points.pop()
+            points.append(point)
+        if eval_loss is not None:
+            version = _number(record.get("version"))
+            held_out[len(held_out) if version is None else int(version)] = _Point(step or 0.0, tokens, eval_loss)
+    everything = [point for points in [*training.values(), list(held_out.values())] for point in points]
+    clock = all(point.tokens is not None for point in everything) and any(point.tokens for point in everything)
+    curves = {peer: _curve(points, clock, spread=True) for peer, points in sorted(training.items())}
+    evaluated = sorted(held_out.items())
+    return curves, _curve([point for _, point in evaluated], clock, spread=False), "tokens" if clock else "steps"
+
+
+@dataclass(frozen=True)
+class _Point:
+    step: float
+    tokens: float | None
+    loss: float
+
+    @property
+    def when(self) -> tuple[float, float]:
+        """The clock first: a peer that rejoins with nothing counts its steps from zero, and has not gone back."""
+        return self.tokens or 0.0, self.step
+
+
+def _number(value: Any) -> float | None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if ok else None
+
+
+def _curve(points: Sequence[_Point], clock: bool, spread: bool) -> Curve:
+    x = [(point.tokens or 0.0) if clock else point.step for point in points]
+    return Curve(_spread(x) if clock and spread else x, [point.loss for point in points])
+
+
+def _spread(x: list[float]) -> list[float]:
+    """[0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]: equal values share the way to the next; the last do as those before."""
+    result: list[float] = []
+    width = 0.0
+    start = 0
+    while start < len(x):
+        stop = start
+        while stop < len(x) and x[stop] == x[start]:
+            stop += 1
+        if stop < len(x):
+            width = max(0.0, x[stop] - x[start])
+        result += [x[start] + width * (index + 0.5) / (stop - start) for index in range(stop - start)]
+        start = stop
+    return result
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Running mean, centred; shorter towards the start, where losses fall fast, cut off at the end, where not."""
+    reach = len(values) // (2 * SMOOTHED_SHARE)
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    smooth = []
+    for index in range(len(values)):
+        start, stop = index - min(reach, index), min(index + min(reach, index) + 1, len(values))
+        smooth.append((sums[stop] - sums[start]) / (stop - start))
+    return smooth
+
+
+def _draw(axes: Axes, training: dict[str, Curve], held_out: Curve) -> None:
+    from matplotlib import colormaps
+    from matplotlib.ticker import EngFormatter
+
+    few = len(training) <= LEGEND_PEERS
+    palette = colormaps["tab10" if few else "viridis"]
+    handles, labels = [], []
+    for index, (peer, curve) in enumerate(training.items()):
+        colour = palette(index) if few else palette(index / (len(training) - 1))
+        if few and len(curve.x) > 2 * SMOOTHED_SHARE:
+            axes.plot(curve.x, curve.loss, color=colour, linewidth=0.5, alpha=0.15)
+        [line] = axes.plot(
+            curve.x, _smooth(curve.loss), color=colour, linewidth=1.0 if few else 0.6, alpha=0.85 if few else 0.5
+        )
+        if few or index == 0:
+            handles.append(line)
+            labels.append(f"training, {peer}" if few else f"training, {len(training)} peers")
+    if held_out.x:
+        [line] = axes.plot(held_out.x, held_out.loss, "o-", color="black", linewidth=2.2, markersize=4.5)
+        line.set_markevery(max(1, len(held_out.x) // 25))
+        handles.append(line)
+        labels.append(f"held-out, anchor: {held_out.loss[-1]:.3f} at the end")
+    if handles:
+        axes.legend(handles, labels, loc="upper right", frameon=False, fontsize=9)
+    else:
+        axes.text(0.5, 0.5, "no loss was logged", transform=axes.transAxes, ha="center", va="center", color="gray")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)

@@ -1,0 +1,1 @@
+"""What two peers say to each other: each module is one conversation."""

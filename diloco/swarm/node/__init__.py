@@ -1,0 +1,1 @@
+"""One peer of the swarm: it drives the protocol core and holds the conversations."""

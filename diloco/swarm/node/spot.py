@@ -1,0 +1,186 @@
+"""Contributions checked against data: does what a peer sends lower the loss on what it says that it learned from?
+
+    score = L(theta) - L(theta - beta Delta)          LossScore of Gauntlet (arXiv 2505.21684)
+
+theta are the anchors; only the checked fragment moves. `outer.robust` compares contributions with each other, so it
+needs four of them, and a majority; this compares one with data, where the syncer has any.
+
+What it does not do: it does not see what the loss on these sequences does not show, such as a back door, nor what
+raises the loss by less than the score's error. Its own contribution a syncer does not check. The sequences are the
+contributor's word, but for the control fragment, whose syncer knows what it leased to whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diloco.outer.fragments import scatter_
+from diloco.outer.replica import Replica
+from diloco.outer.robust import Judgement
+from diloco.outer.staged import Staged
+from diloco.protocol.ledger import Units, count, intersection
+from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.protocol.syncer import Close, Syncer
+
+if TYPE_CHECKING:
+    from diloco.swarm.conversations.answer import Host
+
+__all__ = ["Loss", "Score", "SpotChecks"]
+
+Loss = Callable[[Mapping[str, Tensor], Sequence[int]], Sequence[float]]
+"""Losses (nats per token) of parameters, given by name, on each of these sequences of the run's list; without any, on
+each of some held-out ones. Called in other threads, one at a time."""
+
+BETA = 0.25
+"""Part of a contribution that is tried. The whole of an honest one may raise the loss (of 4 to 17 in 100, measured): it
+is longer than the mean of all and has more noise in it, and the other fragments stay where they are. A part says
+whether the loss falls in its direction.
+"""
+SEQUENCES = 16
+"""Of what a contribution was learned from; two passes over them are little beside the inner steps of a round. Who names
+fewer may have chosen them well, so it is held-out ones then."""
+MARGIN = 1.5
+"""Standard errors of a score that it may be below 0: late in a run, scores come near 0 and differ by sequence."""
+
+
+class Score(NamedTuple):
+    """Mean gain over the sequences (nats per token), and its standard error."""
+
+    gain: float
+    error: float
+
+    @classmethod
+    def of(cls, before: Sequence[float], after: Sequence[float]) -> Score:
+        """The gain from losses to losses on the same sequences."""
+        gains = [one - other for one, other in zip(before, after, strict=True)]
+        mean = sum(gains) / len(gains)
+        squares = sum((gain - mean) ** 2 for gain in gains)
+        return cls(mean, math.sqrt(squares / max(len(gains) - 1, 1) / len(gains)))
+
+    @property
+    def fails(self) -> bool:
+        """Whether the loss rises for certain, or is no number."""
+        return not self.gain >= -MARGIN * self.error
+
+
+class SpotChecks:
+    """A node's checks of the contributions that it merges as syncer.
+
+    Which ones are checked is decided by a generator that only this node knows. Its own contribution never is. When one
+    fails, the version's others are checked too: if half of all fail or more, the anchor or the data is what is wrong,
+    and none is left out.
+
+    Args:
+        replica: this peer's anchors and staged contributions.
+        seed: of the generator; None takes the operating system's entropy.
+
+    Memory: one copy of the parameters, on their device, while a version is checked; versions take turns.
+    """
+
+    def __init__(self, replica: Replica, seed: str | None = None) -> None:
+        self.loss: Loss | None = None
+        self._replica = replica
+        self._random = Random(seed)
+        self._turn = asyncio.Lock()
+
+    async def failing(
+        self, host: Host, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement
+    ) -> list[str]:
+        """Contributors to leave out of a version; what was found is an event for each that was checked.
+
+        Args:
+            peers, judged: what `outer.robust` makes of the contributions; they are tried as long as they count.
+        """
+        staged = self._replica.staged(close.fragment)
+        others = [peer for peer in sorted(close.contributors) if peer != host.protocol.me]
+        chosen = [peer for peer in others if self._random.random() < self._replica.settings.spot_check]
+        if self.loss is None or not chosen or staged is None:
+            return []
+        scales = [
+            min(1.0, coefficient / weight) if weight else 0.0
+            for coefficient, weight in zip(judged.coefficients, judged.weights, strict=True)
+        ]
+        parts = dict(zip(peers, scales, strict=True))
+        trials = {peer: (BETA * parts[peer], self._sequences(host, syncer, peer)) for peer in others}
+        async with self._turn:
+            trial = _Trial(self._replica, staged, close.fragment, self.loss)
+            scores = await asyncio.to_thread(trial.scores, trials, chosen)
+        failed = [peer for peer, score in scores.items() if score.fails]
+        majority = 2 * len(failed) < len(close.contributors)
+        for peer, score in scores.items():
+            out, data = peer in failed, "leased" if trials[peer][1] else "held-out"
+            why = {} if majority or not out else {"why": "half of the contributions fail, or more; so none is left out"}
+            host.note(
+                "spot_check", fragment=close.fragment, version=close.base_version + 1, peer=peer,
+                data=data, score=score.gain, error=score.error, left_out=out and majority, **why,
+            )  # fmt: skip
+        return failed if majority else []
+
+    def _sequences(self, host: Host, syncer: Syncer, peer: str) -> list[int]:
+        """Numbers of some sequences that a contribution was learned from; none where it names too few."""
+        units = syncer.units(peer)
+        if syncer.fragment == CONTROL_FRAGMENT:  # whose syncer knows what is whose
+            units = intersection(units, host.protocol.leased_to(peer) or [])
+        total = count(units)
+        return _at(units, sorted(self._random.sample(range(total), SEQUENCES))) if total >= SEQUENCES else []
+
+
+class _Trial:
+    """The anchors as parameters of a model, of which one fragment moves by a part of one contribution or another."""
+
+    def __init__(self, replica: Replica, staged: Staged, fragment: int, loss: Loss) -> None:
+        self._replica, self._staged, self._fragment, self._loss = replica, staged, fragment, loss
+        self._parameters: dict[str, Tensor] = {}
+        self._before: dict[tuple[int, ...], Sequence[float]] = {}
+
+    def scores(self, trials: Mapping[str, tuple[float, Sequence[int]]], chosen: Sequence[str]) -> dict[str, Score]:
+        """Scores of the chosen peers, and of all others once one of them fails.
+
+        Args:
+            trials: for each peer the part of its contribution that is tried, and the sequences to try it on.
+        """
+        replica = self._replica
+        self._parameters = {name: torch.empty_like(parameter) for name, parameter in replica.parameters.items()}
+        # Another fragment may move meanwhile: what is copied of it is partly of the next version, before and after.
+        for fragment in range(len(replica.fragments)):
+            self._place(fragment)
+        scores = {peer: self._score(peer, *trials[peer]) for peer in chosen}
+        if any(score.fails for score in scores.values()):
+            scores |= {peer: self._score(peer, *trials[peer]) for peer in trials if peer not in scores}
+        return scores
+
+    def _score(self, peer: str, beta: float, numbers: Sequence[int]) -> Score:
+        key = tuple(numbers)
+        if key not in self._before:  # held-out sequences are the same for all
+            self._before[key] = self._loss(self._parameters, numbers)
+        self._place(self._fragment, peer, beta)
+        after = self._loss(self._parameters, numbers)
+        self._place(self._fragment)
+        return Score.of(self._before[key], after)
+
+    def _place(self, fragment: int, peer: str = "", beta: float = 0.0) -> None:
+        """The parameters of a fragment become its anchor, less a part of a contribution."""
+        replica = self._replica
+        for chunk, (start, stop) in enumerate(replica.chunks[fragment]):
+            values = replica.anchors[fragment][start:stop]
+            if peer:
+                values = torch.add(values, self._staged.decoded([peer], chunk)[0], alpha=-beta)
+            scatter_(self._parameters, replica.fragments[fragment], start, stop, values)
+
+
+def _at(units: Units, positions: Sequence[int]) -> list[int]:
+    """The sequences at these ascending positions of the units."""
+    numbers, before, left = [], 0, list(units)
+    for position in positions:
+        while position >= before + left[0][1] - left[0][0]:
+            before += left[0][1] - left[0][0]
+            left.pop(0)
+        numbers.append(left[0][0] + position - before)
+    return numbers

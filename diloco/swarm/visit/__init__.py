@@ -1,0 +1,1 @@
+"""What a process can learn from a swarm, or tell it, without joining."""

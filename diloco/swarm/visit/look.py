@@ -1,0 +1,171 @@
+"""Asks a swarm what it is, before taking part in it: nothing big is fetched, and nobody there notices more than a call.
+
+1. All addresses are called at once; from those that answer on, other peers that they know are found by their ids.
+2. Each of a few peers says its clock, its wire version and its addresses; on demand the link to it is measured.
+3. One of them gives the manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco.config import WIRE_VERSION, Manifest
+from diloco.errors import PayloadError, SwarmError
+from diloco.swarm.conversations.bulk import request_manifest
+from diloco.swarm.conversations.probe import Probed, probe
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.libp2p import Libp2p
+from diloco.swarm.wire.streams import BROKEN
+
+__all__ = ["CLOCK_LIMIT_S", "Found", "check_clock", "fetch_manifest", "look", "parse_manifest"]
+
+CLOCK_LIMIT_S = 3.0  # hivemind's DHT takes peers whose clocks differ by more for broken
+PEERS_ASKED = 4
+PATIENCE_S = 15.0  # for one peer, of several that are asked at once
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a swarm said of itself.
+
+    peers: those that answered a probe, the addresses given first. silent: addresses without an answer, and why.
+    """
+
+    manifest_text: str
+    peers: list[Probed]
+    silent: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of every peer that answered, the best one."""
+        return [peer.reply.addresses[0] for peer in self.peers if peer.reply.addresses]
+
+    @property
+    def ahead_s(self) -> float | None:
+        """By how much this machine's clock is ahead of the swarm's: the median over the peers."""
+        return statistics.median(peer.ahead_s for peer in self.peers) if self.peers else None
+
+
+def look(
+    initial_peers: Sequence[str],
+    identity_path: Path | None = None,
+    measure_bytes: int = 0,
+    on_connected: Callable[[int, dict[str, str]], None] = lambda answered, silent: None,
+    gate: Gate | None = None,
+) -> Found:
+    """What the swarm at these addresses is; `measure_bytes` are sent to and fetched from each of some peers.
+
+    Args:
+        identity_path: this peer's key, for a swarm that admits identities; none is a new one.
+        on_connected: called with the number of addresses that answered, and what is wrong with the others.
+        gate: shows the invitation of a closed run, and believes only peers of that run (`gate.watching`).
+
+    Raises:
+        SwarmError: nobody there, nobody that is a peer of a run, or none that admits this peer.
+        ConfigError: an entry is no address.
+    """
+    return asyncio.run(_look(initial_peers, gate or Gate(), identity_path, measure_bytes, on_connected))
+
+
+def fetch_manifest(initial_peers: Sequence[str], gate: Gate | None = None) -> str:
+    """The manifest of the run at these addresses, as untrusted JSON text; arguments and errors as of `look`."""
+    return look(initial_peers, gate=gate).manifest_text
+
+
+async def _look(
+    initial_peers: Sequence[str],
+    gate: Gate,
+    identity_path: Path | None,
+    measure_bytes: int,
+    on_connected: Callable[[int, dict[str, str]], None],
+) -> Found:
+    visitor = await Libp2p.visit(initial_peers, gate, identity_path)
+    on_connected(len(visitor.seeds), visitor.silent)
+    refusals: list[str] = []
+    try:
+        peers = await _probe_all(visitor, visitor.seeds, 0, refusals)
+        known = {peer.peer for peer in peers}
+        more = [one for peer in peers for one in peer.reply.known if one not in known and one != visitor.me]
+        if len(peers) < PEERS_ASKED:
+            peers += await _probe_all(visitor, list(dict.fromkeys(more))[: PEERS_ASKED - len(peers)], 0, [])
+        for peer in [one.peer for one in peers] or visitor.seeds:
+            try:
+                text = await request_manifest(visitor, peer)
+            except (*BROKEN, PayloadError) as error:
+                refusals.append(str(error))
+                continue
+            if measure_bytes:
+                peers = await _measure(visitor, peers, measure_bytes)
+            return Found(text, peers, visitor.silent)
+    finally:
+        await visitor.close()
+    refused = next((text.removeprefix("refused: ") for text in refusals if text.startswith("refused: ")), None)
+    if refused is not None:
+        raise SwarmError(f"the swarm refused this peer: {refused}")
+    raise SwarmError(f"{','.join(initial_peers)} answers, but is no diloco peer; check the address")
+
+
+async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int, refusals: list[str]) -> list[Probed]:
+    """Those of them that answer, in their order."""
+
+    async def one(peer: str) -> Probed | None:
+        try:
+            return await asyncio.wait_for(probe(visitor, peer, nbytes), PATIENCE_S)
+        except (*BROKEN, PayloadError) as error:
+            refusals.append(str(error))
+            return None
+
+    found = await asyncio.gather(*(one(peer) for peer in peers))
+    return [probed for probed in found if probed is not None]
+
+
+async def _measure(visitor: Libp2p, peers: Sequence[Probed], nbytes: int) -> list[Probed]:
+    """One after the other, so that they do not share this machine's link."""
+    measured = []
+    for peer in peers:
+        measured += await _probe_all(visitor, [peer.peer], nbytes, []) or [peer]
+    return measured
+
+
+def parse_manifest(text: str) -> Manifest:
+    """The manifest of a swarm.
+
+    Raises:
+        SwarmError: that swarm speaks another wire version.
+        ConfigError: the manifest is not valid.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None  # which the parser of manifests explains
+    there = content.get("wire_version") if isinstance(content, dict) else None
+    if isinstance(there, int) and there != WIRE_VERSION:
+        older, where = ("older", "there") if there < WIRE_VERSION else ("newer", "here")
+        raise SwarmError(
+            f"the swarm speaks wire version {there}, which is {older} than this diloco's {WIRE_VERSION}; "
+            f"install the newer diloco {where}"
+        )
+    return Manifest.from_json(text)
+
+
+def check_clock(found: Found) -> str | None:
+    """One line when this machine's clock is off by more than a second.
+
+    Raises:
+        SwarmError: it is off by so much that the DHT would not take this peer.
+    """
+    ahead_s = found.ahead_s
+    if ahead_s is None or abs(ahead_s) <= 1.0:
+        return None
+    side = "ahead of" if ahead_s > 0 else "behind"
+    text = f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's (median of {len(found.peers)})"
+    if abs(ahead_s) > CLOCK_LIMIT_S:
+        raise SwarmError(
+            f"{text}, and {CLOCK_LIMIT_S:.0f} s is the limit; set it, for example by timedatectl set-ntp true"
+        )
+    return text

@@ -1,0 +1,167 @@
+"""Sees a swarm without joining it: listens nowhere, has no identity that lasts, leaves no trace in the DHT.
+
+Importing hivemind takes longer than the visit, because `hivemind/__init__` imports torch and all of its optimizers. So
+a process that only watches calls `light_hivemind` first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from diloco.errors import PayloadError, SwarmError
+from diloco.protocol.address_book import Places
+from diloco.protocol.messages import expect
+from diloco.protocol.messages.watching import SnapshotReply, SnapshotRequest
+from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
+from diloco.swarm.wire.streams import BROKEN, Traffic, open_bulk
+from diloco.swarm.wire.transport import Transport
+
+__all__ = ["Visitor", "light_hivemind"]
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 10.0
+RECONNECT_S = 10.0  # while nobody answers
+SILENT = "does not answer"
+MAX_KNOWN = 64  # peers to ask when the one that answered last is gone
+ACQUAINTED = 3  # of them to be connected to beforehand: they are found through the peers that live
+
+
+def light_hivemind() -> None:
+    """Let `hivemind.p2p` be imported without all the rest of hivemind, in this process.
+
+    The packages around it become empty shells, so nothing else of hivemind can be imported afterwards. Does nothing
+    where hivemind is imported already.
+    """
+    if "hivemind" in sys.modules:
+        return
+    found = importlib.util.find_spec("hivemind")
+    if found is None or not found.submodule_search_locations:
+        return  # the import itself says what is wrong
+    for name in ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht"):
+        shell = ModuleType(name)
+        inside = name.removeprefix("hivemind").replace(".", "/")
+        shell.__path__ = [place + inside for place in found.submodule_search_locations]
+        sys.modules[name] = shell
+
+
+class Visitor:
+    """Asks one peer at a time for what it knows of the swarm.
+
+    While the one that answered last lives it is asked again, so histories have no breaks. When it is gone, the others
+    that it has named are asked, and then those of the address. Use it as an asynchronous context manager.
+    """
+
+    def __init__(self, addresses: Sequence[str], token: str | None = None) -> None:
+        self._addresses = addresses
+        self._token = token  # of an invitation to a closed run
+        self._transport: Transport | None = None
+        self._known: list[str] = []  # whom to ask, the best first
+        self._acquainted: set[str] = set()
+        self._last: Snapshot | None = None
+        self._places = Places()
+        self._connected_at = 0.0
+
+    async def __aenter__(self) -> Visitor:
+        """Raises as `ask`."""
+        await self._connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection; the next `ask` makes a new one."""
+        transport, self._transport, self._last = self._transport, None, None
+        self._acquainted.clear()
+        if transport is not None:
+            await transport.close()
+
+    async def ask(self) -> Snapshot:
+        """The swarm now.
+
+        Raises:
+            SwarmError: nobody answers, or only who is no diloco peer or speaks another wire version.
+            ConfigError: an address is none.
+        """
+        transport = self._transport or await self._connect()
+        if self._last is not None:
+            await self._get_acquainted(transport, self._last)
+        try:
+            self._last = await self._ask_all(transport)
+        except SwarmError:
+            if asyncio.get_running_loop().time() < self._connected_at + RECONNECT_S:
+                raise
+            # Other peers may be at the address by now; those that were known may come back where they were.
+            self._connected_at = asyncio.get_running_loop().time()
+            transport = await self._connect(instead_of=transport)
+            self._last = await self._ask_all(transport)
+        return self._last
+
+    async def _ask_all(self, transport: Transport) -> Snapshot:
+        """The first answer, from whoever is known."""
+        reasons: dict[str, str] = {}
+        for peer in dict.fromkeys((*self._known, *transport.seeds)):
+            try:
+                return await self._ask(transport, peer)
+            except BROKEN as error:
+                reasons[peer] = "is no diloco peer" if "not supported" in str(error) else SILENT
+                logger.debug("%s told nothing of the swarm: %r", peer, error)
+            except PayloadError as error:
+                reasons[peer] = f"cannot be understood: {error}"
+        peer, why = max(reasons.items(), key=lambda reason: reason[1] != SILENT)
+        raise SwarmError(f"{','.join(self._addresses)}: peer {peer[-6:]} {why}; check the address")
+
+    async def _connect(self, instead_of: Transport | None = None) -> Transport:
+        from diloco.swarm.wire.gate import watching
+        from diloco.swarm.wire.libp2p import Libp2p
+
+        met = [addresses[0] for addresses in self._places.all(self._known).values()]
+        self._transport = await Libp2p.visit([*self._addresses, *met], watching("", self._token))
+        self._transport.where = self._places.of
+        self._connected_at = asyncio.get_running_loop().time()
+        self._acquainted.clear()
+        if instead_of is not None:
+            await instead_of.close()
+        return self._transport
+
+    async def _ask(self, transport: Transport, peer: str) -> Snapshot:
+        return await asyncio.wait_for(request_snapshot(transport, peer), ANSWER_S)
+
+    async def _get_acquainted(self, transport: Transport, snapshot: Snapshot) -> None:
+        """Connect to a few more peers while somebody can still say where they are; one at each time."""
+        me = snapshot.run.answered_by
+        self._places.hear(me, {row.peer_id: row.addresses for row in snapshot.peers})
+        self._known = [me, *(row.peer_id for row in snapshot.peers if row.peer_id != me)][:MAX_KNOWN]
+        self._known.sort(key=lambda peer: (peer != me, peer not in self._acquainted))
+        self._acquainted &= set(self._known)
+        stranger = next((peer for peer in self._known[1:] if peer not in self._acquainted), None)
+        if stranger is None or len(self._acquainted) >= ACQUAINTED:
+            return
+        try:
+            await self._ask(transport, stranger)
+            self._acquainted.add(stranger)
+        except (*BROKEN, PayloadError) as error:
+            logger.debug("%s is not reached: %r", stranger, error)
+
+
+async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
+    """What a peer knows of the swarm; `PayloadError` when it refuses, or answers nonsense or in another version."""
+    stream = await open_bulk(transport, peer, Traffic())
+    packed = bytearray()
+    try:
+        await stream.send(SnapshotRequest())
+        while True:
+            reply = expect(await stream.receive(), SnapshotReply)
+            packed += reply.data
+            if len(packed) > MAX_PACKED_BYTES:
+                raise PayloadError(f"a snapshot of more than {MAX_PACKED_BYTES} bytes")
+            if not reply.more:
+                return unpack(bytes(packed))
+    finally:
+        stream.close()

@@ -1,0 +1,326 @@
+"""The door of a peer: who may open a stream to it, and whom it believes. Every stream and every DHT call goes through.
+
+1. Before its first stream to a peer this one sends a `Greeting` with its credential, on a stream of its own.
+2. The other side checks it against the libp2p identity that opened the stream, and answers with its own credential, or
+   with a `Refusal`. So both are known, or neither says any more.
+3. Who has the newer list of what is revoked sends it to the other.
+4. Streams of an identity that is not known are refused before a byte of them is read, and DHT calls before they are
+   parsed (the daemon gives us a call whole: at most 4 MiB).
+5. Who expires or is revoked is put out at once: its streams here are closed.
+
+Of who is not known yet no more than `MAX_GREETING_BYTES` are read, on any stream; a longer frame is refused by its
+length.
+
+hivemind's own authorizer sees a request but not who sends it, so a request could be repeated by whoever received it;
+here the DHT's calls are bound to the identity of the connection, as all streams are. In an open run (no admission)
+everybody is let in, and greetings say nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p.p2p_daemon import P2P
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+
+from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
+from diloco.errors import ConfigError, PayloadError
+from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
+
+__all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "watching"]
+
+GREETING = "diloco/1/greeting"
+GREETING_TIMEOUT_S = 10.0
+QUIET_S = 60.0
+OWN_LIFE_S = 366 * 86400  # of the invitation that the run's owner gives itself at each start
+VISIT_LIFE_S = 86400
+MAX_EVENTS = 20  # of refusals in that time; identities cost a stranger nothing, and the log is on a disk
+
+Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
+
+
+class Gate:
+    """One peer's admission, applied to the network.
+
+    Args:
+        admission: what decides; None lets everybody in.
+        role: in which this peer shows itself; None is that of its token. Who only asks is an observer.
+
+    `on_refused` is called with peer and reason, seldom enough for a log; `on_revoked` with a newer list, once it
+    counts. `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` when it is to blame.
+    """
+
+    def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
+        self.admission = admission
+        self.me = ""  # set by the transport, which knows it first
+        self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
+        self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
+        self._role = role
+        self._greeted: set[str] = set()
+        self._serving: defaultdict[str, set[Writer]] = defaultdict(set)
+        self._noted: deque[tuple[float, str, str]] = deque()
+
+    @property
+    def run_key(self) -> str | None:
+        """The public key of the run, in hexadecimal digits; None where everybody is let in."""
+        return None if self.admission is None else self.admission.run_key.hex()
+
+    @property
+    def only_watches(self) -> bool:
+        """Whether this peer's own invitation is an observer's."""
+        return self.admission is not None and self.admission.token.grant.role == "observer"
+
+    # -- this side begins ---------------------------------------------------------------------------------------------
+
+    def believes(self, peer: str) -> bool:
+        """Whether what this peer says of the run counts. A stranger's refusal, for one, must not end anybody."""
+        return self.admission is None or self.role_of(peer) is not None
+
+    async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
+        """Make both sides known to each other, unless they are."""
+        if not again and peer in self._greeted and self.believes(peer):
+            return
+        reader, writer = await asyncio.wait_for(opener(), GREETING_TIMEOUT_S)
+        stream, mine = Stream(peer, reader, writer, Traffic()), self._greeting()
+        try:
+            await stream.send(mine)
+            answer = await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES)
+            if isinstance(answer, Refusal):
+                raise Refused(answer.reason)
+            theirs = expect(answer, Greeting)
+            reason = self._take(peer, theirs)
+            if reason is None:
+                await self._compare(stream, mine, theirs)
+            elif mine.revoked > theirs.revoked:  # it may be on the list, and shall hear of that
+                with contextlib.suppress(*BROKEN):
+                    await self._compare(stream, mine, theirs)
+        except PayloadError as error:
+            raise ConnectionError(f"{peer} does not greet as a peer of a run does: {error}") from None
+        finally:
+            stream.close()
+        if reason is not None:
+            self.refused(peer, reason)
+            raise Disbelieved(f"{peer} is not believed: {reason}")
+        self._greeted.add(peer)
+
+    # -- the other side begins ----------------------------------------------------------------------------------------
+
+    async def welcome(self, peer: str, reader: Reader, writer: Writer) -> None:
+        """Answer a greeting."""
+        stream = Stream(peer, reader, writer, Traffic())
+        try:
+            theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
+            mine, reason = self._greeting(), self._take(peer, theirs)
+            if reason is None:
+                await stream.send(mine)
+                await self._compare(stream, mine, theirs)
+            else:
+                self.refused(peer, reason)
+                await stream.send(Refusal(reason=reason))
+            if reason is not None or mine.revoked >= theirs.revoked:
+                await stream.drained()
+        except PayloadError as error:
+            self.refused(peer, str(error))
+        except BROKEN:
+            pass
+        finally:
+            stream.close()
+
+    async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
+        """Let the handler have a stream, if the peer is known."""
+        if not self.believes(peer):
+            reason = "" if self.admission is None else self.admission.objection(peer, "", time.time()) or ""
+            self.refused(peer, reason)
+            stream = Stream(peer, reader, writer, Traffic())
+            with contextlib.suppress(*BROKEN, PayloadError):
+                await stream.send(Refusal(reason=reason))
+                await stream.drained(discard=MAX_GREETING_BYTES)
+            stream.close()
+            return
+        self._serving[peer].add(writer)
+        try:
+            await handler(peer, reader, writer)
+        finally:
+            self._serving[peer].discard(writer)
+            if not self._serving[peer]:
+                del self._serving[peer]
+
+    def call_objection(self, peer: str) -> str | None:
+        """Why this peer may not use the DHT here; None when it may."""
+        if self.admission is None or self.role_of(peer) in ("worker", "host"):
+            return None
+        return self.admission.objection(peer, "a DHT call", time.time())
+
+    def objection(self, peer: str, message: Message) -> str | None:
+        """Why the peer may not begin a stream with this message; None when it may."""
+        if self.admission is None:
+            return None
+        kind = str(getattr(message, "kind", ""))
+        if getattr(message, "trains", False) and self.role_of(peer) == "host":
+            return "an invitation for role host does not allow training; use diloco host, or ask for another one"
+        return self.admission.objection(peer, kind, time.time())
+
+    # -- who is in ----------------------------------------------------------------------------------------------------
+
+    def role_of(self, peer: str) -> Role | None:
+        """The role of a peer that is in; None too where everybody is."""
+        return None if self.admission is None else self.admission.role_of(peer, time.time())
+
+    def evidence(self) -> list[str]:
+        """What a public record of this peer says of its invitation."""
+        return [] if self.admission is None else [self.admission.token.credential(self.me, self._role)]
+
+    def witness(self, peer: str, record: object) -> None:
+        """Learn from a public record which identity uses which invitation."""
+        if self.admission is not None and isinstance(record, list | tuple) and len(record) == 2:
+            self.admission.witness(peer, str(record[1]), time.time())
+
+    def expel(self) -> dict[str, str]:
+        """Put out whoever may be in no longer, and close its streams; returns the reasons by peer."""
+        out = {} if self.admission is None else self.admission.expel(time.time())
+        for peer, reason in out.items():
+            self._greeted.discard(peer)
+            self.refused(peer, reason)
+            for writer in self._serving.pop(peer, ()):
+                writer.close()
+        return out
+
+    def lapsed(self) -> str | None:
+        """Why this peer itself may be in no longer."""
+        return None if self.admission is None else self.admission.lapsed(self.me, time.time())
+
+    # -- revocations --------------------------------------------------------------------------------------------------
+
+    @property
+    def revocations(self) -> Revocations | None:
+        """The newest list, if there is any."""
+        if self.admission is None or self.admission.revoked.number == 0:
+            return None
+        revoked = self.admission.revoked
+        return Revocations(
+            number=revoked.number,
+            token_ids=list(revoked.token_ids),
+            peer_ids=list(revoked.peer_ids),
+            signature=revoked.signature.hex(),
+        )
+
+    def hear(self, said: Revocations) -> bool:
+        """Take in a list from anybody; True when it is the owner's and news."""
+        if self.admission is None:
+            return False
+        revoked = Revoked(said.number, tuple(said.token_ids), tuple(said.peer_ids), bytes.fromhex(said.signature))
+        news = self.admission.revoke(revoked)
+        if news:
+            self.on_revoked(said)
+        return news
+
+    def refused(self, peer: str, reason: str) -> None:
+        """Note a refusal, unless the same was noted lately or there were too many."""
+        now = time.time()
+        while self._noted and self._noted[0][0] < now - QUIET_S:
+            self._noted.popleft()
+        if len(self._noted) < MAX_EVENTS and all((peer, reason) != known[1:] for known in self._noted):
+            self._noted.append((now, peer, reason))
+            self.on_refused(peer, reason)
+
+    def _greeting(self) -> Greeting:
+        if self.admission is None:
+            return Greeting()
+        [credential] = self.evidence()
+        return Greeting(credential=credential, revoked=self.admission.revoked.number)
+
+    def _take(self, peer: str, greeting: Greeting) -> str | None:
+        return None if self.admission is None else self.admission.admit(peer, greeting.credential, time.time())
+
+    async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
+        """Who has the newer list gives it to the other, and waits until that one has read it and ends the stream."""
+        if mine.revoked < theirs.revoked:
+            self.hear(expect(await stream.receive(), Revocations))
+        elif mine.revoked > theirs.revoked and self.revocations is not None:
+            await stream.send(self.revocations)
+            await stream.drained()
+
+
+class _Unparsed:
+    """Stands for a type of requests that hivemind shall hand on as they come."""
+
+    FromString = staticmethod(bytes)
+
+
+class GuardedP2P(P2P):  # type: ignore[misc]
+    """hivemind's P2P whose DHT calls, in and out, are between peers that know each other."""
+
+    gate: Gate
+    open_greeting: Callable[[str], Awaitable[tuple[Reader, Writer]]]
+
+    async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
+        """As in `P2P`; a stranger's call fails before it is parsed. For single requests, as all of the DHT's are."""
+
+        async def guarded(request: bytes, context: Any) -> Any:
+            peer = context.remote_id.to_base58()
+            reason = self.gate.call_objection(peer)
+            if reason is not None:
+                self.gate.refused(peer, reason)
+                raise PermissionError(reason)
+            return await handler(input_protobuf_type.FromString(request), context)
+
+        await super().add_protobuf_handler(name, guarded, _Unparsed, **options)
+
+    async def call_protobuf_handler(self, peer_id: PeerID, name: str, *arguments: Any, **options: Any) -> Any:
+        """As in `P2P`; `Refused` or `Disbelieved` when one of the two is not in the run."""
+        peer = peer_id.to_base58()
+        if self.gate.admission is not None:
+            await self.gate.greet(peer, lambda: self.open_greeting(peer))
+        return await super().call_protobuf_handler(peer_id, name, *arguments, **options)
+
+
+def gate_for(run_id: str, run_key: str | None, token: str | None, key_path: str | None, trains: bool = True) -> Gate:
+    """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`).
+
+    Raises:
+        ConfigError: the run has a key and there is neither an invitation nor the private half, or they do not fit.
+    """
+    if run_key is None and token is None and key_path is None:
+        return Gate()
+    revoked = None
+    if key_path is not None:
+        key = RunKey.read(Path(key_path))
+        own = issue(key, run_id, "worker" if trains else "host", int(time.time()) + OWN_LIFE_S)
+        revoked = Revoked.remembered(key, Path(key_path), run_id)
+    elif token is not None:
+        own = Token.read(token)
+    else:
+        raise ConfigError(
+            f"run.key={run_key} is the key of a run that admits invited peers only; give swarm.token=@FILE with an "
+            "invitation, or swarm.key_path=FILE if the run is yours"
+        )
+    if own.grant.run_id != run_id:
+        raise ConfigError(f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for another")
+    if run_key not in (None, own.grant.run_key.hex()):
+        raise ConfigError(f"run.key={run_key} is not the key that signed swarm.token; ask the owner for another one")
+    admission = Admission(own)
+    if revoked is not None:
+        admission.revoke(revoked)
+    return Gate(admission, "host" if own.grant.role == "worker" and not trains else None)
+
+
+def watching(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
+    """The gate of a visitor, who shows itself as observer whatever its invitation allows, so that this is not used up.
+
+    With neither invitation nor key it is that of an open run. `run_id` is of interest with a key only.
+    """
+    if token is not None:
+        return Gate(Admission(Token.read(token)), "observer")
+    if key_path is None:
+        return Gate()
+    key = RunKey.read(Path(key_path))
+    return Gate(Admission(issue(key, run_id, "observer", int(time.time()) + VISIT_LIFE_S)))

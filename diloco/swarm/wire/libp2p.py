@@ -1,0 +1,451 @@
+"""Starts hivemind's two halves in this process's own event loop: the libp2p daemon and the DHT node.
+
+hivemind.DHT would fork a process of its own; `DHTNode` on a `P2P` of our loop needs none, and leaves nothing behind:
+the daemon ends when the process that started it does, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from hivemind.p2p.p2p_daemon import P2P
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import get_dht_time
+
+from diloco.config.address import Address, problem, scope
+from diloco.errors import ConfigError, SwarmError
+from diloco.swarm.node.mesh import CONTROL
+from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
+from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
+from diloco.swarm.wire.streams import BROKEN
+from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Writer
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
+
+__all__ = [
+    "Libp2p",
+    "Rehearsal",
+    "identity_number",
+    "own_id",
+    "peer_id_of",
+    "read_addresses",
+    "try_to_listen",
+]
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_WAIT_S = 120.0
+VISIT_WAIT_S = 10.0
+CLOSE_S = 5.0
+_LOST = ("routing: not found", "failed to find any peer in table")  # libp2p on a peer that it has no address of
+
+
+def peer_id_of(address: str) -> str:
+    """The peer id at the end of a multiaddr; `ConfigError` says what a correct address looks like."""
+    wrong = problem(address)
+    if wrong is not None:
+        raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
+    return address.rsplit("/", 1)[1]
+
+
+async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
+    """Replace each `@FILE` by the addresses in that file, waiting until somebody has written it.
+
+    Raises:
+        SwarmError: a file did not appear in time.
+        ConfigError: an entry is no address.
+    """
+    addresses: list[str] = []
+    for entry in entries:
+        if entry.startswith("@"):
+            path = Path(entry[1:])
+            try:
+                lines = await asyncio.wait_for(_appears(path), timeout_s)
+            except asyncio.TimeoutError:
+                raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
+            for line in lines:
+                addresses += Address.parse(line).peers
+        else:
+            peer_id_of(entry)
+            addresses.append(entry)
+    return addresses
+
+
+async def _appears(path: Path) -> list[str]:
+    while not path.exists():
+        await asyncio.sleep(0.05)
+    return path.read_text().split()
+
+
+def _identity(path: Path) -> bytes:
+    """The private key in this file, which is made when it is missing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            P2P.generate_identity(str(path))
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
+
+
+def own_id(path: Path) -> str:
+    """The peer id of the key in this file, which is made when it is missing; `ConfigError` when it is none."""
+    key = _identity(path)
+    try:
+        return str(PeerID.from_identity(key).to_base58())
+    except Exception:  # of protobuf or of the library for keys, by what is wrong with it
+        raise ConfigError(f"swarm.identity_path={path} holds no private key; name another file, or a new one") from None
+
+
+def identity_number(path: Path) -> int:
+    """A number below 2**48 that belongs to the key in this file, which is made when it is missing."""
+    return int.from_bytes(hashlib.sha256(own_id(path).encode()).digest()[:6], "big")
+
+
+def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[str]) -> Exception:
+    text = str(error)
+    if "failed to listen" in text:
+        return SwarmError(f"swarm.listen={','.join(listen)} cannot be listened on; choose another address or port")
+    if initial_peers:
+        return SwarmError(
+            f"swarm.initial_peers={','.join(initial_peers)} cannot be reached; "
+            "check that a peer is running there and that its port is open"
+        )
+    return SwarmError(f"the libp2p daemon did not start: {' '.join(text.split())[:300]}")
+
+
+def _check_free(listen: Sequence[str]) -> None:
+    """`SwarmError` when somebody listens on one of these ports; the daemon would share it, as libp2p reuses ports."""
+    for address in listen:
+        _, family, host, transport, port, *_ = address.split("/")
+        if family not in ("ip4", "ip6") or port == "0":
+            continue
+        kind = socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM
+        with socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6, kind) as probe:
+            if transport == "tcp":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not kept by connections that ended
+            try:
+                probe.bind((host, int(port)))
+            except OSError as error:
+                raise SwarmError(
+                    f"swarm.listen={address} cannot be listened on: {error.strerror}; choose another port, or 0 for any"
+                ) from None
+
+
+async def _start_daemon(
+    seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path, listens: bool
+) -> P2P:
+    """A daemon that knows the seeds; raises as `Libp2p.connect`."""
+    if listens:
+        _check_free(listen)
+    try:
+        return await start_daemon(
+            GuardedP2P,
+            initial_peers=_multiaddrs(seeds),
+            host_maddrs=_multiaddrs(listen),
+            announce_maddrs=_multiaddrs(announce),
+            no_listen=not listens,
+            dht_mode="server" if listens else "client",
+            identity_path=str(identity_path),
+        )
+    except (P2PDaemonError, OSError, ValueError) as error:
+        raise _explain(error, seeds, listen) from error
+
+
+def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
+    return [Multiaddr(address) for address in addresses] or None
+
+
+def _nobody(outcome: Mapping[str, str]) -> str:
+    """One line for all addresses that do not answer."""
+    reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
+    if len(outcome) == 1:
+        [(address, why)] = outcome.items()
+        return f"{address} cannot be reached: {why}; check that a peer is running there and that its port is open"
+    return f"none of {len(outcome)} addresses can be reached ({reasons}); ask for one of a peer that is running"
+
+
+def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
+    """Whether it is a question if others can call this peer: not within one machine, unless it names an address."""
+    return bool(seeds) and (bool(announce) or any(scope(seed) != "loopback" for seed in seeds))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """How a peer that listens so would be reached; `advice` if it would not."""
+
+    addresses: list[str]
+    reachable: bool
+    advice: str
+
+
+def try_to_listen(
+    seeds: Sequence[str],
+    listen: Sequence[str],
+    announce: Sequence[str],
+    gate: Gate,
+    identity_path: Path | None = None,
+) -> Rehearsal:
+    """Listen for a moment, without a key with a passing one, and have a peer at `seeds` call back; raises as
+    `connect`.
+    """
+
+    async def listen_and_ask() -> Rehearsal:
+        with TemporaryDirectory(prefix="diloco-") as directory:
+            key = identity_path or Path(directory) / "identity.key"
+            peer = await Libp2p.connect("", seeds, listen, announce, key, gate, "ask" if seeds else "yes", dht=False)
+            try:
+                return Rehearsal(peer.addresses, peer.reachable, peer.advice)
+            finally:
+                await peer.close()
+
+    return asyncio.run(listen_and_ask())
+
+
+class Libp2p:
+    """The real `Transport`: a libp2p daemon, and hivemind's DHT on it; nobody passes either but through the gate."""
+
+    def __init__(self, p2p: GuardedP2P, seeds: list[str], gate: Gate) -> None:
+        self.me = gate.me = str(p2p.peer_id.to_base58())
+        self.seeds = seeds
+        self.addresses: list[str] = []
+        self.where: Callable[[str], Sequence[str]] = lambda peer: ()
+        self.reachable = True
+        self.advice = ""  # what would make this peer reachable
+        self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
+        self._p2p = p2p
+        self._dht: DHTNode | None = None
+        self._gate = p2p.gate = gate
+        p2p.open_greeting = self._open_greeting
+
+    @classmethod
+    async def connect(
+        cls,
+        run_id: str,
+        initial_peers: Sequence[str],
+        listen: Sequence[str],
+        announce: Sequence[str],
+        identity_path: Path,
+        gate: Gate,
+        reachable: str = "auto",
+        dht: bool = True,
+    ) -> Libp2p:
+        """Start listening and join the DHT.
+
+        Args:
+            run_id: the run whose records this node takes in.
+            initial_peers: multiaddrs of peers of the swarm, or `@FILE`s that hold one; empty starts a new one.
+            listen, announce: multiaddrs to listen on, and those to tell others when they differ.
+            identity_path: private key of this peer; made when there is none.
+            gate: who may connect to this peer, and whom it believes.
+            reachable: `yes`; `no`, which listens nowhere; `auto`, which asks a peer elsewhere to call back; `ask`,
+                which asks any.
+            dht: whether to take part in the DHT.
+
+        Raises:
+            SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, this
+                identity is that of an initial peer, or the daemon does not start.
+            ConfigError: the identity cannot be written, or is none; an initial peer is no address.
+        """
+        seeds = await read_addresses(initial_peers, ADDRESS_WAIT_S)
+        own = own_id(identity_path)
+        if any(peer_id_of(address) == own for address in seeds):
+            raise SwarmError(
+                f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
+            )
+        listens = reachable != "no"
+        p2p = await _start_daemon(seeds, listen, announce, identity_path, listens)
+        self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
+        try:
+            await self._greet_seeds()
+            self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()]) if listens else []
+            self.reachable = bool(self.addresses)
+            if reachable == "ask" or (reachable == "auto" and _elsewhere(seeds, announce)):
+                from diloco.swarm.conversations.probe import (
+                    ask_to_be_called,  # it needs torch, and a visitor little of that
+                )
+
+                self.reachable, self.advice = await ask_to_be_called(self)
+            if dht:
+                await self._join_dht(run_id, seeds, identity_path)
+        except BaseException as error:
+            await p2p.shutdown()
+            if isinstance(error, SwarmError) or not isinstance(error, Exception):
+                raise
+            if gate.only_watches:
+                raise SwarmError(
+                    "the swarm refused this peer: its invitation allows to watch only; ask for another one"
+                ) from error
+            raise _explain(error, seeds, listen) from error
+        logger.debug("daemon of %s started by process %d", own, os.getpid())
+        return self
+
+    async def _join_dht(self, run_id: str, seeds: Sequence[str], identity_path: Path) -> None:
+        # Both need torch or all of hivemind, which takes a visitor longer than its visit.
+        from hivemind.dht.node import DHTNode
+
+        from diloco.swarm.wire.dht_records import OwnedRecords
+
+        records = OwnedRecords(run_id, _identity(identity_path))
+        records.on_refused = self._gate.refused
+        self._dht = await DHTNode.create(
+            p2p=self._p2p,
+            initial_peers=_multiaddrs(seeds),
+            record_validator=records,
+            client_mode=not self.reachable,
+        )
+
+    @classmethod
+    async def visit(
+        cls, initial_peers: Sequence[str], gate: Gate | None = None, identity_path: Path | None = None
+    ) -> Libp2p:
+        """Only ask others: listens nowhere and takes no part in the DHT; without a file, the identity is a new one.
+
+        Its seeds are those that answered; `silent` has the others.
+
+        Raises:
+            SwarmError: nobody answers there, or they do not admit this peer.
+            ConfigError: an initial peer is no address.
+        """
+        seeds = await read_addresses(initial_peers, VISIT_WAIT_S)
+        if identity_path is not None:
+            own_id(identity_path)
+        try:
+            p2p = await mute(None if identity_path is None else str(identity_path), GuardedP2P)
+        except (P2PDaemonError, OSError) as error:
+            raise _explain(error, (), ()) from error
+        try:
+            outcome = await call_each(p2p, seeds)
+            answered = list(dict.fromkeys(peer_id_of(address) for address, why in outcome.items() if not why))
+            if not answered:
+                raise SwarmError(_nobody(outcome))
+            self = cls(p2p, answered, gate or Gate())
+            self.silent = {address: why for address, why in outcome.items() if why}
+            await self._greet_seeds()
+        except BaseException:
+            await p2p.shutdown()
+            raise
+        return self
+
+    async def _greet_seeds(self) -> None:
+        """Before anything else: `SwarmError` when all of them refuse this peer or are not believed by it."""
+        await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
+        greetings = (self._gate.greet(seed, partial(self._open_greeting, seed)) for seed in self.seeds)
+        answers = await asyncio.gather(*greetings, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
+                raise answer
+        if any(answer is None for answer in answers):
+            return
+        for answer in answers:
+            if isinstance(answer, Refused):
+                raise SwarmError(f"the swarm refused this peer: {answer}")
+            if isinstance(answer, Disbelieved):
+                raise SwarmError(f"{answer}; check the address")
+
+    async def _welcome(self, info: StreamInfo, reader: Reader, writer: Writer) -> None:
+        await self._gate.welcome(info.peer_id.to_base58(), reader, writer)
+
+    async def _open_greeting(self, peer: str) -> tuple[Reader, Writer]:
+        return await self._open(peer, GREETING)
+
+    async def handle(self, protocol: str, handler: Handler) -> None:
+        """As in `Transport`."""
+
+        async def serve(info: StreamInfo, reader: Reader, writer: Writer) -> None:
+            await self._gate.serve(info.peer_id.to_base58(), reader, writer, handler)
+
+        await self._p2p.add_binary_stream_handler(protocol, serve)
+
+    async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
+        """As in `Transport`. A peer that was restarted knows us no longer, so what comes first is greeted each time."""
+        if self._gate.admission is not None:
+            await self._gate.greet(peer, partial(self._open_greeting, peer), again=protocol == CONTROL)
+        return await self._open(peer, protocol)
+
+    async def greet(self, peer: str) -> None:
+        """Tell a peer once more who is here, and what is revoked; raises as `open`."""
+        await self._gate.greet(peer, partial(self._open_greeting, peer), again=True)
+
+    async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
+        try:
+            peer_id = PeerID.from_base58(peer)
+        except ValueError:  # from a hello or the DHT, so anybody's
+            raise ConnectionError(f"{peer[:64]!r} is no peer id") from None
+        for called in (False, True):
+            try:
+                _, reader, writer = await self._p2p.call_binary_stream_handler(peer_id, protocol)
+                return reader, writer
+            except (ControlFailure, P2PDaemonError) as error:
+                if called or not str(error).endswith(_LOST) or not await self._call(peer):
+                    raise ConnectionError(f"{peer} cannot be reached: {error}") from error
+        raise AssertionError
+
+    async def _call(self, peer: str) -> bool:
+        """Connect to a peer that libp2p does not find, at the addresses that we know of; whether it is there."""
+        return "" in (await call_each(self._p2p, self.where(peer))).values()
+
+    async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
+        """As in `Transport`."""
+        assert self._dht is not None
+        try:
+            await self._dht.store(key, value, get_dht_time() + life_s, subkey=subkey)
+        except (ControlFailure, P2PDaemonError) as error:
+            raise ConnectionError(str(error)) from error
+
+    async def get(self, key: str) -> dict[str, object]:
+        """As in `Transport`."""
+        assert self._dht is not None
+        try:
+            found = await self._dht.get(key, latest=True)
+        except (ControlFailure, P2PDaemonError) as error:
+            raise ConnectionError(str(error)) from error
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
+
+    async def observed(self, peer: str) -> str:
+        """As in `Transport`."""
+        for info in await self._p2p.list_peers():
+            if info.peer_id.to_base58() == peer:
+                return next((str(address) for address in info.addrs), "")
+        return ""
+
+    async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
+        """As in `Transport`, with a daemon of its own: this one would use the connection that there is."""
+        visitor = await mute()
+        try:
+            outcome = {}
+            for address in addresses:
+                (outcome[address],) = (await call_each(visitor, [f"{address}/p2p/{peer}"])).values()
+                await visitor._client.disconnect(PeerID.from_base58(peer))
+            return outcome
+        finally:
+            await visitor.shutdown()
+
+    async def failed(self) -> None:
+        """As in `Transport`: a peer whose daemon ended would train on alone and not know it."""
+        code = await self._p2p._child.wait()
+        raise SwarmError(
+            f"this peer's libp2p daemon ended (code {code}); run the same command again to go on from the checkpoint"
+        )
+
+    async def close(self) -> None:
+        """End DHT and daemon, but not at any price: what waits for a daemon that died takes no cancellation."""
+        for part in (self._dht, self._p2p):
+            if part is not None:
+                await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)

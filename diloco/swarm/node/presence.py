@@ -31,7 +31,7 @@ from diloco.swarm.conversations.units import Reserve
 from diloco.swarm.conversations.watch import Recorder
 from diloco.swarm.node.mesh import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
 from diloco.swarm.node.rounds import Rounds
-from diloco.swarm.node.saved import Word
+from diloco.swarm.node.saved import DataCursor
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.dht_records import LEASES, REVOKED, leases_in, pack_revoked, revoked_in
 from diloco.swarm.wire.gate import Gate
@@ -67,7 +67,7 @@ class NodeOptions:
     versions: Sequence[int] | None = None
     terms: Sequence[int] | None = None
     applied_tokens: int = 0
-    units: Word = (0, ())
+    units: DataCursor = (0, ())
     device: str = ""
     gate: Gate = field(default_factory=Gate)  # who is let in; by default everybody
     tokens_per_step: int | None = None
@@ -141,15 +141,17 @@ class Presence:
             device=options.device,
             payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
-        self.protocol.places.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
-        transport.where = self.protocol.places.of
+        self.protocol.address_book.hear(
+            transport.me, {transport.me: transport.addresses if transport.reachable else []}
+        )
+        transport.where = self.protocol.address_book.of
         self.advice = transport.advice
         if not transport.reachable:
             self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
         if self.replica.settings.spot_check and self.checks.loss is None:
             self.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
         self.protocol.restore_shares(options.shares)
-        self.protocol.restore_word((options.units[0], union(options.units[1])))
+        self.protocol.restore_data_cursor((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
         self._server = BulkServer(self, ProbeServer(transport, self.protocol, self.now))
         self.rounds = Rounds(self, self._client)
@@ -191,7 +193,7 @@ class Presence:
             return self._mesh.settled() and len(self.protocol.members) > 0
 
         await self._until_or(heard_all, ACQUAINTANCE_S, "hellos of the swarm")
-        self.do(self.protocol.acquainted(self.now()))
+        self.do(self.protocol.discovered(self.now()))
 
     # -- what the mesh tells ------------------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ from diloco.protocol.leases import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import CLAIM_PATIENCE_S, WIRE_VERSION, Peer
 from diloco.protocol.rendezvous import assign, order
+from diloco.protocol.states import State
 from diloco.sim.arena import MANIFEST
 from diloco.sim.lineage import digest_of
 

@@ -26,10 +26,11 @@ from diloco.config.address import Address
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol import snapshot as schema
 from diloco.protocol.messages import Message, Refusal, encode
-from diloco.protocol.messages.control import Figures, Hello, Published, State, Status
+from diloco.protocol.messages.control import Figures, Hello, Published, Status
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, SnapshotReply
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
+from diloco.protocol.states import State
 from diloco.swarm.conversations.watch import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline

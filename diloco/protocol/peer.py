@@ -24,11 +24,12 @@ from diloco.protocol.leases import Lease
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.plausible import implausible
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.shares import Share
+from diloco.protocol.states import State
 from diloco.protocol.syncer import Syncer
 from diloco.protocol.view import WIRE_VERSION
 

@@ -268,7 +268,7 @@ class Syncer:
 
     def _expected(self, member: Member, now: float) -> bool:
         status = member.status
-        if not member.trains or status.state in ("starting", "leaving", "done"):
+        if not member.trains or not status.counted_in:
             return False
         offer = self._offers.get(member.peer)
         if member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at):
@@ -322,4 +322,4 @@ class Syncer:
 
 def _active(members: Mapping[str, Member]) -> int:
     """Peers that train, at least 1."""
-    return max(1, sum(m.trains and m.status.state not in ("starting", "leaving", "done") for m in members.values()))
+    return max(1, sum(m.trains and m.status.counted_in for m in members.values()))

@@ -11,9 +11,10 @@ from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
 from diloco.protocol.messages import Message, objection_to_wire
-from diloco.protocol.messages.base import MAX_UNIT_RANGES
-from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Revocations, State, Status
+from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
+from diloco.protocol.messages.control import Claim, Figures, Hello, Status
 from diloco.protocol.rendezvous import assign
+from diloco.protocol.states import State
 from diloco.protocol.syncer import SYNC
 
 __all__ = ["WIRE_VERSION", "View"]
@@ -157,22 +158,12 @@ class View:
     def impossible(self, message: Message) -> str | None:
         """Why no honest peer of this run says that on a control stream, in one line; None when one may.
 
-        By what a peer knows for itself only. A term or a version that cannot be true may come from one that a liar has
-        told it, so who says it is not to blame.
+        It judges only by what this peer knows for certain. A message may also name a term or version that cannot be
+        true; its sender is not to blame for these, because a liar may have told it.
         """
-        fragments = len(self.versions)
-        match message:
-            case Status():
-                said = len(message.versions)
-                return None if said == fragments else f"a status of {said} fragments, and the run has {fragments}"
-            case Claim() | Published():
-                known = message.fragment < fragments
-                return None if known else f"a word on fragment {message.fragment}, and the run has {fragments}"
-            case Hello():
-                return next(filter(None, map(self.impossible, (message.status, *message.claims))), None)
-            case Revocations():
-                return None
-        return f"a control stream does not carry {type(message).__name__}"
+        if message.place not in (Place.HELLO, Place.CONTROL):
+            return f"a control stream does not carry {type(message).__name__}"
+        return message.misfit(len(self.versions))
 
     # -- when to train ------------------------------------------------------------------------------------------------
 

@@ -260,7 +260,7 @@ class BareNode(Transfers):
         self.flying.clear()
 
         def handed_over() -> bool:
-            others = [m for m in peer.members.all() if m.holds and m.status.state not in ("leaving", "done")]
+            others = [m for m in peer.members.all() if m.holds and not m.status.gone]
             return not others or not peer.leases.held_by(self.name)
 
         patient_until = self.world.now + LEAVE_S

@@ -26,9 +26,10 @@ from diloco.outer.rates import dylu_steps
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.leases import Lease
 from diloco.protocol.membership import Member
-from diloco.protocol.messages.control import State, Status
+from diloco.protocol.messages.control import Status
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.schedule import Due, Schedule
+from diloco.protocol.states import State
 from diloco.protocol.syncer import Close, Syncer
 from diloco.sim import events
 from diloco.sim.events import Event

@@ -19,7 +19,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
 from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Message, Refusal, expect
-from diloco.protocol.messages.base import MAX_RANGES
+from diloco.protocol.messages.base import MAX_RANGES, Place
 from diloco.protocol.messages.bulk import (
     Contribution,
     InnerRequest,
@@ -139,6 +139,8 @@ class BulkServer:
             stream.close()
 
     async def _answer(self, stream: Stream, request: Message) -> None:
+        if request.place is not Place.REQUEST:
+            raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
         objection = self._host.gate.objection(stream.peer, request)
         if objection is not None:
             raise PayloadError(objection)
@@ -162,7 +164,7 @@ class BulkServer:
             case Probe() | DialBack():
                 await self._probes.answer(stream, request)
             case _:
-                raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
+                raise PayloadError(f"{type(request).__name__} is not answered here")
 
     async def _units(self, stream: Stream, request: UnitRequest) -> None:
         granted = None

@@ -128,7 +128,7 @@ class Recorder:
 
     def _add_loss(self, protocol: Peer, now: float) -> None:
         statuses = [protocol.status(figures=True), *(member.status for member in protocol.members.all())]
-        training = (s.figures for s in statuses if s.figures and s.state in ("training", "exchanging"))
+        training = (s.figures for s in statuses if s.figures and s.in_round)
         losses = [figures.loss for figures in training if figures.loss]
         if not losses:
             return

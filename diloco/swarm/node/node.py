@@ -185,7 +185,7 @@ class Node(Presence):
 
             def handed_over() -> bool:
                 others = [m for m in self.protocol.members.all() if m.holds]
-                able = any(m.status.state not in ("leaving", "done") for m in others)
+                able = any(not m.status.gone for m in others)
                 return not able or not self.protocol.leases.held_by(self.protocol.me)
 
             await self._until_or(handed_over, patience_s, "fragments to be taken over")

@@ -19,10 +19,11 @@ from diloco.protocol.ledger import union
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED
-from diloco.protocol.messages.control import Hello, Revocations, State
+from diloco.protocol.messages.control import Hello, Revocations
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.shares import Share
 from diloco.protocol.snapshot import Snapshot as Observed
+from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.conversations.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.conversations.inner_state import Snapshot

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
-from diloco.protocol.messages.control import State
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
+from diloco.protocol.states import State
 from diloco.swarm.conversations.inner_state import InnerState, Layout
 from diloco.swarm.node.node import Node, NodeOptions, OnEvent
 from diloco.swarm.node.rounds import Count, Exchanged

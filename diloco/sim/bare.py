@@ -13,9 +13,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from diloco.config import OuterConfig
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Hold, Merge, Note, Release
+from diloco.protocol.actions import Action, CatchUp, Hold, Merge, Note, Release
 from diloco.protocol.exchange import Exchange
-from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
+from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.peer import Peer
 from diloco.protocol.schedule import Schedule
 from diloco.protocol.shares import Shares
 from diloco.sim.arena import MANIFEST, Arena
@@ -117,7 +118,7 @@ class BareNode(Transfers):
         self.batch_size = batch_size  # leased sequences per step; 0: this node trains on data of its own
         self.reserve.expect(batch_size * outer.sync_every)
         if saved is not None:
-            self.peer.restore_shares(saved.shares)
+            self.peer.accounts.restore_shares(saved.shares)
         for fragment in range(world.fragments):
             self.peer.leases.see_term(fragment, max(world.dht.get(fragment, 0), saved.terms[fragment] if saved else 0))
 
@@ -162,7 +163,7 @@ class BareNode(Transfers):
     def heartbeat(self) -> Conversation:
         """Says that this node lives, and lets time pass for its protocol."""
         while True:
-            self.do([Broadcast(self.peer.status()), *self.peer.tick(self.now())])
+            self.do(self.peer.heartbeat(self.now()))
             self.ask_for_units()
             yield self.heartbeat_s / self.clock.rate
 
@@ -239,6 +240,8 @@ class BareNode(Transfers):
         yield lambda: not self.flying
         self.load(fragments)
         self.version = max(self.version, min(self.loaded))
+        if self.peer.gone:
+            return
         self.send(fragments)
         self.saved = self.checkpoint()
         self.do(self.peer.enter("training", self.now()))
@@ -247,7 +250,7 @@ class BareNode(Transfers):
         """What is written at a boundary."""
         peer = self.peer
         terms = [peer.leases.term(fragment) for fragment in range(len(peer.versions))]
-        shares = [peer.shares(fragment) for fragment in range(len(peer.versions))]
+        shares = [peer.accounts.shares(fragment) for fragment in range(len(peer.versions))]
         return Checkpoint(list(peer.versions), list(peer.digests), terms, peer.applied_tokens, shares)
 
     def leave(self) -> Conversation:

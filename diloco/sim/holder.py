@@ -10,8 +10,9 @@ from collections.abc import Callable, Generator, Sequence
 
 from diloco.protocol.actions import Action
 from diloco.protocol.exchange import Exchange
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.messages.bulk import Contribution, Record, StateHeader
-from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Shares
 from diloco.protocol.syncer import Close, Syncer
 from diloco.sim.arena import CHUNKS, Answer, Arena, State, Stream
@@ -119,7 +120,7 @@ class Holder:
         self._check_whole(close, chunks, syncer.folds_whole)
         before, momentum, version = self.anchors[fragment], self.momentum[fragment], close.base_version + 1
         digest_before, clock = peer.digests[fragment], peer.applied_tokens
-        word = peer.data_cursor(fragment, close.contributors)
+        word = peer.accounts.data_cursor(fragment, close.contributors)
         yield 0.02 + self.world.latency()
         # A peer that restarted amid a round makes the same contribution with fewer tokens: other values, in a real one.
         digest = self.anchors[fragment] = digest_of(before, chunks, momentum, sorted(close.contributors.items()))
@@ -132,7 +133,7 @@ class Holder:
         record = Record(
             fragment=fragment, term=syncer.term, version=version, digest_before=digest_before, digest=digest,
             contributors=dict(close.contributors), applied_tokens=clock,
-            **(word if lost else peer.data_cursor(fragment, close.contributors)),
+            **(word if lost else peer.accounts.data_cursor(fragment, close.contributors)),
         )  # fmt: skip
         if lost:  # a version of the side that lost, which others adopt or replace
             self._moved(fragment, record, None)
@@ -191,11 +192,11 @@ class Holder:
         momentum = self.momentum.get(fragment) if outer and peer.state == "leaving" else None
         header = StateHeader(
             fragment=fragment, version=peer.versions[fragment], digest=peer.digests[fragment],
-            applied_tokens=peer.applied_tokens, outer=outer, **peer.data_cursor(fragment),
+            applied_tokens=peer.applied_tokens, outer=outer, **peer.accounts.data_cursor(fragment),
         )  # fmt: skip
         return State(
-            header.version, header.digest, self.anchors[fragment], header.applied_tokens, dict(peer.shares(fragment)),
-            momentum, header,
+            header.version, header.digest, self.anchors[fragment], header.applied_tokens,
+            dict(peer.accounts.shares(fragment)), momentum, header,
         )  # fmt: skip
 
     def _adopt(self, fragment: int, update: Record | State) -> Generator[float | Callable[[], bool], None, bool]:
@@ -234,9 +235,8 @@ class Holder:
             self.momentum.pop(fragment, None)
         digest = self.anchors[fragment]
         contributors, shares = (update.contributors, None) if isinstance(update, Record) else (None, update.shares)
-        now, tokens = self.now(), update.applied_tokens
-        self.peer.hear_data_cursor(update if isinstance(update, Record) else update.header)
-        self.do(self.peer.adopted(fragment, update.version, digest, tokens, now, contributors, shares))
+        self.peer.accounts.hear_data_cursor(update if isinstance(update, Record) else update.header)
+        self.do(self.peer.adopted(fragment, update.version, digest, self.now(), contributors, shares))
         self._recount(fragment, {} if shares is None else shares)
 
     def _recount(self, fragment: int, shares: Shares) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.sim.arena import CHUNKS
 from diloco.sim.bare import BareNode, Swarm
 from diloco.sim.lineage import Contributed, Total
@@ -110,10 +110,10 @@ def _brief(node: BareNode) -> list[tuple[int, str]]:
 def _check_shares(swarm: Swarm, node: BareNode) -> None:
     peer = node.peer
     for fragment, digest in enumerate(peer.digests):
-        shares, truth = peer.shares(fragment), swarm.lineage.totals(digest)
+        shares, truth = peer.accounts.shares(fragment), swarm.lineage.totals(digest)
         if {name: Total(*share[:4]) for name, share in shares.items()} != truth:
             raise Violation(f"{node.name} counts {shares} in fragment {fragment}, and {truth} is in it")
-    tokens = sum(share.tokens for share in peer.shares(CONTROL_FRAGMENT).values())
+    tokens = sum(share.tokens for share in peer.accounts.shares(CONTROL_FRAGMENT).values())
     if peer.applied_tokens != tokens:
         raise Violation(
             f"the swarm clock of {node.name} is {peer.applied_tokens}, and {tokens} tokens are in its anchor"

@@ -24,7 +24,7 @@ from diloco.outer.digest import anchor_digest, fragment_digest, part_digests
 from diloco.outer.optimizer import delayed_nesterov_, nesterov_
 from diloco.outer.rates import dylu_steps
 from diloco.protocol.exchange import Exchange, Step
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import Lease
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.control import Status
 from diloco.protocol.rendezvous import assign

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.protocol.actions import Broadcast
 from diloco.protocol.exchange import Exchange, Step
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
 from diloco.protocol.messages.bulk import Record
-from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.sim.arena import CHUNKS, Stream
 from diloco.sim.holder import Holder
 from diloco.sim.lineage import Contributed
@@ -69,12 +67,11 @@ class Transfers(Holder):
             server = self.world.nodes[lease.holder]
             stream = Stream(self.world, self, server)
             yield from stream.pass_over(self, server, stream.broken)
-            granted = None if stream.broken() else server.peer.lease_units(self.name, wanted, has)
+            granted = None if stream.broken() else server.peer.accounts.lease_units(self.name, wanted, has)
             yield from stream.pass_over(server, self, stream.broken)
             if granted and not stream.broken():
                 self.reserve.add(granted)
-                self.peer.units = self.reserve.all
-                self.do([Broadcast(self.peer.status())])
+                self.do(self.peer.has_units(self.reserve.all, self.now()))
         self._asking = False
 
     # -- contributor --------------------------------------------------------------------------------------------------
@@ -84,12 +81,12 @@ class Transfers(Holder):
         fragment, retry_at = exchange.fragment, 0.0
         while True:
             lease = self._live_lease(fragment)
-            merged = self.peer.merged(fragment).get(self.name, -1)
+            merged = self.peer.accounts.merged(fragment).get(self.name, -1)
             match exchange.next_step(lease, self.peer.versions[fragment], self.now(), retry_at, merged):
                 case Step.DONE:
                     self.flying.pop(fragment, None)
                     self.reserve.settle(exchange.units)
-                    self.peer.units = self.reserve.all
+                    self.do(self.peer.has_units(self.reserve.all, self.now()))
                     return
                 case Step.WAIT:
                     yield 0.2
@@ -106,8 +103,7 @@ class Transfers(Holder):
                         yield from self._contribute(exchange, lease)
 
     def _live_lease(self, fragment: int) -> Lease | None:
-        lease = self.peer.leases.get(fragment)
-        return lease if lease and (lease.holder == self.name or lease.holder in self.peer.members) else None
+        return self.peer.live_lease(fragment)
 
     def _contribute_own(self, exchange: Exchange, lease: Lease) -> Conversation:
         peer, fragment = self.peer, exchange.fragment

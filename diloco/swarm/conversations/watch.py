@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from diloco.config import WIRE_VERSION
 from diloco.protocol.address_book import AddressBook
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
 from diloco.protocol.messages.watching import SnapshotReply
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import (
     MAX_FRAGMENTS,
     MAX_HISTORY,
@@ -185,7 +186,7 @@ class Recorder:
             applied=applied,
             discarded=discarded,
             in_flight=processed - applied - discarded,
-            contributions=[Contributions(**asdict(row)) for row in protocol.contributions()[:MAX_PEERS]],
+            contributions=[Contributions(**asdict(row)) for row in protocol.accounts.contributions()[:MAX_PEERS]],
         )
 
 

@@ -15,12 +15,13 @@ from typing import Any
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED
 from diloco.protocol.messages.control import Hello, Revocations
-from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
 from diloco.protocol.snapshot import Snapshot as Observed
 from diloco.protocol.states import State
@@ -151,8 +152,8 @@ class Presence:
             self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
         if self.replica.settings.spot_check and self.checks.loss is None:
             self.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
-        self.protocol.restore_shares(options.shares)
-        self.protocol.restore_data_cursor((options.units[0], union(options.units[1])))
+        self.protocol.accounts.restore_shares(options.shares)
+        self.protocol.accounts.restore_data_cursor((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
         self._server = BulkServer(self, ProbeServer(transport, self.protocol, self.now))
         self.rounds = Rounds(self, self._client)
@@ -248,8 +249,8 @@ class Presence:
     async def _heartbeat(self) -> None:
         last_record_at = -RECORD_PERIOD_S
         while True:
-            self.protocol.traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
-            self.do([Broadcast(self.protocol.status(figures=True)), *self.protocol.tick(self.now())])
+            traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
+            self.do(self.protocol.heartbeat(self.now(), traffic))
             self._stand_by()
             self._ask_for_units()
             if self.now() - last_record_at >= RECORD_PERIOD_S:
@@ -329,12 +330,11 @@ class Presence:
             if lease is None:
                 return
             if lease.holder == me:
-                granted = self.protocol.lease_units(me, wanted, has) or []
+                granted = self.protocol.accounts.lease_units(me, wanted, has) or []
             else:
                 granted = await self._client.request_units(lease.holder, wanted, has)
             self.reserve.add(granted)
-            self.protocol.units = self.reserve.all
-            self.do([Broadcast(self.protocol.status())])  # at once: only this tells a successor what is not free
+            self.do(self.protocol.has_units(self.reserve.all, self.now()))
         except (*BROKEN, PayloadError) as error:
             logger.debug("no units were leased to this peer: %r", error)
         finally:

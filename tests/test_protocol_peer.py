@@ -15,11 +15,11 @@ from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
-from diloco.protocol.pace import TICK_S
+from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
 from diloco.protocol.peer import Peer
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.shares import Share
-from diloco.protocol.states import State
+from diloco.protocol.states import STATES, State, may_follow
 from diloco.protocol.succession import CLAIM_PATIENCE_S
 from diloco.sim.arena import MANIFEST
 from diloco.sim.lineage import digest_of
@@ -455,6 +455,88 @@ def test_the_first_round_is_as_short_as_the_others_are_ahead() -> None:
     assert peer.first_position() == 4
     peer.heard(OTHER, status_of("exchanging", inner_step=10), 3.0)
     assert peer.first_position() == 9
+
+
+# -- how often --------------------------------------------------------------------------------------------------------
+
+
+def crowd(others: int, **settings: object) -> Peer:
+    """A peer that trains among many, of whom the first holds fragment 0 and the second fragment 1."""
+    peer = make(newcomer=True, **settings)
+    for number in range(others):
+        claims = [claim_of(number)] if number < FRAGMENTS else []
+        peer.connected(f"x{number:04d}", hello_of(status_of("training"), claims, holds=number < FRAGMENTS), 0.0)
+    peer.discovered(0.0)
+    peer.enter("training", 0.0)
+    return peer
+
+
+def test_messages_that_come_together_are_acted_upon_together() -> None:
+    peer = pair()
+    peer.tick(1.0)
+    ahead = status_of(versions=[5, 0])
+    assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 4) == [Wake(1.0 + TICK_S)]
+    assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 2) == []
+    assert of_type(CatchUp, peer.tick(1.0 + TICK_S)) == [CatchUp(0, (OTHER,), outer=False)]
+
+
+def test_what_ends_a_wait_is_acted_upon_at_once() -> None:
+    """Losses, claims and arrivals, however short the time since the last tick."""
+    peer = pair(mine=0)
+    peer.heard(OTHER, status_of("exchanging"), 0.5)
+    peer.enter("exchanging", 1.0)
+    for name in (OTHER, ME):
+        assert peer.offer(name, contribution(peer, 0)).accepted
+    assert of_type(Merge, peer.arrived(ME, 0, 1.0)) == []
+    assert len(of_type(Merge, peer.arrived(OTHER, 0, 1.0))) == 1
+    peer = pair(mine=0)
+    peer.heard(OTHER, status_of("exchanging"), 0.5)
+    peer.enter("exchanging", 1.0)
+    assert peer.offer(ME, contribution(peer, 0)).accepted
+    assert of_type(Merge, peer.arrived(ME, 0, 1.0)) == []
+    assert len(of_type(Merge, peer.lost(OTHER, 1.0, "connection reset"))) == 1
+    peer = pair()
+    peer.tick(1.0)
+    assert of_type(Release, peer.heard(OTHER, claim_of(0, term=2), 1.0)) == [Release(0)]
+
+
+def test_in_a_large_swarm_changes_are_told_together_and_none_is_forgotten() -> None:
+    peer = crowd(int(STATUSES_PER_S))  # a status a second
+    assert said(Status, peer.adopted(0, 1, digest_of("one"), 5.0)) == [peer.status()]
+    actions = peer.adopted(1, 1, digest_of("one"), 5.2) + peer.enter("exchanging", 5.4)
+    assert said(Status, actions) == [] and of_type(Wake, actions) == [Wake(6.0)]
+    assert said(Status, peer.tick(5.9)) == []
+    assert said(Status, peer.tick(6.0)) == [peer.status()]
+    assert peer.status().versions == [1, 1] and said(Status, peer.tick(7.0)) == []
+    assert said(Status, peer.enter("leaving", 6.1)) == [peer.status()], "others act upon it"
+
+
+def test_in_a_large_swarm_heartbeats_are_rare() -> None:
+    peer = crowd(int(4 * HEARTBEATS_PER_S))
+    beats = [now for now in range(1, 10) if said(Status, peer.heartbeat(float(now), (now, 2 * now)))]
+    assert beats == [1, 5, 9]
+    figures = peer.status(figures=True).figures
+    assert figures is not None and (figures.bytes_sent, figures.bytes_received) == (9, 18)
+    assert all(said(Status, pair().heartbeat(now / 2)) for now in range(4)), "few peers: whenever the owner asks"
+
+
+@pytest.mark.parametrize("before", STATES)
+@pytest.mark.parametrize("state", STATES)
+def test_a_state_is_entered_as_the_table_says(before: State, state: State) -> None:
+    peer = make(min_peers=9)
+    peer.state = before
+    if may_follow(state, before):
+        told = said(Status, peer.enter(state, 0.0))
+        assert isinstance(told[0], Status) and told[0].state == state
+    else:
+        with pytest.raises(AssertionError, match=f"{state} does not follow {before}"):
+            peer.enter(state, 0.0)
+
+
+def test_who_has_left_does_not_come_back() -> None:
+    for gone in ("leaving", "done"):
+        assert STATES[gone].gone and not any(may_follow(state, gone) for state in STATES if state != gone)
+    assert all(may_follow(gone, state) for state in STATES if not STATES[state].gone for gone in ("leaving", "done"))
 
 
 # -- the syncer's side ------------------------------------------------------------------------------------------------

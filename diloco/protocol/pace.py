@@ -33,15 +33,14 @@ class Pace:
     def __init__(self) -> None:
         self.untold = False
         self._ticked_at = self._looked_at = self._told_at = self._beat_at = -inf
-        self._wake_at: float | None = None
+        self._wakes: set[float] = set()  # asked for, and not past
 
     # -- acting on what was heard -------------------------------------------------------------------------------------
 
     def ticks(self, now: float) -> None:
         """The peer acts on everything that it has heard."""
         self._ticked_at = now
-        if self._wake_at is not None and now >= self._wake_at:
-            self._wake_at = None
+        self._wakes = {at for at in self._wakes if at > now}
 
     @property
     def tick_due(self) -> float:
@@ -49,10 +48,10 @@ class Pace:
         return self._ticked_at + TICK_S
 
     def wake(self, at: float) -> list[Wake]:
-        """Ask for a tick at that time, unless one is asked for that comes before it."""
-        if self._wake_at is not None and self._wake_at <= at:
+        """Ask for a tick at that time, unless an earlier one is on its way: that one asks again."""
+        if any(earlier <= at for earlier in self._wakes):
             return []
-        self._wake_at = at
+        self._wakes.add(at)
         return [Wake(at)]
 
     def looks(self, now: float) -> bool:

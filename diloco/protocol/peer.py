@@ -32,12 +32,12 @@ from diloco.protocol.ledger import Units, difference
 from diloco.protocol.membership import Member, Membership
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
-from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.shares import Share
 from diloco.protocol.states import State, may_follow
-from diloco.protocol.succession import gaps, to_claim
+from diloco.protocol.succession import catch_ups, to_claim
 from diloco.protocol.syncer import SYNC, Syncer
 from diloco.protocol.view import View
 
@@ -106,7 +106,7 @@ class Peer(View):
         self._opened = False  # enough peers were connected once
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)
-        self._figures = Figures()
+        self._figures = {}
         self._heirs = ((), {})
         self._pace = Pace()
 
@@ -199,7 +199,7 @@ class Peer(View):
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
         actions += self._claim_vacant(now)
         actions += self._close_versions(now)
-        actions += self._catch_up()
+        actions += catch_ups(self)
         if (self.state == "starting" and not self.warming) or (self.state == "ready" and self.trains):
             agrees = all(self.near(fragment.index) for fragment in self.fragments)
             state: State = "ready" if self._opened and agrees and self.in_step(now) else "starting"
@@ -215,8 +215,7 @@ class Peer(View):
         """
         actions: list[Action] = []
         if self._pace.beats(now, len(self.members)):
-            sent, received = traffic
-            self._figures = self._figures.model_copy(update={"bytes_sent": sent, "bytes_received": received})
+            self._figures |= {"bytes_sent": traffic[0], "bytes_received": traffic[1]}
             actions.append(Broadcast(self.status(figures=True)))
         return actions + self.tick(now)
 
@@ -244,8 +243,7 @@ class Peer(View):
     def measured(self, loss: float, rounds: int, seconds: Sequence[float], discarded: int = 0) -> None:
         """Figures for watchers, with the next heartbeat; a loss that is negative or not finite is none."""
         loss = loss if isfinite(loss) and loss > 0 else 0.0
-        figures = {"loss": loss, "rounds": rounds, "seconds": list(seconds), "discarded": discarded}
-        self._figures = self._figures.model_copy(update=figures)
+        self._figures |= {"loss": loss, "rounds": rounds, "seconds": list(seconds), "discarded": discarded}
 
     def has_units(self, units: Units, now: float) -> list[Action]:
         """All units that this peer has now. New ones are told at once: only its status tells the next syncer of the
@@ -345,33 +343,25 @@ class Peer(View):
         clock = self.applied_tokens
         self.leases.published(index, syncer.term, syncer.version, digest, applied_tokens=0 if index else clock)
         twice = self.accounts.apply_units(syncer.version, contributors) if index == CONTROL_FRAGMENT else []
-        message = Published(
-            fragment=index,
-            term=syncer.term,
-            version=syncer.version,
-            digest=digest,
-            contributors=sorted(contributors),
-            applied_tokens=clock,
-            staleness=syncer.last_staleness,
-            **self.accounts.data_cursor(index),
-        )
+        message = self.publication(fragment, syncer, contributors)
         return [*twice, Broadcast(message), *self._tell(now), *self.tick(now)]
 
     def _close_versions(self, now: float) -> list[Action]:
         if all(fragment.syncer is None for fragment in self.fragments):
             return []
         self._hear_myself(now)
-        closes, grace_ends = close_versions(self.fragments, lambda: self._waited_for(now), now, self.sync_s)
+
+        def waited_for() -> dict[str, Member]:
+            everybody = (*self.members.all(), self._myself)
+            return {m.peer: m for m in everybody if m is not None and not self.penalties.refusal(m.peer, now)}
+
+        closes, grace_ends = close_versions(self.fragments, waited_for, now, self.sync_s)
         actions: list[Action] = []
         for close in closes:
             if close.missing:
                 actions.append(Note("missing", {"fragment": close.fragment, "peers": list(close.missing)}))
             actions.append(Merge(close))
         return actions + [wake for at in grace_ends for wake in self._pace.wake(at)]
-
-    def _waited_for(self, now: float) -> dict[str, Member]:
-        everybody = (*self.members.all(), self._myself)
-        return {m.peer: m for m in everybody if m is not None and not self.penalties.refusal(m.peer, now)}
 
     def _hear_myself(self, now: float) -> None:
         """A syncer waits for itself like for any other, and must know from where it began its round."""
@@ -411,10 +401,3 @@ class Peer(View):
         made_by, merged = fragment.contributors(), fragment.merged()
         fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)
         return [*actions, Hold(index, term), Broadcast(claim)]
-
-    def _catch_up(self) -> list[Action]:
-        actions: list[Action] = []
-        for gap in gaps(self):
-            self.fragments[gap.fragment].busy = Busy.CATCHING_UP
-            actions.append(gap)
-        return actions

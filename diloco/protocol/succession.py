@@ -8,7 +8,7 @@ from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "gaps", "to_claim"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "to_claim"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -59,8 +59,11 @@ def _newest_is_missing(view: View, fragment: Fragment) -> bool:
     return lease is not None and lease.holder not in view.members and lease.version > have
 
 
-def gaps(view: View) -> list[CatchUp]:
-    """What differs from the syncers' anchors, unless the training loop is at work: it notices at its exchange."""
+def catch_ups(view: View) -> list[CatchUp]:
+    """Fetch the anchors that differ from the syncers'; each such fragment is `CATCHING_UP` from then on.
+
+    While the training loop is at work this peer fetches nothing: the loop notices at its exchange.
+    """
     # Done, and in lockstep everybody is done with the same version; else the others' last versions are followed.
     ended = view.state == "done" and view.lockstep
     at_work = view.trains and (view.state in ("training", "exchanging", "leaving") or ended)
@@ -76,5 +79,6 @@ def gaps(view: View) -> list[CatchUp]:
         else:
             donors = (lease.holder,)
         if donors:
+            fragment.busy = Busy.CATCHING_UP
             found.append(CatchUp(fragment.index, donors, outer=False))
     return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.accounts import Accounts
 from diloco.protocol.address_book import AddressBook
@@ -11,7 +14,7 @@ from diloco.protocol.membership import Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.messages.control import Claim, Figures, Hello, Status
+from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
 from diloco.protocol.plausible import implausible
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.states import STATES, State
@@ -49,7 +52,7 @@ class View:
     members: Membership
     address_book: AddressBook
     _progress: tuple[int, int, float, int]
-    _figures: Figures
+    _figures: dict[str, Any]
     _heirs: tuple[tuple[object, ...], dict[int, str]]
 
     @property
@@ -90,7 +93,7 @@ class View:
             steps_per_s=steps_per_s,
             tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
-            figures=self._figures if figures else None,
+            figures=Figures(**self._figures) if figures else None,
         )
 
     def hello(self) -> Hello:
@@ -118,6 +121,19 @@ class View:
             digest=lease.digest,
             applied_tokens=0 if lease.fragment else self.applied_tokens,
             **self.accounts.data_cursor(lease.fragment),
+        )
+
+    def publication(self, fragment: Fragment, syncer: Syncer, contributors: Collection[str]) -> Published:
+        """Announces the version of a fragment that this peer has just made of these contributions."""
+        return Published(
+            fragment=fragment.index,
+            term=syncer.term,
+            version=fragment.version,
+            digest=fragment.digest,
+            contributors=sorted(contributors),
+            applied_tokens=self.applied_tokens,
+            staleness=syncer.last_staleness,
+            **self.accounts.data_cursor(fragment.index),
         )
 
     # -- what others say ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inn
 from diloco.swarm.node.presence import Connect, NodeOptions, OnEvent, Presence
 from diloco.swarm.node.rounds import Count, Exchanged
 from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.deadline import within
 
 __all__ = ["Connect", "Exchanged", "Node", "NodeOptions", "OnEvent"]
 
@@ -195,6 +196,6 @@ class Node(Presence):
         """What the first batches come from. Without an answer in time, training begins with data of its own order."""
         self._ask_for_units()
         try:
-            await asyncio.wait_for(self.until(lambda: self._interrupted or not self._asking), FIRST_UNITS_S)
+            await within(FIRST_UNITS_S, self.until(lambda: self._interrupted or not self._asking))
         except asyncio.TimeoutError:
             logger.debug("no units yet")

@@ -33,6 +33,7 @@ from diloco.swarm.node.mesh import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
 from diloco.swarm.node.rounds import Rounds
 from diloco.swarm.node.saved import Word
 from diloco.swarm.node.spot import SpotChecks
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dht_records import LEASES, REVOKED, leases_in, pack_revoked, revoked_in
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
@@ -375,7 +376,7 @@ class Presence:
 
     async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         try:
-            await asyncio.wait_for(self.until(condition), timeout_s)
+            await within(timeout_s, self.until(condition))
         except asyncio.TimeoutError:
             culprits = [m.name for m in self.protocol.members.all()]
             self.note("gave_up_waiting", what=what, timeout_s=round(timeout_s, 1), peers=culprits)
@@ -383,7 +384,7 @@ class Presence:
     async def pause(self, timeout_s: float) -> None:
         """Wait for the next event, or for a while."""
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            await within(timeout_s, self._changed.wait())
         except asyncio.TimeoutError:
             return
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from diloco.errors import SwarmError
 from diloco.swarm.conversations.bulk import Seconds
 from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inner
-from diloco.swarm.node.presence import Connect, NodeOptions, OnEvent, Presence
+from diloco.swarm.node.presence import Connect, OnEvent, Presence
 from diloco.swarm.node.rounds import Count, Exchanged
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.deadline import within
 
-__all__ = ["Connect", "Exchanged", "Node", "NodeOptions", "OnEvent"]
+__all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
 from diloco.protocol.peer import CLAIM_PATIENCE_S, WIRE_VERSION, Peer
 from diloco.protocol.rendezvous import assign, order
-from diloco.sim.arena import MANIFEST
-from diloco.sim.lineage import digest_of
+from tests.protocol_helpers import MANIFEST, digest_of
 
 FRAGMENTS = 2
 ME, OTHER = order("ab", 0)  # fragment 0 is mine by rendezvous order

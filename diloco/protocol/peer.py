@@ -337,7 +337,8 @@ class Peer(Accounts):
 
     def _claim_vacant(self, now: float) -> list[Action]:
         vacant = [f for f in range(len(self.versions)) if self._vacant(f)]
-        self._opened = self._opened or (not self.newcomer and len(self.members) + 1 >= self.min_peers)
+        enough = len(self.members) + 1 >= self.min_peers or self.under_way()
+        self._opened = self._opened or (not self.newcomer and enough)
         if not (self._opened and self.holds) or self.state in ("leaving", "done"):
             return []
         self._vacant_since = {fragment: self._vacant_since.get(fragment, now) for fragment in vacant}

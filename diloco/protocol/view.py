@@ -186,6 +186,10 @@ class View:
         states = {member.status.state for member in self.members.all() if member.trains}
         return self.state == "ready" and ("starting" not in states or bool(states & {"training", "exchanging"}))
 
+    def under_way(self) -> bool:
+        """Whether others train already. `min_peers` may then never be there at the same time, and must not be awaited."""
+        return any(member.status.state in ("training", "exchanging") for member in self.members.all())
+
     def in_step(self, now: float) -> bool:
         """Whether a round that began now would be the others' too; ask after an exchange, and join anew if it is not.
 

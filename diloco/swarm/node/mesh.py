@@ -264,9 +264,8 @@ class ControlMesh:
                 await self._transport.store(key, self._protocol.me, self._owner.record(), RECORD_LIFE_S)
                 named = await self._transport.get(key)
                 self._owner.named(named)
-                for peer in named:
-                    if peer not in self._protocol.members:
-                        self.dial(peer)
+                for peer in {**named, **dict.fromkeys(member.peer for member in self._protocol.members.all())}:
+                    self.dial(peer)  # a member may hear nothing of us: it refused our call when it called us
             except BROKEN as error:
                 logger.debug("the DHT did not answer: %r", error)
             await asyncio.sleep(RECORD_PERIOD_S)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from diloco.admission import RunKey, issue
 from diloco.config import Config, Manifest, OuterConfig, PeerLocal, RunOwned, choices, compose, help_text
-from diloco.config.describe import leaves
+from diloco.config.explain import leaves
 from diloco.errors import ConfigError
 
 MODULE = import_module("diloco.config.compose")  # the name in the package is the function

@@ -7,7 +7,7 @@
 - `schema.py`    `Config`, checks across groups, warnings
 - `manifest.py`  `Manifest`: canonical JSON, hash, differences, untrusted input
 - `compose.py`   Hydra composition, unknown keys and choices
-- `describe.py`, `messages.py`   the schema in words: help and one-line errors
+- `explain.py`   the schema in words: help and one-line errors
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from diloco.config.describe import accepts, expected, leaves
+from diloco.config.explain import accepts, expected, explain, leaves, nearest, show, unknown_key
 from diloco.config.manifest import Manifest, flatten
-from diloco.config.messages import explain, nearest, show, unknown_key
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 

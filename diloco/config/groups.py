@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from diloco.config.base import Expected, Name, RunOwned, Tuple
+from diloco.config.base import Name, RunOwned, Tuple
+from diloco.config.explain import Expected
 from diloco.config.peer_local import DataPlace, RunPlace
 
 __all__ = [

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from diloco.config.base import Directory, Expected, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
+from diloco.config.base import Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
+from diloco.config.explain import Expected
 
 __all__ = [
     "CheckpointConfig",

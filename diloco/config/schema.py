@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from diloco.config.base import RunOwned, Settings
+from diloco.config.explain import explain
 from diloco.config.groups import (
     BudgetConfig,
     DataConfig,
@@ -26,7 +27,6 @@ from diloco.config.groups import (
     RunIdentity,
 )
 from diloco.config.manifest import Manifest, check_model_fits_data
-from diloco.config.messages import explain
 from diloco.config.peer_local import (
     CheckpointConfig,
     EvalConfig,

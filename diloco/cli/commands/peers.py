@@ -89,7 +89,7 @@ def join(address: str | None, overrides: tuple[str, ...], cfg: str | None, base:
 def _refuse_run_owned(typed: Sequence[str]) -> None:
     """`ConfigError` for what a volunteer cannot choose."""
     from diloco.config import Manifest
-    from diloco.config.describe import leaves
+    from diloco.config.explain import leaves
 
     owned = [key for key, _ in leaves(Manifest)]
     for key in typed:

@@ -195,6 +195,7 @@ class Peer(Accounts):
         if shares is not None:
             self._shares[fragment] = dict(shares)
         if contributors is not None:
+            self._contributors[fragment] = tuple(sorted(contributors))  # its announcement may come later
             self._credit(fragment, version, contributors)
         if version == self.versions[fragment] and digest != self.digests[fragment] and version > 0:
             self.heals += 1

@@ -97,12 +97,6 @@ class Attachment:
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
         fragments = partition(numels, outer.fragments, outer.pattern)
         replica = Replica(self.parameters, fragments, outer)
-        if saved is not None:
-            for fragment, anchor in enumerate(saved.anchors):
-                replica.anchors[fragment].copy_(anchor)
-            for fragment, (master, momentum) in saved.outer.items():
-                replica.hold(fragment, master, momentum)
-            replica.residuals.update(saved.residuals)
         options = self.swarm.options(self.parameters, saved, device=self.island.device_name)
         return NodeRunner(options, replica, self.swarm.on_event)
 

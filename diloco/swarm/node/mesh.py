@@ -21,6 +21,7 @@ from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.control import Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Offence, offences
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Reader, Refused, Transport, Writer
 
@@ -132,7 +133,7 @@ class ControlMesh:
             return False
         stream: Stream | None = None
         try:
-            reader, writer = await asyncio.wait_for(self._transport.open(peer, CONTROL), DIAL_TIMEOUT_S)
+            reader, writer = await within(DIAL_TIMEOUT_S, self._transport.open(peer, CONTROL))
             stream = Stream(peer, reader, writer, self._owner.traffic)
             await stream.send(self._protocol.hello())
             answer = await stream.receive(DIAL_TIMEOUT_S)
@@ -171,7 +172,7 @@ class ControlMesh:
                 message = getting.result()
                 if message is None:
                     return
-                await asyncio.wait_for(stream.send(message), DIAL_TIMEOUT_S)
+                await within(DIAL_TIMEOUT_S, stream.send(message))
         except BROKEN as error:
             logger.debug("the stream to %s broke: %r", peer, error)
         finally:

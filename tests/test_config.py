@@ -115,7 +115,6 @@ CHANGES: dict[str, list[str]] = {
     "swarm.reachable": ["swarm.reachable=no"],
     "swarm.identity_path": ["swarm.identity_path=me.key"],
     "swarm.min_peers": ["swarm.min_peers=2"],
-    "sim.mode": ["sim.mode=toy"],
     "sim.step_s": ["sim.step_s=[1,2]"],
     "sim.jitter": ["sim.jitter=0.2"],
     "sim.bandwidth": ["sim.bandwidth=1e6"],
@@ -577,6 +576,14 @@ def test_saved_configurations_that_cannot_be_used_are_one_line(tmp_path: Path) -
     assert message(base=text) == f"{text} is not a configuration; expected the config.yaml of a run directory"
     assert message(base=old).startswith("surprise is not a setting; ")
     assert "give its settings one by one" in message("experiment=smoke", base=old)
+
+
+def test_a_saved_configuration_of_an_earlier_version_still_loads(tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text(DEFAULT.to_yaml().replace("sim:\n", "sim:\n  mode: train\n"))
+    assert "mode: train" in saved.read_text()
+    assert compose(base=saved) == DEFAULT
+    assert message("sim.mode=toy").startswith("sim.mode is not a setting; ")
 
 
 def test_several_mistakes_are_counted() -> None:

@@ -27,6 +27,9 @@ from diloco.errors import ConfigError
 
 __all__ = ["choices", "compose", "help_text"]
 
+# Settings of earlier versions that say nothing about a run: a saved configuration may still name them.
+RETIRED = ("sim.mode",)
+
 
 class _Override(NamedTuple):
     """One argument of the command line."""
@@ -181,6 +184,10 @@ def _rebase(base: Path, chosen: Mapping[str, str | None]) -> DictConfig:
         raise ConfigError(f"{base} is not YAML: {_first_line(error)}") from None
     if not isinstance(saved, DictConfig) or saved.keys().isdisjoint(Config.model_fields):
         raise ConfigError(f"{base} is not a configuration; expected the config.yaml of a run directory")
+    for key in RETIRED:
+        group, _, name = key.partition(".")
+        if isinstance(saved.get(group), DictConfig):
+            saved[group].pop(name, None)
     groups = {group: name for group, name in chosen.items() if name is not None}
     if groups:
         fresh = _compose_files(groups)

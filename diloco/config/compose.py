@@ -25,7 +25,7 @@ from diloco.config.manifest import Manifest, flatten
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-__all__ = ["choices", "compose", "help_text"]
+__all__ = ["choices", "compose", "help_text", "settings_of"]
 
 # Settings of earlier versions that say nothing about a run: a saved configuration may still name them.
 RETIRED = ("sim.mode",)
@@ -88,6 +88,13 @@ def choices() -> dict[str, tuple[str, ...]]:
     """The groups of `configs/` and the names that can be chosen in each, sorted."""
     folders = sorted(path for path in _directory().iterdir() if path.is_dir())
     return {folder.name: tuple(sorted(path.stem for path in folder.glob("*.yaml"))) for folder in folders}
+
+
+def settings_of(group: str, name: str) -> list[str]:
+    """The settings that a choice holds itself, such as ["swarm.listen"] for `swarm=network`."""
+    content = OmegaConf.load(_directory() / group / f"{name}.yaml")
+    assert isinstance(content, DictConfig), f"{group}/{name}.yaml holds no settings"
+    return [f"{group}.{key}" for key in map(str, content) if key != "defaults"]
 
 
 def help_text() -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diloco import data
 from diloco import model as models
 from diloco.config import Config
@@ -112,6 +114,8 @@ class _Simulation:
             raise ConfigError(
                 f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per peer, or one"
             )
+        if config.train.threads is not None:
+            torch.set_num_threads(config.train.threads)
         self.began_at = time.monotonic()
         self.loop, self.config, self.listen = loop, config, listen
         self.network = Network(loop, config.run.seed, sim.loss, {BULK})

@@ -187,7 +187,7 @@ class View:
         return self.state == "ready" and ("starting" not in states or bool(states & {"training", "exchanging"}))
 
     def under_way(self) -> bool:
-        """Whether others train already. `min_peers` may then never be there at the same time, and must not be awaited."""
+        """Whether others train already: then `min_peers` may never be there at once, and nobody waits for them."""
         return any(member.status.state in ("training", "exchanging") for member in self.members.all())
 
     def in_step(self, now: float) -> bool:

@@ -16,7 +16,8 @@ from diloco.protocol.membership import (
     Member,
     Membership,
 )
-from diloco.protocol.messages.control import Hello, State, Status
+from diloco.protocol.messages.control import Hello, Status
+from diloco.protocol.states import State
 from tests.protocol_helpers import MANIFEST
 
 

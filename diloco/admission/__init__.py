@@ -17,9 +17,9 @@ refuses the second. Peers connect to all others and put their credentials into t
 
 from __future__ import annotations
 
-from diloco.admission.gatekeeper import ALLOWED, Admission
+from diloco.admission.gatekeeper import Admission
 from diloco.admission.invitation import ROLES, Credential, Grant, Role, Token, issue
 from diloco.admission.keys import RunKey
 from diloco.admission.revocations import Revoked
 
-__all__ = ["ALLOWED", "ROLES", "Admission", "Credential", "Grant", "Revoked", "Role", "RunKey", "Token", "issue"]
+__all__ = ["ROLES", "Admission", "Credential", "Grant", "Revoked", "Role", "RunKey", "Token", "issue"]

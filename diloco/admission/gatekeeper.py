@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from diloco.admission.invitation import Credential, Grant, Role, Token
 from diloco.admission.revocations import Revoked
 from diloco.errors import PayloadError
 
-__all__ = ["ALLOWED", "Admission"]
+__all__ = ["Admission"]
 
 TOLERANCE_S = 60  # clocks of honest peers differ by less; `doctor` and joining check that
-MAX_OBSERVERS = 256  # remembered; who looks at a swarm may do so from a new identity each time
-
-_READING = frozenset({"greeting", "manifest_request", "snapshot_request", "probe", "dial_back"})
-_HOLDING = _READING | {"hello", "state_request", "part_request"}
-ALLOWED: dict[Role, frozenset[str] | None] = {"worker": None, "host": _HOLDING, "observer": _READING}
-"""The kinds of message with which a peer of each role may begin a stream; None is any."""
+MAX_OBSERVERS = 256  # remembered; an observer may come under a new identity each time
 
 
 class Admission:
@@ -64,15 +61,14 @@ class Admission:
             return None
         return credential.role
 
-    def objection(self, peer: str, kind: str, now: float) -> str | None:
-        """Why this peer may not begin a stream with a message of this kind; None when it may."""
+    def objection(self, peer: str, what: str, roles: Collection[Role], now: float) -> str | None:
+        """Why this peer may not do `what`, which peers in these roles may do; None when it may."""
         role = self.role_of(peer, now)
         if role is None:
             return self.admit(peer, "", now)
-        allowed = ALLOWED[role]
-        if allowed is None or kind in allowed:
+        if role in roles:
             return None
-        return f"an invitation for role {role} does not allow {kind}; ask the owner of the run for another one"
+        return f"an invitation for role {role} does not allow {what}; ask the owner of the run for another one"
 
     def expel(self, now: float) -> dict[str, str]:
         """Put out whoever may be in no longer; returns the reasons by peer."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
 from diloco.protocol.messages.control import Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Offence, offences
@@ -201,8 +201,12 @@ class ControlMesh:
             for other in hello.peers:
                 self.dial(other)
             while True:
-                with offences():
-                    message = await stream.receive(None)
+                try:
+                    with offences():
+                        message = await stream.receive(None)
+                except UnknownKind as error:
+                    logger.debug("%s may be newer: %s", peer, error)
+                    continue
                 self._check_possible(message)
                 self._owner.heard(peer, message)
         except PayloadError as error:
@@ -250,7 +254,7 @@ class ControlMesh:
             queue = self._outgoing.pop(peer, None)
             if queue is not None:
                 queue.put_nowait(None)
-            said_goodbye = member.status.state in ("leaving", "done")
+            said_goodbye = member.status.gone
             if said_goodbye or not await self.dial(peer):
                 self._owner.lost(peer, why)
         finally:

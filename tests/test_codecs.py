@@ -445,7 +445,7 @@ def test_threads_do_not_share_buffers() -> None:
         x = gaussian(BLOCK + 1, seed)
         for name in ALL:
             assert relative_error(x, round_trip(name, x)) < 0.25
-        for name, buffer in payloads._buffers.memory.items():
+        for (name, _), buffer in payloads._buffers.memory.items():
             addresses.setdefault(name, []).append(buffer.data_ptr())
         both.wait(timeout=60)  # memory of a thread that ended may serve the next one
 

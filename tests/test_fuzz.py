@@ -150,7 +150,7 @@ def test_a_successor_does_not_merge_again_what_is_in_its_anchor(way: str) -> Non
         case "checkpoint":
             a.adopted(0, 1, digest_of(1), 1, 0.0)
             a.restore_shares([{"b": Share(1, 1, 1, 1)}])
-    a.acquainted(0.0)
+    a.discovered(0.0)
     a.tick(100.0)
     a.connected("b", hello_of("b", 0), 100.0)
     for now in (100.5, 110.0):
@@ -195,7 +195,7 @@ def test_a_successor_waits_a_little_for_a_version_that_was_published_and_that_no
     claim = Claim(fragment=0, term=1, version=1, digest=digest_of(1))
     a.connected("s", hello_of("s", 1, (claim,)), 0.0)
     a.connected("c", hello_of("c", 0), 0.0)
-    a.acquainted(0.0)
+    a.discovered(0.0)
     a.catch_up_failed(0)
     a.lost("s", 1.0, "connection reset")
     assert a.syncers == {}
@@ -203,7 +203,7 @@ def test_a_successor_waits_a_little_for_a_version_that_was_published_and_that_no
     assert a.syncers == {}  # it, or c, first catches up
     alone = Peer("a", "a", "run", MANIFEST, [digest_of(0)], newcomer=True)
     alone.connected("s", hello_of("s", 1, (claim,)), 0.0)
-    alone.acquainted(0.0)
+    alone.discovered(0.0)
     alone.catch_up_failed(0)
     alone.lost("s", 1.0, "connection reset")
     for now in (2.0, 3.0):

@@ -136,13 +136,13 @@ def test_a_newcomer_claims_nothing_before_it_has_heard_everybody() -> None:
     assert of_type(Hold, peer.tick(0.0)) == []
     assert of_type(Hold, peer.connected(OTHER, hello_of(claims=[claim_of(0)]), 50.0)) == []
     assert of_type(Hold, peer.connected("x", hello_of(claims=[claim_of(1)]), 99.0)) == []
-    assert of_type(Hold, peer.acquainted(100.0)) == [] and peer.state == "ready"
+    assert of_type(Hold, peer.discovered(100.0)) == [] and peer.state == "ready"
 
 
 def test_a_newcomer_takes_what_nobody_holds() -> None:
     peer = make(newcomer=True)
     peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 0.0)
-    assert of_type(Hold, peer.acquainted(1.0)) == [Hold(0, 1)]
+    assert of_type(Hold, peer.discovered(1.0)) == [Hold(0, 1)]
 
 
 def test_the_next_peer_in_order_waits_for_the_one_before_it() -> None:

@@ -73,7 +73,7 @@ def published(version: int, fragment: int = 0, **fields: Any) -> Published:
 
 def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
     peer, recorder = joined(node(), tokens=70, loss=2.5, bytes_sent=4), Recorder()
-    peer.acquainted(0.0)
+    peer.discovered(0.0)
     seen = recorder.snapshot(peer, TEXT, 3.0)
     assert (seen.run.run_id, seen.run.mode, seen.run.model, seen.run.outer_steps) == ("run", "synchronous", "tiny", 9)
     mine, other = seen.peers

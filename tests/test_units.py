@@ -111,7 +111,7 @@ def follower(version: int = 0, **word: Any) -> Peer:
     peer = Peer("a", "a", "run", MANIFEST, [digest_of(version)], versions=[version], newcomer=True)
     peer.connected("s", hello_of("s", version, **({"cursor": 0} | word)), 0.0)
     peer.connected("b", hello_of("b", version), 0.0)
-    peer.acquainted(0.0)
+    peer.discovered(0.0)
     return peer
 
 
@@ -164,7 +164,7 @@ def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> 
     peer.connected("s2", hello_of("s2", 1), 10.0)
     claim = Claim(fragment=0, term=9, version=1, digest=peer.digests[0], cursor=9, open=[[2, 9]])
     peer.heard("s2", claim, 10.0)
-    assert peer.lease_units("b", 4, []) is None and peer.dealer.word(1) == (9, [(2, 9)])
+    assert peer.lease_units("b", 4, []) is None and peer.dealer.cursor_at(1) == (9, [(2, 9)])
 
 
 def test_a_successor_hands_out_what_the_dead_had_and_not_what_the_living_have() -> None:
@@ -186,9 +186,9 @@ def test_what_a_version_holds_is_not_handed_out_again_whoever_still_claims_it(he
         case "published":
             peer.heard("s", Published(term=1, contributors=["b"], **named, **word), 0.6)
         case "record":
-            peer.hear_word(Record(term=1, digest_before=digest_of(0), contributors={"b": 1}, **named, **word))
+            peer.hear_data_cursor(Record(term=1, digest_before=digest_of(0), contributors={"b": 1}, **named, **word))
         case "state":
-            peer.hear_word(StateHeader(outer=False, **named, **word))
+            peer.hear_data_cursor(StateHeader(outer=False, **named, **word))
     peer.adopted(0, 1, digest_of(1), 1, 0.7, contributors={"b": 1})
     ledger = take_over(peer)
     assert ledger.open == [(4, 8)] and ledger.leased == {"b": [(4, 8)]}
@@ -241,7 +241,7 @@ def test_one_message_does_not_use_up_the_list() -> None:
 
 def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
     peer = Peer("a", "a", "run", MANIFEST, [digest_of(7)], versions=[7])
-    peer.restore_word((12, [(2, 4), (8, 12)]))
+    peer.restore_data_cursor((12, [(2, 4), (8, 12)]))
     peer.tick(0.0)
     assert peer.lease_units("a", 8, []) == [(2, 4), (8, 14)]
 

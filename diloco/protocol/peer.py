@@ -71,7 +71,7 @@ class Peer(Accounts):
         actions: list[Action] = []
         if self.members.join(peer, hello, now):
             actions.append(Note("join", {"peer": peer, "name": hello.name, "live": len(self.members) + 1}))
-        self.places.hear(peer, hello.addresses)
+        self.address_book.hear(peer, hello.addresses)
         self._heard_units(peer, hello.status)
         claimed = {(claim.fragment, claim.term) for claim in hello.claims}
         for lease in self.leases.held_by(peer):
@@ -98,7 +98,7 @@ class Peer(Accounts):
                 actions += self._heard_published(peer, message)
         return actions + self.tick(now)
 
-    def acquainted(self, now: float) -> list[Action]:
+    def discovered(self, now: float) -> list[Action]:
         """Every peer that could be reached has said hello, so what nobody holds is vacant."""
         self.newcomer = False
         return self.tick(now)
@@ -136,7 +136,7 @@ class Peer(Accounts):
         changed = self.leases.claim(peer, claim)
         lease = self.leases.get(claim.fragment)
         if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
-            self.hear_word(claim)
+            self.hear_data_cursor(claim)
             if claim.fragment == CONTROL_FRAGMENT and claim.version >= lease.version:
                 self.swarm_tokens = claim.applied_tokens  # fewer when versions died with the syncer before
         if not changed:
@@ -158,7 +158,7 @@ class Peer(Accounts):
             return []
         if self.leases.published(message.fragment, message.term, message.version, message.digest):
             self._contributors[message.fragment] = tuple(message.contributors)
-            self.hear_word(message)
+            self.hear_data_cursor(message)
             if message.fragment == CONTROL_FRAGMENT:
                 self.swarm_tokens = message.applied_tokens
         return []
@@ -297,7 +297,7 @@ class Peer(Accounts):
             contributors=sorted(contributors),
             applied_tokens=self.applied_tokens,
             staleness=syncer.last_staleness,
-            **self.word(fragment),
+            **self.data_cursor(fragment),
         )
         return [*twice, Broadcast(message), Broadcast(self.status()), *self.tick(now)]
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
-from diloco.protocol.address_book import Places
+from diloco.protocol.address_book import AddressBook
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
@@ -31,7 +31,7 @@ class View:
         applied_tokens: swarm clock at these versions.
         trains, holds: whether this peer contributes, and whether it can be a syncer.
         min_peers: connected peers, this one included, before anything is claimed.
-        newcomer: this peer joins others, and claims nothing before `acquainted` says that it has heard all of them;
+        newcomer: this peer joins others, and claims nothing before `discovered` says that it has heard all of them;
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.
         tokens_per_step: of an inner step of any peer, as the manifest has it; None where nobody says.
@@ -74,7 +74,7 @@ class View:
         self.device = device
         self.payload_bytes = tuple(payload_bytes)
         self.members = Membership()
-        self.places = Places()
+        self.address_book = AddressBook()
         self.leases = LeaseTable()
         self.state: State = "starting"
         self.units: Units = []  # leased to this peer; its owner keeps them up to date
@@ -86,7 +86,7 @@ class View:
     def _begin(self) -> None:
         """Further state of a subclass."""
 
-    def word(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
+    def data_cursor(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
         """Fields of a message about this peer's version of a fragment, or about the next one, which these contributors
         make: what of the data is handed out, and what of it is not in the model. Only the control fragment has any.
         """
@@ -126,7 +126,7 @@ class View:
             holds=self.holds,
             device=self.device,
             peers=[member.peer for member in self.members.all()],
-            addresses=self.places.all([self.me, *(member.peer for member in self.members.all())]),
+            addresses=self.address_book.all([self.me, *(member.peer for member in self.members.all())]),
             status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
         )
@@ -139,7 +139,7 @@ class View:
             version=lease.version,
             digest=lease.digest,
             applied_tokens=0 if lease.fragment else self.applied_tokens,
-            **self.word(lease.fragment),
+            **self.data_cursor(lease.fragment),
         )
 
     def objection(self, hello: Hello) -> str | None:

@@ -157,7 +157,7 @@ class BareNode(Transfers):
             return (bool(linked) and all(n.name in peer.members for n in linked)) or world.now >= patient_until
 
         yield heard_all
-        self.do(peer.acquainted(self.now()))
+        self.do(peer.discovered(self.now()))
 
     def heartbeat(self) -> Conversation:
         """Says that this node lives, and lets time pass for its protocol."""

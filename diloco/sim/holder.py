@@ -77,9 +77,9 @@ class Holder:
         for chunk in range(verdict.first_chunk, CHUNKS):
             if not (yield from stream.chunk()):
                 return
-            if not syncer.staged and not self._fold(syncer, sender, contribution, chunk):
+            if not syncer.folds_whole and not self._fold(syncer, sender, contribution, chunk):
                 return stream.close()
-        if syncer.staged and verdict.first_chunk < CHUNKS:
+        if syncer.folds_whole and verdict.first_chunk < CHUNKS:
             yield lambda: fragment not in self.moving
             base_version = peer.versions[fragment]
             if not self._fold_whole(syncer, sender, contribution):
@@ -89,7 +89,7 @@ class Holder:
         record = self.records.get(fragment)
         if record is not None and record.version == header.base_version + 1:
             stream.answer = Answer(verdict, record)
-        elif syncer.staged and peer.syncers.get(fragment) is syncer:
+        elif syncer.folds_whole and peer.syncers.get(fragment) is syncer:
             yield lambda: fragment not in self.moving
             stream.answer = Answer(verdict, self._state(fragment, outer=False))
         else:
@@ -116,10 +116,10 @@ class Holder:
             return
         self.moving.add(fragment)
         chunks, self.folded[fragment] = tuple(self.folded[fragment]), []
-        self._check_whole(close, chunks, syncer.staged)
+        self._check_whole(close, chunks, syncer.folds_whole)
         before, momentum, version = self.anchors[fragment], self.momentum[fragment], close.base_version + 1
         digest_before, clock = peer.digests[fragment], peer.applied_tokens
-        word = peer.word(fragment, close.contributors)
+        word = peer.data_cursor(fragment, close.contributors)
         yield 0.02 + self.world.latency()
         # A peer that restarted amid a round makes the same contribution with fewer tokens: other values, in a real one.
         digest = self.anchors[fragment] = digest_of(before, chunks, momentum, sorted(close.contributors.items()))
@@ -132,7 +132,7 @@ class Holder:
         record = Record(
             fragment=fragment, term=syncer.term, version=version, digest_before=digest_before, digest=digest,
             contributors=dict(close.contributors), applied_tokens=clock,
-            **(word if lost else peer.word(fragment, close.contributors)),
+            **(word if lost else peer.data_cursor(fragment, close.contributors)),
         )  # fmt: skip
         if lost:  # a version of the side that lost, which others adopt or replace
             self._moved(fragment, record, None)
@@ -191,7 +191,7 @@ class Holder:
         momentum = self.momentum.get(fragment) if outer and peer.state == "leaving" else None
         header = StateHeader(
             fragment=fragment, version=peer.versions[fragment], digest=peer.digests[fragment],
-            applied_tokens=peer.applied_tokens, outer=outer, **peer.word(fragment),
+            applied_tokens=peer.applied_tokens, outer=outer, **peer.data_cursor(fragment),
         )  # fmt: skip
         return State(
             header.version, header.digest, self.anchors[fragment], header.applied_tokens, dict(peer.shares(fragment)),
@@ -235,7 +235,7 @@ class Holder:
         digest = self.anchors[fragment]
         contributors, shares = (update.contributors, None) if isinstance(update, Record) else (None, update.shares)
         now, tokens = self.now(), update.applied_tokens
-        self.peer.hear_word(update if isinstance(update, Record) else update.header)
+        self.peer.hear_data_cursor(update if isinstance(update, Record) else update.header)
         self.do(self.peer.adopted(fragment, update.version, digest, tokens, now, contributors, shares))
         self._recount(fragment, {} if shares is None else shares)
 

@@ -118,7 +118,7 @@ class Transfers(Holder):
             yield 0.2
             return
         contribution, folded = Contributed(self.name, header.base_version), verdict.first_chunk == CHUNKS
-        if not folded and syncer.staged:
+        if not folded and syncer.folds_whole:
             yield lambda: fragment not in self.moving
             base_version = peer.versions[fragment]
             folded = self._fold_whole(syncer, self.name, contribution)

@@ -159,7 +159,7 @@ class Attachment:
 
     def _inner_state(self, node: NodeRunner) -> tuple[InnerState | None, bool]:
         """What a donor has for a peer that comes late, and whether this one starts cold."""
-        if not self._joins or not node.comes_late():
+        if not self._joins or not node.joins_late():
             return None, False
         why = "swarm.inner_state=cold"
         if self.swarm.network.inner_state == "donor":

@@ -192,7 +192,7 @@ class BulkServer:
         base_version = host.protocol.versions[fragment]
         if verdict.first_chunk == len(host.replica.chunks[fragment]):
             pass  # it is here already, from a stream that broke later
-        elif syncer.staged:
+        elif syncer.folds_whole:
             base_version = await self._collect(stream, syncer, header.base_version)
         else:
             await self._fold(stream, syncer, header, verdict.first_chunk)
@@ -207,7 +207,7 @@ class BulkServer:
         record = host.records.get(fragment)
         if record is not None and record.header.version == header.base_version + 1:
             await send_record(stream, record, host.replica)
-        elif syncer.staged and host.protocol.syncers.get(fragment) is syncer:
+        elif syncer.folds_whole and host.protocol.syncers.get(fragment) is syncer:
             await self._send_state(stream, fragment)
         else:
             raise PayloadError(f"fragment {fragment} has another syncer now")
@@ -321,7 +321,7 @@ class BulkServer:
             applied_tokens=host.protocol.applied_tokens,
             outer=outer is not None,
             shares=host.protocol.shares(fragment),
-            **host.protocol.word(fragment),
+            **host.protocol.data_cursor(fragment),
         )
         return header, vectors
 

@@ -29,7 +29,7 @@ FIRST_UNITS_S = 2.0
 class Node(Presence):
     """One peer in the swarm. On failure as `Presence`; whatever waits for others ends with `interrupt`."""
 
-    async def comes_late(self) -> bool:
+    async def joins_late(self) -> bool:
         """Wait until this peer agrees with the swarm; whether outer steps were taken before. False when `interrupt`
         came first.
         """
@@ -64,7 +64,7 @@ class Node(Presence):
         Returns where in its cycle it begins; None when `interrupt` came first. The local parameters are the anchors'
         afterwards. A `cold` peer trains beside the swarm, which waits for nothing from it, until `take_part`.
         """
-        await self.comes_late()
+        await self.joins_late()
         if self._interrupted:
             return None
         await self._first_units()

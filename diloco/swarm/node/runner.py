@@ -104,9 +104,9 @@ class NodeRunner:
         self._thread.start()
         self.call(self.node.start())
 
-    def comes_late(self) -> bool:
-        """As `Node.comes_late`."""
-        return self.call(self.node.comes_late())
+    def joins_late(self) -> bool:
+        """As `Node.joins_late`."""
+        return self.call(self.node.joins_late())
 
     def fetch_inner(self, layout: Layout) -> InnerState | None:
         """As `Node.fetch_inner`."""

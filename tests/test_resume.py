@@ -158,7 +158,7 @@ def test_two_processes_do_not_share_a_run_directory(
     for name, held in (("train", tmp_path / "run" / "checkpoints" / "peer"), ("local", tmp_path / "run")):
         with exclusive(held):
             text = refusal(capsys, name, *ALONE, f"run.dir={tmp_path / 'run'}")
-        assert text == f"run.dir: {held} is in use by a process that still runs; end it, or choose another run.dir"
+        assert text == f"run.dir: {held} is in use by another process; end that process, or choose another run.dir"
     assert contents(tmp_path / "run") == before
 
 

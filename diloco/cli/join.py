@@ -23,6 +23,7 @@ from diloco.cli.table import LiveView, human_bytes, human_count
 from diloco.config import Config
 from diloco.config.address import Address
 from diloco.errors import SwarmError
+from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
 
 __all__ = ["run"]
 
@@ -149,33 +150,32 @@ class _Arrival:
         self._stack = stack
         self._discarded = 0
 
-    def __call__(self, message: Mapping[str, Any]) -> None:
-        kind = message["t"]
-        if kind == "ready" and not message["advice"]:
+    def __call__(self, said: Said) -> None:
+        message = read_message(said)
+        if message is None or (isinstance(message, Ready) and not message.advice):
             return  # a guest need not invite others
-        if self._stages.name is not None and kind != "ready":
-            if kind == "stage":
-                self._arrive(message)
-            elif kind == "status" and message["state"] in ("training", "leaving", "done", "left"):
+        if self._stages.name is not None and isinstance(message, Stage):
+            self._arrive(message)
+        if self._stages.name is not None and isinstance(message, Status):
+            if message.state in ("training", "leaving", "done", "left"):
                 self._contribute(message)
-            if kind == "status":
-                return
+            return
         self._view.update(message)
 
-    def _arrive(self, message: Mapping[str, Any]) -> None:
-        self._stages.go_to(message["stage"])
-        if message["stage"] == "state":
-            received, wanted = message["received"], message["wanted"]
-            self._stages.show(f"{human_bytes(received)} received", received / max(wanted, 1))
+    def _arrive(self, message: Stage) -> None:
+        self._stages.go_to(message.stage)
+        if message.stage == "state":
+            self._stages.show(f"{human_bytes(message.received)} received", message.received / max(message.wanted, 1))
 
-    def _contribute(self, message: Mapping[str, Any]) -> None:
+    def _contribute(self, message: Status) -> None:
         self._stages.go_to("first contribution")
-        step, target = message["inner_step"], max(message["target_steps"], 1)
-        lost, self._discarded = message["discarded"] > self._discarded, message["discarded"]
+        step, target = message.inner_step or 0, max(message.target_steps or 0, 1)
+        discarded = message.discarded or 0
+        lost, self._discarded = discarded > self._discarded, discarded
         self._stages.show(f"inner step {step} of {target}", step / target)
-        left = message["state"] != "training"
-        if left or (message["exchanged"] and not lost):
-            self._stages.show("" if left else f"in outer step {message['version']}")
+        left = message.state != "training"
+        if left or (message.exchanged and not lost):
+            self._stages.show("" if left else f"in outer step {message.version}")
             if not left:
                 self._stages.advance()
             self._stages.close()

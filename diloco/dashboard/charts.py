@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco.protocol.snapshot import PeerRound, Phases, Snapshot
+from diloco.protocol.snapshot import PeerRound, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
 
 __all__ = [
@@ -138,7 +138,7 @@ def timeline(snapshot: Snapshot) -> Options:
     rounds = {peer: rows[-ROUNDS:] for peer, rows in rounds.items() if rows}
     peers = sorted(rounds, key=lambda peer: names[peer], reverse=True)
     end = max((row.ended_at for rows in rounds.values() for row in rows), default=0.0)
-    begin = min((rows[0].ended_at - _total(rows[0].seconds) for rows in rounds.values()), default=end)
+    begin = min((rows[0].ended_at - rows[0].seconds.total for rows in rounds.values()), default=end)
     bars = [_bars(rounds[peer], begin) for peer in peers]
     series = [
         {
@@ -180,14 +180,10 @@ def _bars(rows: Sequence[PeerRound], begin: float) -> list[float]:
     values, at = [], begin
     for row in rows:
         phases = row.seconds
-        gap = max(0.0, row.ended_at - _total(phases) - at)
+        gap = max(0.0, row.ended_at - phases.total - at)
         values += [gap, phases.compute, phases.wait, phases.comm + phases.outer]
         at = max(at, row.ended_at)
     return values + [0.0] * (4 * ROUNDS - len(values))
-
-
-def _total(phases: Phases) -> float:
-    return phases.compute + phases.wait + phases.comm + phases.outer
 
 
 def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[Row]:
@@ -195,7 +191,6 @@ def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[R
     names = snapshot.names()
     rows = []
     for peer in snapshot.peers:
-        total = 0.0 if peer.seconds is None else _total(peer.seconds)
         history = paces(peer.peer_id)
         row = {
             "id": peer.peer_id,
@@ -208,7 +203,7 @@ def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[R
             "pace": round(peer.steps_per_s, 2),
             "history": sparkline(history, BARS) if any(history) else "",
             "loss": None if peer.loss is None else round(peer.loss, 3),
-            "busy": "-" if peer.seconds is None or not total else f"{peer.seconds.compute / total:.0%}",
+            "busy": "-" if peer.seconds is None or not peer.seconds.total else f"{peer.seconds.utilization:.0%}",
             "tokens": human_count(peer.tokens),
             "sent": human_bytes(peer.bytes_sent),
             "received": human_bytes(peer.bytes_received),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -70,7 +71,7 @@ def _swarm(snapshot: Snapshot) -> Iterator[Metric]:
     )
     yield _gauge("diloco_round_staleness", "Staleness of the oldest contribution in it", newest.staleness)
     if newest.seconds is not None:
-        seconds = newest.seconds.model_dump()
+        seconds = asdict(newest.seconds)
         yield _labelled("diloco_round_seconds", "Mean wall seconds of its round by phase", "phase", seconds)
 
 

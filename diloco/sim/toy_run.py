@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 from diloco.config import Config
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Listener
-from diloco.rundir.summary import Evaluation, PeerSummary, Seconds, Summary, Tokens
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
 from diloco.sim.outcome import Simulated
 from diloco.sim.toy import Toy, ToyPeer
 
@@ -57,5 +58,5 @@ def _peer(toy: Toy, peer: ToyPeer, config: Config) -> PeerSummary:
     ended_at = toy.now if peer.ended_at is None else peer.ended_at
     compute = peer.steps * peer.step_s
     tokens = peer.steps * config.inner.batch_size * config.data.sequence_length
-    seconds = Seconds(compute=compute, wait=max(0.0, ended_at - peer.began_at - compute))
+    seconds = PhaseSeconds(compute=compute, wait=max(0.0, ended_at - peer.began_at - compute))
     return PeerSummary(peer.name, peer.name, peer.steps, tokens, None, 0, 0, seconds)

@@ -1,4 +1,4 @@
-"""A snapshot as metrics for Prometheus, in a registry of their own."""
+"""Turns a snapshot into metrics for Prometheus, in a separate registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Metric = GaugeMetricFamily
 
 
 def exposition(poller: Poller) -> bytes:
-    """The text that Prometheus reads; while nobody answers `diloco_up` is 0, and the rest is what was last seen."""
+    """The text for Prometheus. While no peer answers, `diloco_up` is 0 and the other metrics keep their last values."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Swarm(poller))
     return generate_latest(registry)

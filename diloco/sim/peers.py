@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from diloco.data import Stream
 from diloco.protocol.shares import Contributor
-from diloco.rundir.summary import Phases
+from diloco.rundir.summary import PhaseTimer
 from diloco.sim.adversary import Lying
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.virtual_time import VirtualLoop
@@ -81,9 +81,11 @@ class SimSwarm(Swarm):
         *,
         island: Island | None = None,
         saved: Saved | None = None,
-        phases: Phases | None = None,
+        phases: PhaseTimer | None = None,
     ) -> Attachment:
-        return _SimAttachment(self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or Phases())
+        return _SimAttachment(
+            self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or PhaseTimer()
+        )
 
 
 class _SimAttachment(Attachment):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.errors import ConfigError
-from diloco.rundir.summary import Phases
+from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
@@ -162,7 +162,7 @@ class Swarm:
         *,
         island: Island | None = None,
         saved: Saved | None = None,
-        phases: Phases | None = None,
+        phases: PhaseTimer | None = None,
     ) -> Attachment:
         """Keep a model in step with the swarm while the returned context is open.
 
@@ -176,7 +176,7 @@ class Swarm:
             saved: where to go on (default: the model as it is, version 0).
             phases: where wall time is accounted.
         """
-        return Attachment(self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or Phases())
+        return Attachment(self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or PhaseTimer())
 
     def options(
         self, parameters: Mapping[str, Tensor], saved: Saved | None, trains: bool = True, device: str = ""

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from diloco.protocol.fragment import Fragment, Lease
 from diloco.protocol.leases import LEAP, LeaseTable
-from diloco.protocol.messages.control import Claim
+from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.rendezvous import order
-from diloco.sim.lineage import digest_of
+from tests.protocol_helpers import digest_of
 
 
 def claim_of(peer: str, term: int, version: int, fragment: int = 0) -> tuple[str, Claim]:
@@ -96,16 +96,20 @@ def test_terms_never_fall(arrived: list[tuple[str, Claim]]) -> None:
         assert table.term(0) == highest
 
 
+def publication(fragment: int, term: int, version: int, digest: str) -> Published:
+    return Published(
+        fragment=fragment, term=term, version=version, digest=digest, contributors=["a"], applied_tokens=version
+    )
+
+
 def test_a_publication_counts_under_the_current_term_and_once() -> None:
     table = table_of(claim_of("a", 2, 3))
     digest = digest_of("new")
-    assert not table.published(1, 2, 4, digest)
-    assert not table.published(0, 1, 4, digest)
-    assert not table.published(0, 3, 4, digest)
-    assert not table.published(0, 2, 3, digest)
-    assert table.published(0, 2, 4, digest)
-    assert not table.published(0, 2, 4, digest_of("other"))
-    assert table.get(0) == Lease(0, "a", 2, 4, digest)
+    for fragment, term, version in ((1, 2, 4), (7, 2, 4), (0, 1, 4), (0, 3, 4), (0, 2, 3)):
+        assert not table.published(publication(fragment, term, version, digest))
+    assert table.published(publication(0, 2, 4, digest))
+    assert not table.published(publication(0, 2, 4, digest_of("other")))
+    assert table.get(0) == Lease(0, "a", 2, 4, digest, applied_tokens=4)
 
 
 def test_a_term_known_from_elsewhere_is_passed_over() -> None:

@@ -20,7 +20,7 @@ from diloco.protocol.membership import (
 )
 from diloco.protocol.messages.control import Hello, Status
 from diloco.protocol.states import State
-from diloco.sim.arena import MANIFEST
+from tests.protocol_helpers import MANIFEST
 
 
 def status_of(state: State = "training", inner_step: int = 0, steps_per_s: float = 0.0, *versions: int) -> Status:

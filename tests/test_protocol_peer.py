@@ -21,8 +21,7 @@ from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.shares import Share
 from diloco.protocol.states import STATES, State, may_follow
 from diloco.protocol.succession import CLAIM_PATIENCE_S
-from diloco.sim.arena import MANIFEST
-from diloco.sim.lineage import digest_of
+from tests.protocol_helpers import MANIFEST, digest_of
 
 FRAGMENTS = 2
 ME, OTHER = order("ab", 0)  # fragment 0 is mine by rendezvous order

@@ -15,7 +15,7 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Status
 from diloco.protocol.states import State
 from diloco.protocol.syncer import Close, Syncer
-from diloco.sim.arena import CHUNKS, MANIFEST
+from tests.protocol_helpers import CHUNKS, MANIFEST
 
 TERM, VERSION = 3, 7
 

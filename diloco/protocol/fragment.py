@@ -70,6 +70,11 @@ class Fragment:
         """The anchor is at that version now."""
         self.version, self.digest, self.came_at = version, digest, now
 
+    def ended(self, work: Busy) -> None:
+        """That work on the anchor is over, if it was under way."""
+        if self.busy is work:
+            self.busy = Busy.NO
+
     def merged(self) -> dict[str, int]:
         """For each peer the base version up to which its contributions are in the anchor here, or were left out."""
         return {peer: share.last_version - 1 for peer, share in self.shares.items() if peer != OTHERS}

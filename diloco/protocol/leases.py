@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco.protocol.fragment import Fragment, Lease
-from diloco.protocol.messages.control import Claim
+from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.rendezvous import score
 
 __all__ = ["LEAP", "LeaseTable"]
@@ -80,12 +80,14 @@ class LeaseTable:
         )
         return True
 
-    def published(self, fragment: int, term: int, version: int, digest: str, applied_tokens: int = 0) -> bool:
-        """Note that the holder published a version; False when its term is not the lease's or its version not newer."""
-        lease = self.get(fragment)
-        if lease is None or term != lease.term or version <= lease.version:
+    def published(self, message: Published) -> bool:
+        """Note what the holder published; False when the term is not the lease's, or the version not newer."""
+        lease = self.get(message.fragment)
+        if lease is None or message.term != lease.term or message.version <= lease.version:
             return False
-        self._fragments[fragment].lease = replace(lease, version=version, digest=digest, applied_tokens=applied_tokens)
+        self._fragments[message.fragment].lease = replace(
+            lease, version=message.version, digest=message.digest, applied_tokens=message.applied_tokens
+        )
         return True
 
     def vacate(self, fragment: int) -> None:

@@ -174,8 +174,7 @@ class Peer(View):
         ]
         if before is not None and before.holder == self.me and peer != self.me:
             fragment.syncer = None
-            if fragment.busy is Busy.MERGING:
-                fragment.busy = Busy.NO
+            fragment.ended(Busy.MERGING)
             if claim.fragment == CONTROL_FRAGMENT:
                 self.accounts.dealer.step_down()
             actions.append(Release(claim.fragment))
@@ -185,8 +184,7 @@ class Peer(View):
         lease = self.leases.get(message.fragment)
         if lease is None or lease.holder != peer:
             return
-        known = (message.fragment, message.term, message.version, message.digest)
-        if self.leases.published(*known, applied_tokens=message.applied_tokens):
+        if self.leases.published(message):
             self.accounts.hear_data_cursor(message)
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -230,11 +228,11 @@ class Peer(View):
     def enter(self, state: State, now: float) -> list[Action]:
         """This peer's training loop is in another state now."""
         assert may_follow(state, self.state), f"{state} does not follow {self.state}"
-        told = (self.state, state)
+        # A round begins and ends with each of many fragments; all other changes are rare, and others act upon them.
+        ordinary = {self.state, state} <= {"training", "exchanging"}
         self.state = state
         self._hear_myself(now)
-        # A round begins and ends in each of many fragments; all other changes are rare, and others act upon them.
-        return [*self._tell(now, at_once=not set(told) <= {"training", "exchanging"}), *self.tick(now)]
+        return [*self._tell(now, at_once=not ordinary), *self.tick(now)]
 
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
         """Figures for the next status."""
@@ -266,8 +264,7 @@ class Peer(View):
         `contributors`, or by fetching its state, which brings the `shares` in it.
         """
         fragment = self.fragments[index]
-        if fragment.busy is Busy.CATCHING_UP:
-            fragment.busy = Busy.NO
+        fragment.ended(Busy.CATCHING_UP)
         if shares is not None:
             fragment.shares = dict(shares)
         if contributors is not None:
@@ -290,8 +287,7 @@ class Peer(View):
 
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
-        if self.fragments[fragment].busy is Busy.CATCHING_UP:
-            self.fragments[fragment].busy = Busy.NO
+        self.fragments[fragment].ended(Busy.CATCHING_UP)
 
     def handed_over(self, fragment: int) -> None:
         """This peer leaves, and gave the fragment's outer state away: later versions would be missing from that."""
@@ -330,20 +326,18 @@ class Peer(View):
     def published(self, index: int, digest: str, contributors: Mapping[str, int], now: float) -> list[Action]:
         """The merge that `Merge` asked for is done: announce the new version, made of so many tokens of each peer."""
         fragment = self.fragments[index]
-        if fragment.busy is Busy.MERGING:
-            fragment.busy = Busy.NO
-        syncer, closed_at, fragment.closed_at = fragment.syncer, fragment.closed_at, None
+        fragment.ended(Busy.MERGING)
+        syncer = fragment.syncer
         if syncer is None:
             return []
-        took_s = 0.0 if closed_at is None else now - closed_at
+        took_s = 0.0 if fragment.closed_at is None else now - fragment.closed_at
         self.sync_s = took_s if self.sync_s == 0.0 else 0.8 * self.sync_s + 0.2 * took_s
         syncer.advance(syncer.version + 1)
         fragment.move(syncer.version, digest, now)
         self.accounts.credit(fragment, syncer.version, contributors)
-        clock = self.applied_tokens
-        self.leases.published(index, syncer.term, syncer.version, digest, applied_tokens=0 if index else clock)
         twice = self.accounts.apply_units(syncer.version, contributors) if index == CONTROL_FRAGMENT else []
         message = self.publication(fragment, syncer, contributors)
+        self.leases.published(message)
         return [*twice, Broadcast(message), *self._tell(now), *self.tick(now)]
 
     def _close_versions(self, now: float) -> list[Action]:
@@ -374,7 +368,8 @@ class Peer(View):
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def _claim_vacant(self, now: float) -> list[Action]:
-        self._opened = self._opened or (not self.newcomer and len(self.members) + 1 >= self.min_peers)
+        enough = len(self.members) + 1 >= self.min_peers or self.under_way()
+        self._opened = self._opened or (not self.newcomer and enough)
         if not (self._opened and self.holds) or self.gone:
             return []
         return [action for fragment in to_claim(self, now) for action in self._take(fragment)]

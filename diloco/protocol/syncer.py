@@ -262,7 +262,7 @@ class Syncer:
         missing = (self.last_contributors | set(self._offers)) - whole if self._settings.quorum is None else set()
         contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
         close = Close(self.fragment, self.version, contributors, tuple(sorted(missing)))
-        return close if self._settings.optimizer == "nesterov" else self._delayed(close, members)
+        return self._delayed(close, members) if self._settings.windowed else close
 
     def _delayed(self, close: Close, members: Mapping[str, Member]) -> Close:
         if self._pushes == 0:  # N changes between two momentum steps only

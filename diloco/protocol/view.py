@@ -184,6 +184,10 @@ class View:
         trainers = [member.status for member in self.members.all() if member.trains]
         return any(status.in_round for status in trainers) or all(status.state != "starting" for status in trainers)
 
+    def under_way(self) -> bool:
+        """Whether others train already; then nobody waits for `min_peers`, who may never be there at once."""
+        return any(member.status.in_round for member in self.members.all())
+
     def in_step(self, now: float) -> bool:
         """Whether a round that began now would be the others' too; asked after an exchange, to join anew if it is not.
 

@@ -131,7 +131,7 @@ class BulkServer:
             await _quietly(refuse(stream, str(error)))
         except BROKEN as error:
             logger.debug("a bulk stream of %s broke: %r", stream.peer, error)
-            # `wait_for` leaves a cycle of error and frames, which would keep the copy of a fragment for long.
+            # An error and its frames are a cycle, which would keep the copy of a fragment for long.
             traceback.clear_frames(error.__traceback__)
         finally:
             self.serving -= 1

@@ -21,6 +21,7 @@ from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
 from diloco.protocol.messages.control import Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Offence, offences
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Reader, Refused, Transport, Writer
 
@@ -132,7 +133,7 @@ class ControlMesh:
             return False
         stream: Stream | None = None
         try:
-            reader, writer = await asyncio.wait_for(self._transport.open(peer, CONTROL), DIAL_TIMEOUT_S)
+            reader, writer = await within(DIAL_TIMEOUT_S, self._transport.open(peer, CONTROL))
             stream = Stream(peer, reader, writer, self._owner.traffic)
             await stream.send(self._protocol.hello())
             answer = await stream.receive(DIAL_TIMEOUT_S)
@@ -171,7 +172,7 @@ class ControlMesh:
                 message = getting.result()
                 if message is None:
                     return
-                await asyncio.wait_for(stream.send(message), DIAL_TIMEOUT_S)
+                await within(DIAL_TIMEOUT_S, stream.send(message))
         except BROKEN as error:
             logger.debug("the stream to %s broke: %r", peer, error)
         finally:
@@ -267,9 +268,8 @@ class ControlMesh:
                 await self._transport.store(key, self._protocol.me, self._owner.record(), RECORD_LIFE_S)
                 named = await self._transport.get(key)
                 self._owner.named(named)
-                for peer in named:
-                    if peer not in self._protocol.members:
-                        self.dial(peer)
+                for peer in {**named, **dict.fromkeys(member.peer for member in self._protocol.members.all())}:
+                    self.dial(peer)  # a member may hear nothing of us: it refused our call when it called us
             except BROKEN as error:
                 logger.debug("the DHT did not answer: %r", error)
             await asyncio.sleep(RECORD_PERIOD_S)

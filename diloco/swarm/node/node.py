@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from diloco.errors import SwarmError
 from diloco.swarm.conversations.bulk import Seconds
 from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inner
-from diloco.swarm.node.presence import Connect, NodeOptions, OnEvent, Presence
+from diloco.swarm.node.presence import Connect, OnEvent, Presence
 from diloco.swarm.node.rounds import Count, Exchanged
 from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.deadline import within
 
-__all__ = ["Connect", "Exchanged", "Node", "NodeOptions", "OnEvent"]
+__all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +196,6 @@ class Node(Presence):
         """What the first batches come from. Without an answer in time, training begins with data of its own order."""
         self._ask_for_units()
         try:
-            await asyncio.wait_for(self.until(lambda: self._interrupted or not self._asking), FIRST_UNITS_S)
+            await within(FIRST_UNITS_S, self.until(lambda: self._interrupted or not self._asking))
         except asyncio.TimeoutError:
             logger.debug("no units yet")

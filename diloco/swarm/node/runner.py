@@ -15,7 +15,8 @@ from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
 from diloco.protocol.states import State
 from diloco.swarm.conversations.inner_state import InnerState, Layout
-from diloco.swarm.node.node import Node, NodeOptions, OnEvent
+from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Count, Exchanged
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.libp2p import Libp2p
@@ -32,14 +33,15 @@ CLOSE_S = 5.0
 
 async def connect(options: NodeOptions) -> Transport:
     """The real network."""
+    network = options.network
     return await Libp2p.connect(
-        options.run_id,
-        options.initial_peers,
-        options.listen,
-        options.announce,
+        options.run.id,
+        network.initial_peers,
+        network.listen,
+        network.announce,
         options.identity_path,
         options.gate,
-        options.reachable,
+        network.reachable,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from diloco.outer.replica import Replica
 from diloco.protocol.shares import Share
 
 DataCursor = tuple[int, Sequence[Sequence[int]]]
@@ -32,3 +33,11 @@ class Saved:
     units: DataCursor = (0, ())
     shares: Sequence[Mapping[str, Share]] = ()
     applied: Mapping[int, int] = field(default_factory=dict)
+
+    def load_(self, replica: Replica) -> None:
+        """Copy the anchors, the outer states and the residuals into a new replica; it shares no memory with them."""
+        for fragment, anchor in enumerate(self.anchors):
+            replica.anchors[fragment].copy_(anchor)
+        for fragment, (master, momentum) in self.outer.items():
+            replica.hold(fragment, master.clone(), momentum.clone())
+        replica.residuals.update({fragment: residual.clone() for fragment, residual in self.residuals.items()})

@@ -18,7 +18,6 @@ everybody is let in, and greetings say nothing.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import defaultdict, deque
@@ -34,6 +33,7 @@ from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.base import MEMBERS
 from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
 
@@ -90,7 +90,7 @@ class Gate:
         """Make both sides known to each other, unless they are."""
         if not again and peer in self._greeted and self.believes(peer):
             return
-        reader, writer = await asyncio.wait_for(opener(), GREETING_TIMEOUT_S)
+        reader, writer = await within(GREETING_TIMEOUT_S, opener())
         stream, mine = Stream(peer, reader, writer, Traffic()), self._greeting()
         try:
             await stream.send(mine)

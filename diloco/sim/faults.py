@@ -89,7 +89,8 @@ def scenario(seed: int) -> Scenario:
     fragments = r.randint(1, 3)
     outer = _outer(r, fragments)
     liar = trainers >= 4 and "quorum" not in outer and r.random() < 0.5
-    slow_boundary = r.choice([0.0] * 9 + [22.0])
+    lockstep = not {"quorum", "overlap", "staggered"} & outer.keys()
+    slow_boundary = r.choice([0.0] * 7 + [22.0]) if lockstep else 0.0  # nobody who finishes waits for so long
     members = tuple(
         Member(
             name,

@@ -105,6 +105,9 @@ class _Stage:
             self._befall(fault)
         await self._until(lambda: not self.pending, 300.0, "all faults end")
         await asyncio.sleep(SETTLE_S)
+        missing = len(self.plan.members) - len(crowd.members()) if self.plan.together and not self._under_way() else 0
+        for _ in range(missing):  # they died before the swarm began, which waits for so many
+            self._join(trains=True)
         if not any(life.member.trains for life in crowd.members()):
             self._join(trains=True)
         crowd.note("", "everything is healed")
@@ -131,6 +134,9 @@ class _Stage:
         await self._until(lambda: not crowd.living(), 100.0, "every host has left")
         await asyncio.sleep(SETTLE_S)
         check_end(crowd, self.watch.lineage)
+
+    def _under_way(self) -> bool:
+        return any(_trains(life) or _progress(life) for life in self.crowd.members())
 
     def _all_are_in(self) -> bool:
         return all(life.ready and life.node is not None for life in self.crowd.living() if not life.leaving)

@@ -49,6 +49,7 @@ from diloco.outer.payloads import (
     column,
     exponents_of,
     is_aligned,
+    is_within,
     magnitude_of,
     power_of_two,
     refuse_diverged,
@@ -73,7 +74,8 @@ class _FloatCodec(Codec):
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))
-        refuse_diverged(magnitude_of(x), self.name, self.largest)
+        if not is_within(x, self.largest):
+            refuse_diverged(magnitude_of(x), self.name, self.largest)
         if is_aligned(out, self.dtype):
             out.view(self.dtype).copy_(x)
         else:
@@ -100,9 +102,9 @@ class _FloatCodec(Codec):
             values.view(torch.uint8).copy_(payload)
         if self.dtype != torch.float32:
             values = buffer("values", torch.float32, numel).copy_(values)
-        magnitude = magnitude_of(values)
-        if not magnitude <= self.largest:
-            raise PayloadError(f"{self.name} payload holds {magnitude:g}; values must be at most {self.largest:g}")
+        if not is_within(values, self.largest):
+            largest, found = f"{self.largest:g}", f"{magnitude_of(values):g}"
+            raise PayloadError(f"{self.name} payload holds {found}; values must be at most {largest}")
         return values
 
 

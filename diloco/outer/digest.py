@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -32,15 +33,20 @@ PART = 4 * CHUNK
 def part_digest(part: Tensor) -> str:
     """The digest of at most PART elements: (n,) fp32, contiguous, on the CPU. Nothing is copied.
 
-    Costs about 0.5 ns per element where the CPU has SHA instructions; other threads run meanwhile.
+    Costs about 2 ns per element where the CPU has SHA instructions; other threads run meanwhile.
     """
     assert part.dtype == torch.float32 and part.dim() == 1 and part.numel() <= PART, "a part is one fp32 vector"
     return hashlib.sha256(part.detach().numpy().data.cast("B")).hexdigest()
 
 
 def part_digests(flat: Tensor) -> tuple[str, ...]:
-    """The digests of all parts of a fragment: (numel,) fp32, contiguous, on the CPU."""
-    return tuple(part_digest(flat[start:stop]) for start, stop in part_ranges(flat.numel()))
+    """The digests of all parts of a fragment: (numel,) fp32, contiguous, on the CPU; takes as many threads as torch."""
+    parts = [flat[start:stop] for start, stop in part_ranges(flat.numel())]
+    threads = min(len(parts), torch.get_num_threads())
+    if threads <= 1:
+        return tuple(part_digest(part) for part in parts)
+    with ThreadPoolExecutor(threads) as pool:
+        return tuple(pool.map(part_digest, parts))
 
 
 def part_ranges(numel: int) -> list[tuple[int, int]]:

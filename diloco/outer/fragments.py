@@ -23,7 +23,7 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 
-__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "partition", "scatter_"]
+__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "gathered", "partition", "scatter_"]
 
 BLOCK = 4096
 """Elements that share one scale in the block codecs."""
@@ -180,6 +180,20 @@ def gather_(out: Tensor, fragment: Fragment, start: int, stop: int, parameters: 
         for at, part in _rectangles(parameters[piece.name], piece.start, piece.stop):
             begin = offset + at - piece.start
             out[begin : begin + part.numel()].view(part.shape).copy_(part)
+
+
+@torch.no_grad()
+def gathered(buffer: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor]) -> Tensor:
+    """[start, stop) of the fragment, (stop - start,) fp32, to be read at once.
+
+    Where it is part of one plain parameter it is a view of that; else `gather_` copies it to the buffer.
+    """
+    [(_, first), *others] = fragment.locate(start, stop)
+    parameter = parameters[first.name]
+    if not others and parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous():
+        return parameter.view(-1)[first.start : first.stop]
+    gather_(buffer, fragment, start, stop, parameters)
+    return buffer
 
 
 @torch.no_grad()

@@ -62,6 +62,7 @@ class OuterStep:
     flush: bool = True
 
 
+@torch.no_grad()
 def pseudo_gradient_(out: Tensor, anchor: Tensor, local: Tensor) -> None:
     """out = anchor - local, all (n,) fp32; `out` may be `local`. It points uphill: optimizers subtract it."""
     torch.sub(anchor, local, out=out)

@@ -1,11 +1,11 @@
-"""Digests: names for parameter values, by which peers find out that their replicas are bit-identical.
+"""Digests: names for parameter values; equal digests mean bit-identical replicas.
 
     part (PART elements, fp32 little-endian)  --sha256-->  part digest
     part digests of a fragment                --sha256-->  fragment digest
     fragment digests in order                 --sha256-->  anchor digest
 
-A fragment digest commits to its parts, so a peer that heals can fetch parts from several donors and check each on
-its own as it arrives. The upper levels start with a label, so a digest of one level is never valid as one of another.
+A fragment digest commits to its parts, so a peer can fetch the parts from several donors and check each one as it
+arrives. The upper levels start with a label, so a digest of one level is never valid at another.
 Digests are lower-case hex of 64 characters.
 """
 
@@ -50,7 +50,7 @@ def part_digests(flat: Tensor) -> tuple[str, ...]:
 
 
 def part_ranges(numel: int) -> list[tuple[int, int]]:
-    """The half-open ranges of elements that the parts of a fragment are; only the last may be shorter than PART."""
+    """The half-open ranges of elements of the parts of a fragment; only the last may be shorter than PART."""
     return [(start, min(start + PART, numel)) for start in range(0, numel, PART)]
 
 
@@ -68,14 +68,14 @@ def anchor_digest(fragments: Sequence[str]) -> str:
 
 
 def short(digest: str) -> str:
-    """The first 12 characters, for people; compare and store whole digests."""
+    """The first 12 characters, to show to people; compare and store whole digests."""
     return digest[:12]
 
 
 def _combine(label: bytes, digests: Sequence[str]) -> str:
     combined = hashlib.sha256(label)
     for digest in digests:
-        # The length is checked too: otherwise bytes could move from one digest to the next under the same result.
+        # The length matters: otherwise bytes could move from one digest to the next without changing the result.
         if len(digest) != 64 or not set(digest) <= _HEX:
             raise PayloadError(f"{digest[:80]!r} is not a sha256 digest of 64 lower-case hex characters")
         combined.update(bytes.fromhex(digest))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from diloco.data import Stream
 from diloco.protocol.shares import Contributor
-from diloco.rundir.summary import Phases
+from diloco.rundir.summary import PhaseTimer
 from diloco.sim.adversary import Lying
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.virtual_time import VirtualLoop
@@ -68,6 +68,7 @@ class SimSwarm(Swarm):
 
     lie = 1.0
     seed = 0
+    gate = Gate()
 
     connect: Connect
     loop: VirtualLoop
@@ -80,9 +81,11 @@ class SimSwarm(Swarm):
         *,
         island: Island | None = None,
         saved: Saved | None = None,
-        phases: Phases | None = None,
+        phases: PhaseTimer | None = None,
     ) -> Attachment:
-        return _SimAttachment(self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or Phases())
+        return _SimAttachment(
+            self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or PhaseTimer()
+        )
 
 
 class _SimAttachment(Attachment):
@@ -97,7 +100,7 @@ class _SimAttachment(Attachment):
             real.replica.up = Lying(real.replica.up, swarm.lie)
         seed = f"{swarm.seed}/{swarm.name}"  # and there are no strangers
         real.replica.draw = random.Random(seed)
-        options = replace(swarm.options(self.parameters, saved), gate=Gate(), seed=seed)
+        options = replace(swarm.options(self.parameters, saved), gate=swarm.gate, seed=seed)
         node = Node(options, real.replica, swarm.on_event, swarm.connect)
         return SimRunner(node, swarm.loop, swarm.thread)
 

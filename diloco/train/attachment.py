@@ -16,8 +16,9 @@ from diloco.outer.fragments import partition
 from diloco.outer.rates import dylu_steps
 from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.schedule import Due, Schedule
-from diloco.rundir.summary import Phases, Seconds
+from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.conversations.inner_state import InnerState
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runner import NodeRunner
@@ -60,7 +61,7 @@ class Attachment:
         optimizer: torch.optim.Optimizer,
         island: Island,
         saved: Saved | None,
-        phases: Phases,
+        phases: PhaseTimer,
     ) -> None:
         self.swarm = swarm
         self.island = island
@@ -82,8 +83,8 @@ class Attachment:
         self._steps_per_s = 0.0
         self._loss = 0.0
         self._rounds = 0
-        self._last_round: Seconds | None = None
-        self._round_began = Seconds()
+        self._last_round: PhaseSeconds | None = None
+        self._round_began = PhaseSeconds()
         self._round_version = self.version
         self._hook: Any = None
         self._joins = saved is None
@@ -97,12 +98,6 @@ class Attachment:
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
         fragments = partition(numels, outer.fragments, outer.pattern)
         replica = Replica(self.parameters, fragments, outer)
-        if saved is not None:
-            for fragment, anchor in enumerate(saved.anchors):
-                replica.anchors[fragment].copy_(anchor)
-            for fragment, (master, momentum) in saved.outer.items():
-                replica.hold(fragment, master, momentum)
-            replica.residuals.update(saved.residuals)
         options = self.swarm.options(self.parameters, saved, device=self.island.device_name)
         return NodeRunner(options, replica, self.swarm.on_event)
 
@@ -165,7 +160,7 @@ class Attachment:
 
     def _inner_state(self, node: NodeRunner) -> tuple[InnerState | None, bool]:
         """What a donor has for a peer that comes late, and whether this one starts cold."""
-        if not self._joins or not node.comes_late():
+        if not self._joins or not node.joins_late():
             return None, False
         why = "swarm.inner_state=cold"
         if self.swarm.network.inner_state == "donor":
@@ -249,7 +244,7 @@ class Attachment:
         self._loss = loss
         self._tell()
 
-    def _tell(self, seconds: Seconds | None = None) -> None:
+    def _tell(self, seconds: PhaseSeconds | None = None) -> None:
         """What watchers are shown beside the figures that the protocol needs; `seconds` of a round that is over."""
         if seconds is not None:
             self._rounds, self._last_round = self._rounds + 1, seconds

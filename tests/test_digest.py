@@ -78,7 +78,7 @@ def test_hashing_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "ab", "g" * 64, "A" * 64, "a" * 63 + "\n", "a" * 66, " " * 64])
-def test_what_is_no_digest_is_refused(bad: str) -> None:
+def test_text_that_is_not_a_digest_is_refused(bad: str) -> None:
     for combine in (fragment_digest, anchor_digest):
         with pytest.raises(PayloadError, match="not a sha256 digest"):
             combine([sha256(b"a"), bad])

@@ -22,26 +22,21 @@ from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
 from diloco.protocol.shares import Contributor
-from diloco.rundir.metrics import (
-    AGGREGATE_EVERY_S,
+from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
+from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog
+from diloco.rundir.reporting import swarm_figures
+from diloco.rundir.summary import (
     Evaluation,
-    JsonLines,
     PeerSummary,
     Phases,
-    RunLog,
     Seconds,
     Summary,
     Tokens,
-    WandbLog,
     merge_peer_summaries,
     peer_message,
-    prepare_run_directory,
-    read_json_lines,
-    write_atomic,
+    write_contributions,
     write_summary,
 )
-from diloco.rundir.reporting import swarm_figures
-from diloco.rundir.summary import write_contributions
 
 # --- Files ------------------------------------------------------------------------------------------------------------
 

@@ -30,17 +30,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.errors import CheckpointError
-from diloco.rundir.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 
-__all__ = [
-    "FORMAT",
-    "Checkpoint",
-    "CheckpointStore",
-    "flatten_optimizer",
-    "restore_optimizer",
-    "restore_rng",
-    "rng_state",
-]
+__all__ = ["FORMAT", "Checkpoint", "CheckpointStore"]
 
 FORMAT = 1
 STATE_FILE = "state.json"

@@ -13,39 +13,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from diloco.errors import ConfigError
-from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
-from diloco.rundir.summary import (
-    Evaluation,
-    PeerSummary,
-    Phase,
-    Phases,
-    Seconds,
-    Summary,
-    Tokens,
-    merge_peer_summaries,
-    peer_message,
-    write_summary,
-)
+from diloco.rundir.files import JsonLines
 
-__all__ = [
-    "AGGREGATE_EVERY_S",
-    "Evaluation",
-    "JsonLines",
-    "PeerSummary",
-    "Phase",
-    "Phases",
-    "RunLog",
-    "Seconds",
-    "Summary",
-    "Tokens",
-    "WandbLog",
-    "merge_peer_summaries",
-    "peer_message",
-    "prepare_run_directory",
-    "read_json_lines",
-    "write_atomic",
-    "write_summary",
-]
+__all__ = ["AGGREGATE_EVERY_S", "RunLog", "WandbLog"]
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ class SimRunner(NodeRunner):
         self.call(self.node.start())
 
     def contributions(self) -> list[Contributor]:
-        return self.protocol.contributions()
+        return self.protocol.accounts.contributions()
 
     def close(self) -> None:
         if not self._closed:

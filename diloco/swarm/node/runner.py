@@ -95,9 +95,9 @@ class NodeRunner:
         """As `Peer.contributions`, also after `close`."""
 
         async def here() -> list[Contributor]:  # in the node's loop, where nothing of it moves meanwhile
-            return self.protocol.contributions()
+            return self.protocol.accounts.contributions()
 
-        return self.call(here()) if self._thread.is_alive() else self.protocol.contributions()
+        return self.call(here()) if self._thread.is_alive() else self.protocol.accounts.contributions()
 
     def start(self) -> None:
         """As `Node.start`."""

@@ -20,17 +20,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
+from diloco.config import OuterConfig, SwarmConfig
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.swarm.node.node import NodeOptions
+from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runner import NodeRunner
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0  # far more than anything here takes; what reaches it hangs
 MARK = "DILOCO_TEST_MARK"
+NETWORK = SwarmConfig.model_fields.keys() - {"identity_path"}
 SMOKE = ("experiment=smoke", "swarm.heartbeat_s=0.2")
 
 T = TypeVar("T")
@@ -154,16 +155,13 @@ class Crowd:
         fragments = partition({key: value.numel() for key, value in parameters.items()}, outer["fragments"])
         replica = Replica(parameters, fragments, OuterConfig(**outer))
         events: list[tuple[str, dict[str, Any]]] = []
+        network: dict[str, Any] = {"initial_peers": initial_peers, "heartbeat_s": 0.2}
+        network |= {key: options.pop(key) for key in sorted(NETWORK & options.keys())}
         settings: dict[str, Any] = {
-            "run_id": "crowd",
-            "manifest_hash": "0" * 64,
-            "manifest_text": "{}",
+            "run": RunSpec("crowd", "0" * 64, "{}"),
+            "network": SwarmConfig().model_copy(update=network),  # a copy is not checked: the node has to complain
             "name": name,
-            "initial_peers": initial_peers,
-            "listen": ["/ip4/127.0.0.1/tcp/0"],
-            "announce": [],
             "identity_path": self.directory / f"{name}.key",
-            "heartbeat_s": 0.2,
             **options,
         }
         node = NodeRunner(NodeOptions(**settings), replica, lambda kind, fields: events.append((kind, dict(fields))))

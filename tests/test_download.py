@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
+from diloco.config import OuterConfig, SwarmConfig
 from diloco.errors import PayloadError
 from diloco.outer import digest
 from diloco.outer.fragments import partition
@@ -24,7 +24,9 @@ from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.conversations import bulk, download
 from diloco.swarm.conversations.bulk import BULK, BulkClient, open_bulk
 from diloco.swarm.node import anchors
-from diloco.swarm.node.node import Node, NodeOptions
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.options import NodeOptions, RunSpec
+from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import Stream, Traffic
 from diloco.swarm.wire.transport import Transport
 
@@ -75,7 +77,15 @@ class Village:
         monkeypatch.setattr(bulk, "PIECE", PART // 4)
         monkeypatch.setattr(BulkClient, "fetch_part", watched)
 
-    def peer(self, name: str, *seeds: str, values: Tensor, down: float | None = None, **options: Any) -> Villager:
+    def peer(
+        self,
+        name: str,
+        *seeds: str,
+        values: Tensor,
+        down: float | None = None,
+        min_peers: int = 1,
+        saved: Saved | None = None,
+    ) -> Villager:
         """A started node."""
         parameters = {"w": values.clone()}
         settings = OuterConfig(
@@ -89,9 +99,8 @@ class Village:
             watch(transport, self.peers[name])
             return transport
 
-        every = {"run_id": "run", "manifest_hash": MANIFEST, "manifest_text": "{}", "listen": [], "announce": []}
         node = Node(
-            NodeOptions(**every, name=name, initial_peers=seeds, identity_path=Path(name), **options),
+            NodeOptions(RunSpec("run", MANIFEST, "{}"), SwarmConfig(min_peers=min_peers), Path(name), name, saved),
             replica, lambda kind, fields: events.append((kind, fields)), connect,
         )  # fmt: skip
         self.peers[name] = Villager(node, replica, events)
@@ -311,7 +320,8 @@ def test_what_no_attempt_asks_for_is_forgotten(village: Village) -> None:
 def test_an_anchor_that_is_wrong_in_one_place_costs_one_part(village: Village) -> None:
     values = village.donors(2)[0].replica.anchors[0].clone()
     values[3 * PART + 7] += 1.0
-    joiner = village.joiner(values, versions=[1])
+    saved = Saved(anchors=[values], versions=[1], terms=[0], applied_tokens=0)
+    joiner = village.joiner(values, saved=saved)
     village.until(lambda: joiner.has(1))
     assert village.parts() == [3]
     assert joiner.node.traffic.bytes_received < PART_NBYTES + CONTROL_NBYTES

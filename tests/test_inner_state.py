@@ -373,7 +373,7 @@ def test_a_peer_with_saved_state_and_one_that_comes_at_the_start_ask_nobody() ->
     class NeverAsked:
         late = False
 
-        def comes_late(self) -> bool:
+        def joins_late(self) -> bool:
             assert not saved, "a resumed peer"
             return False
 

@@ -20,6 +20,7 @@ from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
 from diloco.protocol.penalties import Penalties
 from diloco.swarm.conversations.bulk import BulkClient, open_bulk
+from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, free_port, seeded, together
 
@@ -358,20 +359,19 @@ def test_whom_the_swarm_refuses_learns_why(crowds: Any) -> None:
     crowd = crowds()
     [first] = crowd.start(1)
 
-    def explain(theirs: str) -> list[str]:
-        assert theirs == "{}"
-        return ["outer.lr: 0.4 here, 0.7 there", "run.seed: 1 here, 0 there"]
-
-    for options, text in (
-        ({"run_id": "other"}, "the swarm refused this peer: run.id=other is not the run here, which is run.id=crowd"),
+    for run, text in (
         (
-            {"manifest_hash": "1" * 64, "explain": explain},
+            RunSpec("other", "0" * 64, "{}"),
+            "the swarm refused this peer: run.id=other is not the run here, which is run.id=crowd",
+        ),
+        (
+            RunSpec("crowd", "1" * 64, '{"outer": {"lr": 0.4}, "run": {"seed": 1}}'),
             "the swarm refused this peer: the run there has other settings: "
-            "outer.lr: 0.4 here, 0.7 there; run.seed: 1 here, 0 there; use the same",
+            "outer.lr is None there, 0.4 here; run.seed is None there, 1 here; use the same",
         ),
     ):
         with pytest.raises(SwarmError) as caught:
-            crowd.peer(first.address, **options).start()
+            crowd.peer(first.address, run=run).start()
         assert str(caught.value) == text
     assert len(first.node.protocol.members) == 0 and not first.said("join")
     first.round(0.1)

@@ -19,9 +19,9 @@ this time short. README.md in this folder says what an attacker can and cannot d
 
 from __future__ import annotations
 
-from diloco.admission.gatekeeper import ALLOWED, Admission
+from diloco.admission.gatekeeper import Admission
 from diloco.admission.invitation import ROLES, Credential, Grant, Role, Token, issue
 from diloco.admission.keys import RunKey
 from diloco.admission.revocations import Revoked
 
-__all__ = ["ALLOWED", "ROLES", "Admission", "Credential", "Grant", "Revoked", "Role", "RunKey", "Token", "issue"]
+__all__ = ["ROLES", "Admission", "Credential", "Grant", "Revoked", "Role", "RunKey", "Token", "issue"]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from diloco.admission.invitation import Credential, Grant, Role, Token
 from diloco.admission.revocations import Revoked
 from diloco.errors import PayloadError
 
-__all__ = ["ALLOWED", "Admission"]
+__all__ = ["Admission"]
 
 TOLERANCE_S = 60  # clocks of honest peers differ by less: `doctor` and `join` check it
 MAX_OBSERVERS = 256  # admitted at a time; an observer may come with a new identity each time
-
-_READING = frozenset({"greeting", "manifest_request", "snapshot_request", "probe", "dial_back"})
-_HOLDING = _READING | {"hello", "state_request", "part_request"}
-ALLOWED: dict[Role, frozenset[str] | None] = {"worker": None, "host": _HOLDING, "observer": _READING}
-"""By role: the kinds of message with which a peer may begin a stream; None allows all kinds."""
 
 
 class Admission:
@@ -64,15 +61,14 @@ class Admission:
             return None
         return credential.role
 
-    def objection(self, peer: str, kind: str, now: float) -> str | None:
-        """Why this peer may not begin a stream with a message of this kind; None if it may."""
+    def objection(self, peer: str, what: str, roles: Collection[Role], now: float) -> str | None:
+        """Why this peer may not do `what`, which peers in these roles may do; None when it may."""
         role = self.role_of(peer, now)
         if role is None:
             return self.admit(peer, "", now)
-        allowed = ALLOWED[role]
-        if allowed is None or kind in allowed:
+        if role in roles:
             return None
-        return f"an invitation for role {role} does not allow {kind}; ask the owner of the run for another one"
+        return f"an invitation for role {role} does not allow {what}; ask the owner of the run for another one"
 
     def expel(self, now: float) -> dict[str, str]:
         """Remove all peers whose credential has expired or was revoked; returns the reasons by peer."""

@@ -22,7 +22,7 @@ def run(config: Config) -> int:
     console = Console()
     peers = config.local.peers
     title = f"{config.run.id}: {peers} simulated peers, {config.outer.method}"
-    names = [f"p{index}" for index in range(peers)] if config.sim.mode == "train" else ["swarm"]
+    names = [f"p{index}" for index in range(peers)]
     at_s = 0.0
 
     def listen(said: Said) -> None:

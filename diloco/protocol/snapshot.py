@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Val
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages.base import Count, Index, Rate
-from diloco.protocol.messages.control import State
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES
 from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.protocol.states import State
 from diloco.text import plain
 
 __all__ = [

@@ -68,6 +68,7 @@ class SimSwarm(Swarm):
 
     lie = 1.0
     seed = 0
+    gate = Gate()
 
     connect: Connect
     loop: VirtualLoop
@@ -99,7 +100,7 @@ class _SimAttachment(Attachment):
             real.replica.up = Lying(real.replica.up, swarm.lie)
         seed = f"{swarm.seed}/{swarm.name}"  # and there are no strangers
         real.replica.draw = random.Random(seed)
-        options = replace(swarm.options(self.parameters, saved), gate=Gate(), seed=seed)
+        options = replace(swarm.options(self.parameters, saved), gate=swarm.gate, seed=seed)
         node = Node(options, real.replica, swarm.on_event, swarm.connect)
         return SimRunner(node, swarm.loop, swarm.thread)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diloco import data
 from diloco import model as models
 from diloco.config import Config
@@ -30,10 +32,9 @@ from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
 from diloco.sim.outcome import Simulated
 from diloco.sim.peers import PacedStream, SimSwarm, SimTrainer
-from diloco.sim.toy_run import simulate_toy
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.conversations.bulk import BULK
-from diloco.swarm.node.node import NodeOptions
+from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment
 from diloco.train.evaluate import EvalResult
@@ -77,11 +78,8 @@ def simulate(config: Config, listen: Listener) -> Simulated:
             (config.run.dir / name).unlink(missing_ok=True)
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
         write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
-        if config.sim.mode == "toy":
-            outcome = simulate_toy(config, listen)
-        else:
-            with virtual_time() as loop:
-                outcome = simulate_in(loop, config, listen)
+        with virtual_time() as loop:
+            outcome = simulate_in(loop, config, listen)
         content = outcome.summary.to_json()
         text = json.dumps({**content, "virtual_s": outcome.virtual_s}, indent=2, allow_nan=False)
         write_atomic(config.run.dir / "summary.json", text + "\n")
@@ -99,8 +97,6 @@ def simulate_in(loop: VirtualLoop, config: Config, listen: Listener) -> Simulate
 def _check(config: Config) -> None:
     if config.outer.method == "data_parallel":
         raise ConfigError("outer.method=data_parallel has no swarm to simulate; use diloco local, or another outer")
-    if config.sim.attack and config.sim.mode == "toy":
-        raise ConfigError(f"sim.attack={list(config.sim.attack)} has no effect with sim.mode=toy; drop one of them")
     if any((config.run.dir / "checkpoints").glob("*/step-*")):
         raise ConfigError(f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir")
 
@@ -117,6 +113,8 @@ class _Simulation:
             raise ConfigError(
                 f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per peer, or one"
             )
+        if config.train.threads is not None:
+            torch.set_num_threads(config.train.threads)
         self.began_at = time.monotonic()
         self.loop, self.config, self.listen = loop, config, listen
         self.network = Network(loop, config.run.seed, sim.loss, {BULK})

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.config import Config, Manifest, OuterConfig, SwarmConfig, flatten
-from diloco.errors import ConfigError, PayloadError
+from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
+from diloco.errors import ConfigError
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.node import NodeOptions
+from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
 from diloco.train.attachment import Attachment
@@ -127,26 +127,19 @@ class Swarm:
         on_event: Callable[[str, dict[str, object]], None],
         on_ready: Callable[[str], None] | None = None,
     ) -> Swarm:
-        """The run of a manifest, with the peer-local half of a configuration."""
-        return cls(
+        """The run of a manifest, with the peer-local settings `swarm.` of a configuration."""
+        outer = manifest.outer.model_dump(exclude={"method"})
+        swarm = cls(
             run_id=manifest.run.id,
-            address=config.swarm.initial_peers,
             identity=identity,
             name=name,
-            token=config.swarm.token,
-            key_path=config.swarm.key_path,
-            listen=config.swarm.listen,
-            announce=config.swarm.announce,
-            reachable=config.swarm.reachable,
-            min_peers=config.swarm.min_peers,
-            heartbeat_s=config.swarm.heartbeat_s,
-            upload_limit=config.swarm.upload_limit,
-            inner_state=config.swarm.inner_state,
             manifest=manifest,
             on_event=on_event,
             on_ready=on_ready,
-            **manifest.outer.model_dump(exclude={"method"}),
+            **outer,
         )
+        swarm.network = config.swarm
+        return swarm
 
     def __enter__(self) -> Swarm:
         return self
@@ -188,38 +181,24 @@ class Swarm:
     def options(
         self, parameters: Mapping[str, Tensor], saved: Saved | None, trains: bool = True, device: str = ""
     ) -> NodeOptions:
-        """Options of the node over these parameters; `device` is what watchers are told that it trains on."""
-        text, hash_ = self._manifest_of(parameters)
-        manifest = self.manifest
+        """Options of the node over these parameters; watchers are shown `device`."""
+        gate = gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains)
         return NodeOptions(
-            tokens_per_step=None if manifest is None else manifest.inner.batch_size * manifest.data.sequence_length,
-            run_id=self.run_id,
-            manifest_hash=hash_,
-            manifest_text=text,
-            name=self.name,
-            initial_peers=self.network.initial_peers,
-            listen=self.network.listen,
-            announce=self.network.announce,
-            reachable=self.network.reachable,
+            run=self._run_spec(parameters),
+            network=self.network,
             identity_path=self._identity_path(),
-            min_peers=self.network.min_peers,
-            heartbeat_s=self.network.heartbeat_s,
-            upload_limit=self.network.upload_limit,
+            name=self.name,
+            saved=saved,
+            gate=gate,
             trains=trains,
-            versions=saved.versions if saved else None,
-            terms=saved.terms if saved else None,
-            applied_tokens=saved.applied_tokens if saved else 0,
-            units=saved.units if saved else (0, ()),
             device=device,
-            gate=gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains),
-            shares=saved.shares if saved else (),
-            applied=saved.applied if saved else {},
-            explain=lambda theirs: _differences(text, theirs),
         )
 
-    def _manifest_of(self, parameters: Mapping[str, Tensor]) -> tuple[str, str]:
-        if self.manifest is not None:
-            return self.manifest.to_json(), self.manifest.hash()
+    def _run_spec(self, parameters: Mapping[str, Tensor]) -> RunSpec:
+        manifest = self.manifest
+        if manifest is not None:
+            tokens_per_step = manifest.inner.batch_size * manifest.data.sequence_length
+            return RunSpec(self.run_id, manifest.hash(), manifest.to_json(), tokens_per_step)
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
         content = {
             "run": {"id": self.run_id, "key": self.key},
@@ -227,21 +206,10 @@ class Swarm:
             "parameters": shapes,
         }
         text = json.dumps(content, sort_keys=True)
-        return text, sha256(text.encode()).hexdigest()
+        return RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
 
     def _identity_path(self) -> Path:
         if self._identity is not None:
             return self._identity
         self._scratch = self._scratch or TemporaryDirectory(prefix="diloco-")
         return Path(self._scratch.name) / "identity.key"
-
-
-def _differences(mine: str, theirs: str) -> list[str]:
-    """Keys in which two manifests differ, `key: there, here`; the other text is untrusted."""
-    try:
-        one, other = json.loads(mine), json.loads(theirs)
-        here, there = dict(flatten(one)), dict(flatten(other))
-    except (ValueError, AttributeError, RecursionError):
-        raise PayloadError("the other side's manifest is not valid") from None
-    keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-    return [f"{key} is {str(there.get(key))[:40]} there, {str(here.get(key))[:40]} here" for key in keys]

@@ -98,12 +98,6 @@ class Attachment:
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
         fragments = partition(numels, outer.fragments, outer.pattern)
         replica = Replica(self.parameters, fragments, outer)
-        if saved is not None:
-            for fragment, anchor in enumerate(saved.anchors):
-                replica.anchors[fragment].copy_(anchor)
-            for fragment, (master, momentum) in saved.outer.items():
-                replica.hold(fragment, master, momentum)
-            replica.residuals.update(saved.residuals)
         options = self.swarm.options(self.parameters, saved, device=self.island.device_name)
         return NodeRunner(options, replica, self.swarm.on_event)
 
@@ -166,7 +160,7 @@ class Attachment:
 
     def _inner_state(self, node: NodeRunner) -> tuple[InnerState | None, bool]:
         """What a donor has for a peer that comes late, and whether this one starts cold."""
-        if not self._joins or not node.comes_late():
+        if not self._joins or not node.joins_late():
             return None, False
         why = "swarm.inner_state=cold"
         if self.swarm.network.inner_state == "donor":

@@ -15,7 +15,7 @@ from dataclasses import asdict, astuple
 from statistics import fmean
 from typing import Any
 
-from diloco.protocol.address_book import Places
+from diloco.protocol.address_book import AddressBook
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
@@ -129,7 +129,7 @@ class Recorder:
 
     def _add_loss(self, protocol: Peer, now: float) -> None:
         statuses = [protocol.status(figures=True), *(member.status for member in protocol.members.all())]
-        training = (s.figures for s in statuses if s.figures and s.state in ("training", "exchanging"))
+        training = (s.figures for s in statuses if s.figures and s.in_round)
         losses = [figures.loss for figures in training if figures.loss]
         if not losses:
             return
@@ -156,7 +156,7 @@ class Recorder:
         by_version = _means(self._timeline)
         return Snapshot(
             run=_run(protocol, manifest_text, since + now),
-            peers=[_peer(member, newest, now, protocol.places) for member in everybody[:MAX_PEERS]],
+            peers=[_peer(member, newest, now, protocol.address_book) for member in everybody[:MAX_PEERS]],
             fragments=_fragments(protocol),
             rounds=[
                 row.model_copy(update={"closed_at": since + row.closed_at, "seconds": by_version.get(row.version)})
@@ -211,7 +211,7 @@ def _myself(protocol: Peer, now: float) -> Member:
     return Member(me.me, me.name, me.trains, me.holds, me.status(figures=True), now, now, device=me.device)
 
 
-def _peer(member: Member, newest: int, now: float, places: Places) -> PeerRow:
+def _peer(member: Member, newest: int, now: float, places: AddressBook) -> PeerRow:
     status, version = member.status, min(member.status.versions, default=0)
     figures = status.figures or Figures()
     return PeerRow(

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from diloco.errors import SwarmError
 from diloco.swarm.conversations.bulk import Seconds
 from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inner
-from diloco.swarm.node.presence import Connect, NodeOptions, OnEvent, Presence
+from diloco.swarm.node.presence import Connect, OnEvent, Presence
 from diloco.swarm.node.rounds import Count, Exchanged
 from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.deadline import within
 
-__all__ = ["Connect", "Exchanged", "Node", "NodeOptions", "OnEvent"]
+__all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ FIRST_UNITS_S = 2.0
 class Node(Presence):
     """One peer in the swarm. On failure as `Presence`; whatever waits for others ends with `interrupt`."""
 
-    async def comes_late(self) -> bool:
+    async def joins_late(self) -> bool:
         """Wait until this peer agrees with the swarm; whether outer steps were taken before. False when `interrupt`
         came first.
         """
@@ -63,7 +64,7 @@ class Node(Presence):
         Returns where in its cycle it begins; None when `interrupt` came first. The local parameters are the anchors'
         afterwards. A `cold` peer trains beside the swarm, which waits for nothing from it, until `take_part`.
         """
-        await self.comes_late()
+        await self.joins_late()
         if self._interrupted:
             return None
         await self._first_units()
@@ -185,7 +186,7 @@ class Node(Presence):
 
             def handed_over() -> bool:
                 others = [m for m in self.protocol.members.all() if m.holds]
-                able = any(m.status.state not in ("leaving", "done") for m in others)
+                able = any(not m.status.gone for m in others)
                 return not able or not self.protocol.leases.held_by(self.protocol.me)
 
             await self._until_or(handed_over, patience_s, "fragments to be taken over")
@@ -195,6 +196,6 @@ class Node(Presence):
         """What the first batches come from. Without an answer in time, training begins with data of its own order."""
         self._ask_for_units()
         try:
-            await asyncio.wait_for(self.until(lambda: self._interrupted or not self._asking), FIRST_UNITS_S)
+            await within(FIRST_UNITS_S, self.until(lambda: self._interrupted or not self._asking))
         except asyncio.TimeoutError:
             logger.debug("no units yet")

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from diloco.errors import DilocoError, PayloadError, SwarmError
@@ -19,10 +18,10 @@ from diloco.protocol.ledger import union
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED
-from diloco.protocol.messages.control import Hello, Revocations, State
+from diloco.protocol.messages.control import Hello, Revocations
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
-from diloco.protocol.shares import Share
 from diloco.protocol.snapshot import Snapshot as Observed
+from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.conversations.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.conversations.inner_state import Snapshot
@@ -30,53 +29,22 @@ from diloco.swarm.conversations.probe import ProbeServer
 from diloco.swarm.conversations.units import Reserve
 from diloco.swarm.conversations.watch import Recorder
 from diloco.swarm.node.mesh import RECORD_LIFE_S, RECORD_PERIOD_S, ControlMesh
+from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Rounds
-from diloco.swarm.node.saved import Word
+from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dht_records import LEASES, REVOKED, leases_in, pack_revoked, revoked_in
-from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
-__all__ = ["Connect", "NodeOptions", "OnEvent", "Presence"]
+__all__ = ["Connect", "OnEvent", "Presence"]
 
 logger = logging.getLogger(__name__)
 
 ACQUAINTANCE_S = 20.0
 CLOSE_S = 5.0
 STALE_VERSIONS = 4  # a momentum as old as that is fetched anew: it costs three times the fragment in fp32
-
-
-@dataclass(frozen=True)
-class NodeOptions:
-    """Peer-local settings of a node, and the run it belongs to."""
-
-    run_id: str
-    manifest_hash: str
-    manifest_text: str
-    name: str
-    initial_peers: Sequence[str]
-    listen: Sequence[str]
-    announce: Sequence[str]
-    identity_path: Path
-    reachable: str = "auto"
-    min_peers: int = 1
-    heartbeat_s: float = 1.0
-    upload_limit: float | None = None
-    trains: bool = True
-    versions: Sequence[int] | None = None
-    terms: Sequence[int] | None = None
-    applied_tokens: int = 0
-    units: Word = (0, ())
-    device: str = ""
-    gate: Gate = field(default_factory=Gate)  # who is let in; by default everybody
-    tokens_per_step: int | None = None
-    shares: Sequence[Mapping[str, Share]] = ()
-    applied: Mapping[int, int] = field(default_factory=dict)
-    seed: str | None = None  # of what nobody else should foresee; None is the operating system's
-    explain: Callable[[str], list[str]] = field(
-        default=lambda text: []
-    )  # manifest text of another peer -> differing keys
 
 
 OnEvent = Callable[[str, dict[str, object]], None]
@@ -94,11 +62,11 @@ class Presence:
 
     def __init__(self, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect) -> None:
         self.replica = replica
-        self.manifest_text = options.manifest_text
+        self.manifest_text = options.run.manifest_text
         self.records: dict[int, FetchedRecord] = {}
         self.reserve = Reserve()
         self.recorder = Recorder()
-        self.traffic = Traffic(upload_limit=options.upload_limit)
+        self.traffic = Traffic(upload_limit=options.network.upload_limit)
         self.addresses: list[str] = []
         self.advice = ""  # what would let others connect to this peer, where they cannot
         self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
@@ -121,39 +89,43 @@ class Presence:
 
     async def start(self) -> None:
         """Listen, connect and learn where the swarm is; `SwarmError` when it cannot be reached or refuses this peer."""
-        options = self._options
+        options, saved = self._options, self._options.saved
+        if saved is not None:
+            saved.load_(self.replica)
+            self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
         transport = self._transport = await self._connect(options)
         self.addresses = transport.addresses
         self.protocol = Peer(
             me=transport.me,
             name=options.name,
-            run_id=options.run_id,
-            manifest_hash=options.manifest_hash,
+            run_id=options.run.id,
+            manifest_hash=options.run.manifest_hash,
             digests=self.replica.digests(),
-            versions=None if options.versions is None else list(options.versions),
-            applied_tokens=options.applied_tokens,
+            versions=None if saved is None else list(saved.versions),
+            applied_tokens=0 if saved is None else saved.applied_tokens,
             trains=options.trains,
             holds=transport.reachable,
-            min_peers=options.min_peers,
+            min_peers=options.network.min_peers,
             newcomer=bool(transport.seeds),
             outer=self.replica.settings,
-            tokens_per_step=options.tokens_per_step,
+            tokens_per_step=options.run.tokens_per_step,
             device=options.device,
             payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
-        self.protocol.places.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
-        transport.where = self.protocol.places.of
+        self.protocol.address_book.hear(
+            transport.me, {transport.me: transport.addresses if transport.reachable else []}
+        )
+        transport.where = self.protocol.address_book.of
         self.advice = transport.advice
         if not transport.reachable:
             self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
         if self.replica.settings.spot_check and self.checks.loss is None:
             self.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
-        self.protocol.restore_shares(options.shares)
-        self.protocol.restore_word((options.units[0], union(options.units[1])))
         self._client = BulkClient(transport, self.protocol, self.replica, self.traffic)
         self._server = BulkServer(self, ProbeServer(transport, self.protocol, self.now))
         self.rounds = Rounds(self, self._client)
-        self.rounds.restore(options.applied)
+        if saved is not None:
+            self._restore(saved)
         await self._learn_terms()
         await transport.handle(BULK, self._serve)
         self._mesh = ControlMesh(transport, self)
@@ -162,13 +134,21 @@ class Presence:
             raise SwarmError(self._refusal)
         if transport.seeds and not answered:
             raise SwarmError(
-                f"swarm.initial_peers={list(options.initial_peers)} answer, but no diloco peer of "
-                f"run.id={options.run_id} is there"
+                f"swarm.initial_peers={list(options.network.initial_peers)} answer, but no diloco peer of "
+                f"run.id={options.run.id} is there"
             )
         self.spawn(transport.failed())
         self.spawn(self._heartbeat())
         if transport.seeds:
             self.spawn(self._get_acquainted())
+
+    def _restore(self, saved: Saved) -> None:
+        """What a checkpoint kept beside tensors and versions, which the node began with."""
+        for fragment, term in enumerate(saved.terms):
+            self.protocol.leases.see_term(fragment, term)
+        self.protocol.restore_shares(saved.shares)
+        self.protocol.restore_data_cursor((saved.units[0], union(saved.units[1])))
+        self.rounds.restore(saved.applied)
 
     async def close(self) -> None:
         """End every stream and the transport. Can be called after a failed `start`."""
@@ -191,7 +171,7 @@ class Presence:
             return self._mesh.settled() and len(self.protocol.members) > 0
 
         await self._until_or(heard_all, ACQUAINTANCE_S, "hellos of the swarm")
-        self.do(self.protocol.acquainted(self.now()))
+        self.do(self.protocol.discovered(self.now()))
 
     # -- what the mesh tells ------------------------------------------------------------------------------------------
 
@@ -219,7 +199,7 @@ class Presence:
             return
         if "manifest" in reason:
             try:
-                differing = self._options.explain(await request_manifest(self._transport, peer))
+                differing = self._options.run.differences(await request_manifest(self._transport, peer))
                 reason = f"the run there has other settings: {'; '.join(differing[:5])}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
@@ -255,7 +235,7 @@ class Presence:
                     self.spawn(self._store_leases())
                 self.spawn(self._compare_revocations())
             self._put_out()
-            await asyncio.sleep(self._options.heartbeat_s)
+            await asyncio.sleep(self._options.network.heartbeat_s)
 
     def do(self, actions: list[Action]) -> None:
         """Carry out what the protocol asks for; long work becomes a task that reports back to the protocol."""
@@ -375,7 +355,7 @@ class Presence:
 
     async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         try:
-            await asyncio.wait_for(self.until(condition), timeout_s)
+            await within(timeout_s, self.until(condition))
         except asyncio.TimeoutError:
             culprits = [m.name for m in self.protocol.members.all()]
             self.note("gave_up_waiting", what=what, timeout_s=round(timeout_s, 1), peers=culprits)
@@ -383,7 +363,7 @@ class Presence:
     async def pause(self, timeout_s: float) -> None:
         """Wait for the next event, or for a while."""
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            await within(timeout_s, self._changed.wait())
         except asyncio.TimeoutError:
             return
 
@@ -413,10 +393,8 @@ class Presence:
             logger.debug("the DHT did not take %s: %r", kind, error)
 
     async def _learn_terms(self) -> None:
-        """Terms from the checkpoint and the DHT, so that a claim of ours is above any that was made."""
+        """Read the terms in the DHT, so that this peer's claims are above all that were made before."""
         assert self._transport is not None
-        for fragment, term in enumerate(self._options.terms or ()):
-            self.protocol.leases.see_term(fragment, term)
         for record in (await self._transport.get(f"{self.protocol.run_id}/{LEASES}")).values():
             for fragment, term in leases_in(record):
                 if fragment < len(self.protocol.versions):

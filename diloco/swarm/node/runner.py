@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
-from diloco.protocol.messages.control import State
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
+from diloco.protocol.states import State
 from diloco.swarm.conversations.inner_state import InnerState, Layout
-from diloco.swarm.node.node import Node, NodeOptions, OnEvent
+from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Count, Exchanged
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.libp2p import Libp2p
@@ -32,14 +33,15 @@ CLOSE_S = 5.0
 
 async def connect(options: NodeOptions) -> Transport:
     """The real network."""
+    network = options.network
     return await Libp2p.connect(
-        options.run_id,
-        options.initial_peers,
-        options.listen,
-        options.announce,
+        options.run.id,
+        network.initial_peers,
+        network.listen,
+        network.announce,
         options.identity_path,
         options.gate,
-        options.reachable,
+        network.reachable,
     )
 
 
@@ -102,9 +104,9 @@ class NodeRunner:
         self._thread.start()
         self.call(self.node.start())
 
-    def comes_late(self) -> bool:
-        """As `Node.comes_late`."""
-        return self.call(self.node.comes_late())
+    def joins_late(self) -> bool:
+        """As `Node.joins_late`."""
+        return self.call(self.node.joins_late())
 
     def fetch_inner(self, layout: Layout) -> InnerState | None:
         """As `Node.fetch_inner`."""

@@ -18,6 +18,7 @@ from diloco.config import WIRE_VERSION, Manifest
 from diloco.errors import PayloadError, SwarmError
 from diloco.swarm.conversations.bulk import request_manifest
 from diloco.swarm.conversations.probe import Probed, probe
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
@@ -115,7 +116,7 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int, refusal
 
     async def one(peer: str) -> Probed | None:
         try:
-            return await asyncio.wait_for(probe(visitor, peer, nbytes), PATIENCE_S)
+            return await within(PATIENCE_S, probe(visitor, peer, nbytes))
         except (*BROKEN, PayloadError) as error:
             refusals.append(str(error))
             return None

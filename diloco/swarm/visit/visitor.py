@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from diloco.errors import PayloadError, SwarmError
-from diloco.protocol.address_book import Places
+from diloco.protocol.address_book import AddressBook
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.watching import SnapshotReply, SnapshotRequest
 from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
@@ -64,7 +65,7 @@ class Visitor:
         self._known: list[str] = []  # whom to ask, the best first
         self._acquainted: set[str] = set()
         self._last: Snapshot | None = None
-        self._places = Places()
+        self._places = AddressBook()
         self._connected_at = 0.0
 
     async def __aenter__(self) -> Visitor:
@@ -131,7 +132,7 @@ class Visitor:
         return self._transport
 
     async def _ask(self, transport: Transport, peer: str) -> Snapshot:
-        return await asyncio.wait_for(request_snapshot(transport, peer), ANSWER_S)
+        return await within(ANSWER_S, request_snapshot(transport, peer))
 
     async def _get_acquainted(self, transport: Transport, snapshot: Snapshot) -> None:
         """Connect to a few more peers while somebody can still say where they are; one at each time."""

@@ -28,6 +28,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.node.mesh import CONTROL
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
 from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
 from diloco.swarm.wire.streams import BROKEN
@@ -74,7 +75,7 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
         if entry.startswith("@"):
             path = Path(entry[1:])
             try:
-                lines = await asyncio.wait_for(_appears(path), timeout_s)
+                lines = await within(timeout_s, _appears(path))
             except asyncio.TimeoutError:
                 raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
             for line in lines:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Message, decode, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
 if TYPE_CHECKING:  # who only watches has no tensors, and needs no torch
@@ -81,7 +82,7 @@ class Stream:
 
     async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Message:
         """Read and validate one message; `PayloadError` when it is none, or announces more than `limit` bytes."""
-        return await asyncio.wait_for(self._receive(limit), timeout_s)
+        return await within(timeout_s, self._receive(limit))
 
     async def _receive(self, limit: int) -> Message:
         length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
@@ -96,7 +97,7 @@ class Stream:
         await self._traffic.turn(payload.numel())
         self._writer.write(payload.numpy().data)
         self._traffic.bytes_sent += payload.numel()
-        await asyncio.wait_for(self._writer.drain(), SENDING_FACTOR * self._patience_s())
+        await within(SENDING_FACTOR * self._patience_s(), self._writer.drain())
 
     async def receive_payload(self, out: Tensor) -> None:
         """Fill a uint8 tensor from the stream; a link may be as thin as it likes while bytes come."""
@@ -105,7 +106,7 @@ class Stream:
         self._filled = filled = 0
         while self._filled < out.numel():
             try:
-                await asyncio.wait_for(self._fill(out.numpy().data), self._patience_s())
+                await within(self._patience_s(), self._fill(out.numpy().data))
             except asyncio.TimeoutError:
                 if self._filled == filled:
                     raise
@@ -129,7 +130,7 @@ class Stream:
         The daemon resets a stream whose sender closes first, and what is still under way is lost: about 3 of 1000
         records were, on loopback. Who is refused may be sending still: up to `discard` bytes of that are thrown away.
         """
-        await asyncio.wait_for(self._read_to_the_end(discard), FRAME_TIMEOUT_S)
+        await within(FRAME_TIMEOUT_S, self._read_to_the_end(discard))
 
     async def _read_to_the_end(self, discard: int) -> None:
         while leftover := await self._reader.read(min(discard + 1, _DISCARD_BYTES)):
@@ -147,5 +148,5 @@ class Stream:
 
 async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> Stream:
     """Open a bulk stream to a peer."""
-    reader, writer = await asyncio.wait_for(transport.open(peer, BULK), OPEN_TIMEOUT_S)
+    reader, writer = await within(OPEN_TIMEOUT_S, transport.open(peer, BULK))
     return Stream(peer, reader, writer, traffic)

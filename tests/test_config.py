@@ -546,6 +546,26 @@ def test_a_group_of_settings_can_be_built_from_typed_values_alone() -> None:
         OuterConfig.parse({"method": "diloco", "sync_every": 5, "learning_rate": 1})
 
 
+@pytest.mark.parametrize(
+    ("outer", "modes"),
+    [
+        ({}, {"barrier", "lockstep", "judged_together"}),
+        ({"staggered": True}, {"barrier", "judged_together"}),
+        ({"overlap": 5}, {"barrier", "judged_together"}),
+        ({"overlap": 10}, {"barrier", "round_late", "judged_together"}),
+        ({"codec_up": "fp32"}, {"barrier", "lockstep"}),
+        ({"codec_up": "fp32", "robust": "clip"}, {"barrier", "lockstep", "judged_together"}),
+        ({"robust": "none"}, {"barrier", "lockstep"}),
+        ({"quorum": 1}, set()),
+        ({"quorum": 1, "robust": "clip"}, set()),
+    ],
+)
+def test_the_settings_of_the_outer_step_say_which_mode_they_are(outer: dict[str, Any], modes: set[str]) -> None:
+    settings = OuterConfig.parse({"method": "diloco", "sync_every": 10, **outer})
+    asked = ("barrier", "lockstep", "round_late", "judged_together")
+    assert {mode for mode in asked if getattr(settings, mode)} == modes
+
+
 def test_saved_configurations_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     missing, broken, text, old = (tmp_path / name for name in ("missing", "broken", "text", "old"))
     broken.write_text("a: b: c")

@@ -160,8 +160,11 @@ class InnerConfig(RunOwned):
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of inner.lr (cosine).")
 
 
+Rule = Literal["recent", "none", "clip", "trimmed_mean", "centered_clip"]
+
+
 class OuterConfig(RunOwned):
-    """What happens every `sync_every` inner steps."""
+    """What happens every `sync_every` inner steps. Ask the properties, not the settings, which mode a run is in."""
 
     method: Literal["diloco", "data_parallel"] = Field(
         description="diloco: pseudo-gradients and outer steps; data_parallel: gradients averaged in every inner step."
@@ -247,6 +250,39 @@ class OuterConfig(RunOwned):
     codec_up: CodecUp = Field("int8", description="Encoding of the pseudo-gradients that peers send.")
     codec_down: CodecName = Field("int8", description="Encoding of the updates that syncers publish.")
 
+    @property
+    def barrier(self) -> bool:
+        """Whether a version waits for every live peer; else a quorum closes it."""
+        return self.quorum is None
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all peers exchange all fragments at one barrier, and take no inner step meanwhile."""
+        return self.barrier and not self.staggered and not self.overlap
+
+    @property
+    def round_late(self) -> bool:
+        """Whether an update is adopted when the next pseudo-gradient is sent, a whole round after its own."""
+        return self.overlap == self.sync_every
+
+    @property
+    def rule(self) -> Rule:
+        """What `robust` comes to with the other settings.
+
+        To judge contributions together a syncer keeps their payloads until the version closes. That is cheap where a
+        value takes a byte or less, so `auto` does it there. 16- and 32-bit payloads are folded in as they come
+        (`recent`: each is compared with the norms of recent ones), and so are all where a quorum may close a version
+        with one contribution.
+        """
+        if self.robust == "auto":
+            return "clip" if self.barrier and self.codec_up not in ("fp32", "fp16") else "recent"
+        return "recent" if self.robust == "clip" and not self.barrier else self.robust
+
+    @property
+    def judged_together(self) -> bool:
+        """Whether a syncer keeps the contributions of a version until it closes."""
+        return self.barrier and self.rule in ("clip", "trimmed_mean", "centered_clip")
+
     @field_validator("lr_by_peers", mode="before")
     @classmethod
     def _keys_are_text(cls, rates: Any) -> Any:
@@ -259,12 +295,6 @@ class OuterConfig(RunOwned):
         return self
 
 
-def _judged_together(outer: OuterConfig) -> bool:
-    """Whether a syncer keeps contributions until the version closes; `outer.robust.rule_of` says how it judges them."""
-    automatic = outer.robust == "auto" and outer.codec_up not in ("fp32", "fp16")
-    return outer.quorum is None and (automatic or outer.robust in ("clip", "trimmed_mean", "centered_clip"))
-
-
 def _contradictions(outer: OuterConfig) -> Iterator[str]:
     """What cannot be meant, one line each."""
     yield from _contradictions_of_rounds(outer)
@@ -273,13 +303,12 @@ def _contradictions(outer: OuterConfig) -> Iterator[str]:
 
 def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
     """When contributions are due, and which a version waits for."""
-    a_round_late = outer.overlap == outer.sync_every
-    if a_round_late and (outer.staggered or outer.quorum is not None or outer.mixing):
+    if outer.round_late and (outer.staggered or not outer.barrier or outer.mixing):
         yield (
             f"outer.overlap={outer.overlap}, a whole round, goes with neither outer.staggered, outer.quorum nor "
             "outer.mixing; drop them, or lower it"
         )
-    if outer.eager and not a_round_late:
+    if outer.eager and not outer.round_late:
         yield f"outer.eager=true needs updates that are a round late; set outer.overlap={outer.sync_every}"
     if outer.overlap > outer.sync_every:
         yield (
@@ -292,18 +321,18 @@ def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
             "steps; lower it"
         )
     for key in ("grace_s", "grace_slack"):
-        if getattr(outer, key) and outer.quorum is None:
+        if getattr(outer, key) and outer.barrier:
             yield f"outer.{key}={getattr(outer, key)} needs a quorum after which it begins; set outer.quorum"
     if outer.grace_s and outer.grace_slack:
         yield f"outer.grace_s={outer.grace_s} excludes outer.grace_slack={outer.grace_slack}; set one of them to 0"
     if outer.grace_slack and not outer.overlap:
         yield f"outer.grace_slack={outer.grace_slack} is a part of outer.overlap, which is 0; set outer.overlap"
-    if outer.staleness_limit and outer.quorum is None:
+    if outer.staleness_limit and outer.barrier:
         yield (
             f"outer.staleness_limit={outer.staleness_limit} has no effect when a version waits for every peer; "
             "set outer.quorum, or drop it"
         )
-    if outer.dylu and (outer.staggered or outer.quorum is None):
+    if outer.dylu and (outer.staggered or outer.barrier):
         yield "outer.dylu=true needs peers that do not wait for each other; set outer.quorum, and outer.staggered=false"
 
 
@@ -312,15 +341,15 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
     if outer.robust in ("trimmed_mean", "centered_clip"):
-        if outer.quorum is not None:
+        if not outer.barrier:
             yield (
                 f"outer.robust={outer.robust} needs all contributions of a version together, and outer.quorum="
                 f"{outer.quorum} may close one without; choose outer.robust=clip, or drop the quorum"
             )
         if outer.merge == "rda":
             yield f"outer.robust={outer.robust} goes with outer.merge=mean only; choose outer.robust=clip"
-    if outer.spot_check and not _judged_together(outer):
-        remedy = "outer.robust=clip" if outer.quorum is None else "outer.quorum=null"
+    if outer.spot_check and not outer.judged_together:
+        remedy = "outer.robust=clip" if outer.barrier else "outer.quorum=null"
         yield (
             f"outer.spot_check={outer.spot_check} needs all contributions of a version together, and outer.robust="
             f"{outer.robust}, outer.codec_up={outer.codec_up}, outer.quorum={outer.quorum} fold them in as they come; "

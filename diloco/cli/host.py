@@ -31,7 +31,7 @@ def run(config: Config) -> int:
         ):
             say_who_can_join(console, config, host.manifest.run.key)
             node, first = host.node, not config.swarm.initial_peers
-            ready = {"address": host.address, "addresses": node.addresses, "advice": node.node.advice, "first": first}
+            ready = {"address": host.address, "addresses": node.addresses, "advice": node.advice, "first": first}
             command = config.joining_command
             view.update({"t": "ready", "peer": name, "time": time.time(), "command": command, **ready})
             while not stop.wait(0.5):

@@ -376,10 +376,10 @@ def test_a_peer_with_saved_state_and_one_that_comes_at_the_start_ask_nobody() ->
 
         def never_late(asked: str, source: str = source) -> bool:
             assert source != "own", "a resumed peer asks nobody"
-            assert asked == "comes_late"
+            assert asked == "joins_late"
             return False
 
-        node: Any = SimpleNamespace(comes_late=lambda: "comes_late")
+        node: Any = SimpleNamespace(joins_late=lambda: "joins_late")
         runtime: Any = SimpleNamespace(call=never_late)
         start = InnerStart(MAKERS["adamw"](net()), Island(torch.device("cpu")), lambda kind, fields: None)
         start.source = source  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diloco.protocol.leases import LEAP, Lease, LeaseTable
 from diloco.protocol.messages.control import Claim
 from diloco.protocol.rendezvous import order
-from diloco.sim.lineage import digest_of
+from tests.protocol_helpers import digest_of
 
 
 def claim_of(peer: str, term: int, version: int, fragment: int = 0) -> tuple[str, Claim]:

@@ -16,8 +16,9 @@ from diloco.protocol.membership import (
     Member,
     Membership,
 )
-from diloco.protocol.messages.control import Hello, State, Status
-from diloco.sim.arena import MANIFEST
+from diloco.protocol.messages.control import Hello, Status
+from diloco.protocol.states import State
+from tests.protocol_helpers import MANIFEST
 
 
 def status_of(state: State = "training", inner_step: int = 0, steps_per_s: float = 0.0, *versions: int) -> Status:

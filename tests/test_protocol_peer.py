@@ -14,11 +14,11 @@ from diloco.protocol.leases import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import CLAIM_PATIENCE_S, WIRE_VERSION, Peer
 from diloco.protocol.rendezvous import assign, order
-from diloco.sim.arena import MANIFEST
-from diloco.sim.lineage import digest_of
+from diloco.protocol.states import State
+from tests.protocol_helpers import MANIFEST, digest_of
 
 FRAGMENTS = 2
 ME, OTHER = order("ab", 0)  # fragment 0 is mine by rendezvous order
@@ -136,13 +136,13 @@ def test_a_newcomer_claims_nothing_before_it_has_heard_everybody() -> None:
     assert of_type(Hold, peer.tick(0.0)) == []
     assert of_type(Hold, peer.connected(OTHER, hello_of(claims=[claim_of(0)]), 50.0)) == []
     assert of_type(Hold, peer.connected("x", hello_of(claims=[claim_of(1)]), 99.0)) == []
-    assert of_type(Hold, peer.acquainted(100.0)) == [] and peer.state == "ready"
+    assert of_type(Hold, peer.discovered(100.0)) == [] and peer.state == "ready"
 
 
 def test_a_newcomer_takes_what_nobody_holds() -> None:
     peer = make(newcomer=True)
     peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 0.0)
-    assert of_type(Hold, peer.acquainted(1.0)) == [Hold(0, 1)]
+    assert of_type(Hold, peer.discovered(1.0)) == [Hold(0, 1)]
 
 
 def test_the_next_peer_in_order_waits_for_the_one_before_it() -> None:

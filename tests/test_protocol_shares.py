@@ -88,7 +88,7 @@ def test_the_swarm_clock_goes_back_when_versions_die_with_their_syncer(successor
         peer.connected("other", hello("other", 1), 3.0)
         peer.heard("other", claim(2, 1, 10), 3.0)
     else:
-        peer.acquainted(3.0)
+        peer.discovered(3.0)
         peer.tick(20.0)
     assert peer.swarm_clock() == (1, 10)
 

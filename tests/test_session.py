@@ -15,9 +15,9 @@ from torch import nn
 from diloco.config import WIRE_VERSION, Config, compose
 from diloco.errors import CheckpointError
 from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
 from diloco.rundir.files import check_same_run
-from diloco.rundir.summary import Seconds
 from diloco.swarm.node.saved import Saved
 from diloco.train.session import Session
 from tests.test_rounds import ME, OTHER, StubHost
@@ -31,7 +31,7 @@ def saved_by(host: StubHost, config: Config) -> None:
     saved = asyncio.run(host.rounds.snapshot(copies=True))
     sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, saved=lambda: saved)
     stream: Any = SimpleNamespace(state=dict)
-    Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, Seconds(), (0, 0))
+    Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, PhaseSeconds(), (0, 0))
 
 
 def loaded(config: Config) -> Saved:

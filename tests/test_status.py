@@ -26,10 +26,11 @@ from diloco.config.address import Address
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol import snapshot as schema
 from diloco.protocol.messages import Message, Refusal, encode
-from diloco.protocol.messages.control import Figures, Hello, Published, State, Status
+from diloco.protocol.messages.control import Figures, Hello, Published, Status
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, SnapshotReply
 from diloco.protocol.peer import WIRE_VERSION, Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
+from diloco.protocol.states import State
 from diloco.swarm.conversations.watch import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
@@ -73,7 +74,7 @@ def published(version: int, fragment: int = 0, **fields: Any) -> Published:
 
 def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
     peer, recorder = joined(node(), tokens=70, loss=2.5, bytes_sent=4), Recorder()
-    peer.acquainted(0.0)
+    peer.discovered(0.0)
     seen = recorder.snapshot(peer, TEXT, 3.0)
     assert (seen.run.run_id, seen.run.mode, seen.run.model, seen.run.outer_steps) == ("run", "synchronous", "tiny", 9)
     mine, other = seen.peers

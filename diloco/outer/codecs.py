@@ -80,10 +80,10 @@ class _FloatCodec(Codec):
             out.copy_(buffer(self.memory, self.dtype, x.numel()).copy_(x).view(torch.uint8))
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        out.copy_(self._values(payload, out.numel()))
+        out.copy_(self.values(payload, out.numel()))
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        acc.add_(self._values(payload, acc.numel()), alpha=weight)
+        acc.add_(self.values(payload, acc.numel()), alpha=weight)
 
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
         self.encode(master, out)
@@ -91,8 +91,7 @@ class _FloatCodec(Codec):
     def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
         self.decode(payload, anchor)
 
-    def _values(self, payload: Tensor, numel: int) -> Tensor:
-        """The validated values as fp32: a view of the payload if that is possible, else in the thread's buffer."""
+    def values(self, payload: Tensor, numel: int) -> Tensor:
         self._check_length(payload, numel)
         if is_aligned(payload, self.dtype):
             values = payload.view(self.dtype)

@@ -1,4 +1,4 @@
-"""Codecs for contributions that lose so much that the peer must keep what they lost, and the keeping of it.
+"""Codecs for contributions that lose so much that the peer keeps what they lost, for error feedback.
 
     name    bytes of a full block of 4096    layout of a payload (little-endian), each part for all blocks in order
     stat2   8 + 1024                         four bfloat16 levels, then a 2-bit code per element
@@ -11,12 +11,10 @@ magnitudes above or below their mean, and bit 1 is the sign. Levels are bfloat16
 bytes, and no pseudo-gradient is too small for it. Of 2-bit codes, a byte holds one from each quarter of the block;
 two 12-bit indices take three bytes.
 
-    residual = beta residual + delta            error_feedback_()
-    payload  = encode(residual)
-    residual = residual - decode(payload)       keep_unsent_()
+`Replica.capture` keeps what they lose, and adds it to the next contribution.
 
-A payload that is invalid (length, levels, order of indices) raises PayloadError before anything is changed. Updates
-cannot be published so: what they lose would be missing in the anchors until later rounds. All else is as in
+A payload that is invalid (length, levels, order of indices) raises PayloadError before anything is changed. These
+codecs cannot publish updates: the anchors would lack what an update lost until later rounds. All else is as in
 `codecs.py`.
 """
 
@@ -44,26 +42,9 @@ from diloco.outer.payloads import (
     refuse_diverged,
 )
 
-__all__ = ["LOSSY", "error_feedback_", "keep_unsent_"]
+__all__ = ["LOSSY"]
 
 _ELEMENTS_PER_KEPT = 64
-
-
-@torch.no_grad()
-def error_feedback_(residual: Tensor, delta: Tensor, beta: float) -> None:
-    """residual = beta residual + delta, both (n,) fp32; then encode the residual and call `keep_unsent_`.
-
-    (SparseLoCo, arXiv 2508.15706, beta .95; MuLoCo .9.) The residual starts at zeros. With beta=1 nothing is ever
-    lost, only late; below 1 what stays unsent fades, which forgets directions that have gone stale. The learning rate
-    is not in here: the authors' code of MuLoCo applies it a second time in the outer step.
-    """
-    residual.mul_(beta).add_(delta)
-
-
-@torch.no_grad()
-def keep_unsent_(residual: Tensor, payload: Tensor, codec: Codec) -> None:
-    """residual -= what `payload`, its own encoding by any codec, will decode to: (n,) fp32, at most a chunk."""
-    codec.accumulate_(residual, payload, -1.0)
 
 
 class _LossyCodec(Codec):

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from abc import ABC, abstractmethod
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.errors import DivergedError, PayloadError
-from diloco.outer.fragments import CHUNK
+from diloco.outer.fragments import CHUNK, chunks
 
 __all__ = [
     "LIMIT",
@@ -46,13 +47,18 @@ class Codec(ABC):
 
     name: ClassVar[str]
     carries_values: ClassVar[bool]
-    """An update holds new values, which need no earlier anchor, rather than a displacement."""
+    """Whether an update holds the new values, which need no earlier anchor, rather than a displacement."""
     can_publish: ClassVar[bool] = True
-    """Serves for update records too, not for contributions only."""
+    """Whether update records can be encoded with it, and not contributions only."""
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload of `numel` elements."""
+
+    def offsets(self, numel: int) -> tuple[int, ...]:
+        """Where the payload of each chunk begins in that of a whole fragment of `numel` elements, and where it ends."""
+        sizes = (self.nbytes(stop - start) for start, stop in chunks(numel))
+        return tuple(accumulate(sizes, initial=0))
 
     @abstractmethod
     def encode(self, x: Tensor, out: Tensor) -> None:
@@ -64,6 +70,15 @@ class Codec(ABC):
 
         Raises PayloadError if the payload is invalid; `out` is then unchanged.
         """
+
+    def values(self, payload: Tensor, numel: int) -> Tensor:
+        """The decoded values (numel,) fp32, to be read before this thread uses the codec again.
+
+        They are a view of the payload or lie in the thread's buffer. Raises PayloadError if the payload is invalid.
+        """
+        values = buffer("chunk", torch.float32, numel)
+        self.decode(payload, values)
+        return values
 
     @abstractmethod
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
@@ -148,7 +163,7 @@ class _Buffers(threading.local):
     """
 
     def __init__(self) -> None:
-        self.memory: dict[str, Tensor] = {}
+        self.memory: dict[tuple[str, torch.dtype], Tensor] = {}
         self.views: dict[tuple[object, ...], Tensor] = {}
 
 
@@ -156,13 +171,16 @@ _buffers = _Buffers()
 
 
 def buffer(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-    """This thread's buffer `name` in that shape, with whatever was last written there; at most CHUNK elements."""
+    """This thread's buffer of that name and dtype in that shape, as it was last written; at most CHUNK elements.
+
+    A new tensor of a chunk's size would take ten times as long as a pass over it: the system maps its pages anew.
+    """
     view = _buffers.views.get((name, dtype, shape))
     if view is None:
-        with torch.inference_mode(False):  # memory born in inference mode could never be written outside of it
-            if name not in _buffers.memory:
-                _buffers.memory[name] = torch.empty(CHUNK, dtype=dtype, device="cpu")
-            view = _buffers.memory[name][: math.prod(shape)].view(shape)
+        with torch.inference_mode(False):  # memory allocated in inference mode can never be written outside of it
+            if (name, dtype) not in _buffers.memory:
+                _buffers.memory[name, dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
+            view = _buffers.memory[name, dtype][: math.prod(shape)].view(shape)
         if len(_buffers.views) > 100:  # each fragment may end in a chunk of another length
             _buffers.views.clear()
         _buffers.views[name, dtype, shape] = view

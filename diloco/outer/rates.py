@@ -3,7 +3,6 @@
     momentum_at     by version: Nesterov's own schedule at the start, for runs of few rounds
     lr_at           by the number of peers
     dylu_steps      by the speed of a peer
-    gain            how far the momentum has carried the step by a given round
 
 All are pure, so every syncer, and a successor that takes a fragment over in mid-run, comes to the same value.
 """
@@ -14,18 +13,7 @@ import math
 from collections.abc import Mapping
 from itertools import pairwise
 
-__all__ = ["dylu_steps", "gain", "lr_at", "momentum_at"]
-
-
-def gain(momentum: float, rounds: int) -> float:
-    """Step `rounds` (from 1) of `nesterov_` from rest over lr * delta, if delta stays as it is: from 1 + momentum to
-    1 / (1 - momentum).
-
-    (1 - momentum**(rounds + 1)) / (1 - momentum). At 0.9 it takes 21 rounds to 90 % of the end: a shorter run never
-    gets the step that lr / (1 - momentum) promises.
-    """
-    assert 0 <= momentum < 1 and rounds >= 1, f"momentum={momentum}, rounds={rounds} is impossible"
-    return (1 - momentum ** (rounds + 1)) / (1 - momentum)
+__all__ = ["dylu_steps", "lr_at", "momentum_at"]
 
 
 def momentum_at(version: int, momentum: float, warmup: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco.protocol.actions import Action, Note
-from diloco.protocol.dealer import Dealer, Word, fields_of
+from diloco.protocol.dealer import DataCursor, Dealer, fields_of
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Record, StateHeader
@@ -101,21 +101,21 @@ class Accounts(View):
         ledger = self.dealer.ledger
         return None if ledger is None else ledger.leased.get(peer, [])
 
-    def word(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
+    def data_cursor(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
         if fragment != CONTROL_FRAGMENT:
             return {}
         if contributors is not None and self.dealer.ledger is not None:  # of the version that they are about to make
             return fields_of(self.dealer.after(contributors))
-        return fields_of(self.dealer.word(self.versions[fragment]))
+        return fields_of(self.dealer.cursor_at(self.versions[fragment]))
 
-    def hear_word(self, said: Claim | Published | Record | StateHeader) -> None:
+    def hear_data_cursor(self, said: Claim | Published | Record | StateHeader) -> None:
         """What the author of a version says of the data."""
         if said.fragment == CONTROL_FRAGMENT:
             self.dealer.hear(said)
 
-    def restore_word(self, word: Word) -> None:
+    def restore_data_cursor(self, cursor: DataCursor) -> None:
         """What the word on this peer's version was when a checkpoint was written."""
-        self.dealer.know(self.versions[CONTROL_FRAGMENT], word)
+        self.dealer.know(self.versions[CONTROL_FRAGMENT], cursor)
 
     def _heard_units(self, peer: str, status: Status) -> None:
         if status.state in ("leaving", "done"):

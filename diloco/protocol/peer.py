@@ -24,11 +24,12 @@ from diloco.protocol.leases import Lease
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.plausible import implausible
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.shares import Share
+from diloco.protocol.states import State
 from diloco.protocol.syncer import Syncer
 from diloco.protocol.view import WIRE_VERSION
 
@@ -71,7 +72,7 @@ class Peer(Accounts):
         actions: list[Action] = []
         if self.members.join(peer, hello, now):
             actions.append(Note("join", {"peer": peer, "name": hello.name, "live": len(self.members) + 1}))
-        self.places.hear(peer, hello.addresses)
+        self.address_book.hear(peer, hello.addresses)
         self._heard_units(peer, hello.status)
         claimed = {(claim.fragment, claim.term) for claim in hello.claims}
         for lease in self.leases.held_by(peer):
@@ -98,7 +99,7 @@ class Peer(Accounts):
                 actions += self._heard_published(peer, message)
         return actions + self.tick(now)
 
-    def acquainted(self, now: float) -> list[Action]:
+    def discovered(self, now: float) -> list[Action]:
         """Every peer that could be reached has said hello, so what nobody holds is vacant."""
         self.newcomer = False
         return self.tick(now)
@@ -136,7 +137,7 @@ class Peer(Accounts):
         changed = self.leases.claim(peer, claim)
         lease = self.leases.get(claim.fragment)
         if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
-            self.hear_word(claim)
+            self.hear_data_cursor(claim)
             if claim.fragment == CONTROL_FRAGMENT and claim.version >= lease.version:
                 self.swarm_tokens = claim.applied_tokens  # fewer when versions died with the syncer before
         if not changed:
@@ -158,7 +159,7 @@ class Peer(Accounts):
             return []
         if self.leases.published(message.fragment, message.term, message.version, message.digest):
             self._contributors[message.fragment] = tuple(message.contributors)
-            self.hear_word(message)
+            self.hear_data_cursor(message)
             if message.fragment == CONTROL_FRAGMENT:
                 self.swarm_tokens = message.applied_tokens
         return []
@@ -297,7 +298,7 @@ class Peer(Accounts):
             contributors=sorted(contributors),
             applied_tokens=self.applied_tokens,
             staleness=syncer.last_staleness,
-            **self.word(fragment),
+            **self.data_cursor(fragment),
         )
         return [*twice, Broadcast(message), Broadcast(self.status()), *self.tick(now)]
 
@@ -337,7 +338,8 @@ class Peer(Accounts):
 
     def _claim_vacant(self, now: float) -> list[Action]:
         vacant = [f for f in range(len(self.versions)) if self._vacant(f)]
-        self._opened = self._opened or (not self.newcomer and len(self.members) + 1 >= self.min_peers)
+        enough = len(self.members) + 1 >= self.min_peers or self.under_way()
+        self._opened = self._opened or (not self.newcomer and enough)
         if not (self._opened and self.holds) or self.state in ("leaving", "done"):
             return []
         self._vacant_since = {fragment: self._vacant_since.get(fragment, now) for fragment in vacant}

@@ -6,14 +6,15 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
-from diloco.protocol.address_book import Places
+from diloco.protocol.address_book import AddressBook
 from diloco.protocol.leases import Lease, LeaseTable
 from diloco.protocol.ledger import Units
 from diloco.protocol.membership import Membership
 from diloco.protocol.messages import Message, objection_to_wire
-from diloco.protocol.messages.base import MAX_UNIT_RANGES
-from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Revocations, State, Status
+from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
+from diloco.protocol.messages.control import Claim, Figures, Hello, Status
 from diloco.protocol.rendezvous import assign
+from diloco.protocol.states import State
 from diloco.protocol.syncer import SYNC
 
 __all__ = ["WIRE_VERSION", "View"]
@@ -31,7 +32,7 @@ class View:
         applied_tokens: swarm clock at these versions.
         trains, holds: whether this peer contributes, and whether it can be a syncer.
         min_peers: connected peers, this one included, before anything is claimed.
-        newcomer: this peer joins others, and claims nothing before `acquainted` says that it has heard all of them;
+        newcomer: this peer joins others, and claims nothing before `discovered` says that it has heard all of them;
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.
         tokens_per_step: of an inner step of any peer, as the manifest has it; None where nobody says.
@@ -74,7 +75,7 @@ class View:
         self.device = device
         self.payload_bytes = tuple(payload_bytes)
         self.members = Membership()
-        self.places = Places()
+        self.address_book = AddressBook()
         self.leases = LeaseTable()
         self.state: State = "starting"
         self.units: Units = []  # leased to this peer; its owner keeps them up to date
@@ -86,7 +87,7 @@ class View:
     def _begin(self) -> None:
         """Further state of a subclass."""
 
-    def word(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
+    def data_cursor(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
         """Fields of a message about this peer's version of a fragment, or about the next one, which these contributors
         make: what of the data is handed out, and what of it is not in the model. Only the control fragment has any.
         """
@@ -126,7 +127,7 @@ class View:
             holds=self.holds,
             device=self.device,
             peers=[member.peer for member in self.members.all()],
-            addresses=self.places.all([self.me, *(member.peer for member in self.members.all())]),
+            addresses=self.address_book.all([self.me, *(member.peer for member in self.members.all())]),
             status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
         )
@@ -139,7 +140,7 @@ class View:
             version=lease.version,
             digest=lease.digest,
             applied_tokens=0 if lease.fragment else self.applied_tokens,
-            **self.word(lease.fragment),
+            **self.data_cursor(lease.fragment),
         )
 
     def objection(self, hello: Hello) -> str | None:
@@ -157,22 +158,12 @@ class View:
     def impossible(self, message: Message) -> str | None:
         """Why no honest peer of this run says that on a control stream, in one line; None when one may.
 
-        By what a peer knows for itself only. A term or a version that cannot be true may come from one that a liar has
-        told it, so who says it is not to blame.
+        It judges only by what this peer knows for certain. A message may also name a term or version that cannot be
+        true; its sender is not to blame for these, because a liar may have told it.
         """
-        fragments = len(self.versions)
-        match message:
-            case Status():
-                said = len(message.versions)
-                return None if said == fragments else f"a status of {said} fragments, and the run has {fragments}"
-            case Claim() | Published():
-                known = message.fragment < fragments
-                return None if known else f"a word on fragment {message.fragment}, and the run has {fragments}"
-            case Hello():
-                return next(filter(None, map(self.impossible, (message.status, *message.claims))), None)
-            case Revocations():
-                return None
-        return f"a control stream does not carry {type(message).__name__}"
+        if message.place not in (Place.HELLO, Place.CONTROL):
+            return f"a control stream does not carry {type(message).__name__}"
+        return message.misfit(len(self.versions))
 
     # -- when to train ------------------------------------------------------------------------------------------------
 
@@ -185,6 +176,10 @@ class View:
         """Whether inner steps may be taken: in step with the others, who train or have all started."""
         states = {member.status.state for member in self.members.all() if member.trains}
         return self.state == "ready" and ("starting" not in states or bool(states & {"training", "exchanging"}))
+
+    def under_way(self) -> bool:
+        """Whether others train already: then `min_peers` may never be there at once, and nobody waits for them."""
+        return any(member.status.state in ("training", "exchanging") for member in self.members.all())
 
     def in_step(self, now: float) -> bool:
         """Whether a round that began now would be the others' too; ask after an exchange, and join anew if it is not.

@@ -1,95 +1,107 @@
 """Seeded fault schedules: which peers there are, how they are set, what befalls them when; and playing one.
 
-    seed -> scenario -> play: faults at numbered events, invariants after each -> everything heals -> all end as one
+    seed -> scenario -> play: faults at their seconds, invariants after each turn -> everything heals -> all end as one
 
-A scenario is data: a fault can be left out and the rest be played again, which is how one is shrunk.
+A scenario is data: a fault can be left out and the rest be played again, which is how one is shrunk. A fault happens
+some turns of the event loop after its second, so that it hits the middle of what is done in no time.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from diloco.config import OuterConfig
-from diloco.sim.bare import BareNode, Swarm
-from diloco.sim.invariants import Watch, check_end
-from diloco.sim.world import Clock, Violation
+import torch
 
-__all__ = ["Fault", "Member", "Outcome", "Scenario", "play", "scenario", "shrink"]
+from diloco.sim.crowd import Crowd, Life, Member, small_pieces
+from diloco.sim.invariants import Violation, Watch, check_end
+from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
 
-KINDS = ("crash", "restart", "leave", "join", "host", "freeze", "suspend", "reset", "stall", "split", "hold")
-LIMIT_S = 600.0  # virtual, for everybody to be done once everything is healed
-SPLIT_PROGRESS_S = 60.0  # after this long on its own, a side must have made a version
-SETTLE_S = 5.0  # after the last fault, before the end may come: a peer that is done follows nobody at a barrier
-AGREED_S = 30.0  # in which everybody who is done has what everybody has
-DISCOVERY_S = 15.0  # in which peers that lost each other meet again
+__all__ = ["KINDS", "Fault", "Outcome", "Scenario", "Violation", "play", "scenario", "shrink"]
+
+KINDS = (
+    "crash", "restart", "leave", "join", "host", "freeze", "suspend", "reset", "stall", "split", "hold", "garble",
+)  # fmt: skip
+TEARING = ("freeze", "suspend", "reset", "stall", "split", "hold", "garble")  # peers lose each other, and live
+HORIZON_S = 40.0  # faults begin before that
+SETTLE_S = 5.0  # after the last fault ended
+PROGRESS_S = 150.0  # in which every peer makes progress once everything is healed: penalties and lost calls have to end
+AGREED_S = 60.0  # in which all believe in the same syncers
+FINISH_S = 400.0  # in which everybody is done
+SPLIT_PROGRESS_S = 66.0  # after so long on its own, a side must have made a version
+MAX_PEERS = 7
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens just before an event: to whom (an index of the living then), and for how many seconds."""
+    """What happens: when, to whom (an index of the living then), and for how many seconds."""
 
-    at_event: int
+    at_s: float
+    turns: int
     kind: str
     who: int
     seconds: float
 
     def __str__(self) -> str:
-        return f"event {self.at_event}: {self.kind} of living peer {self.who}, {self.seconds:.1f} s"
-
-
-@dataclass(frozen=True)
-class Member:
-    """A peer that is there from the start."""
-
-    name: str
-    trains: bool
-    step_s: float
-    clock: tuple[float, float]
+        return f"{self.kind} of living peer {self.who} at {self.at_s:.2f} s and {self.turns} turns, {self.seconds:g} s"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that decides a run; equal scenarios are the same run, event by event."""
+    """Everything that decides a run; equal scenarios are the same run, turn by turn."""
 
     seed: int
     members: tuple[Member, ...]
-    fragments: int
     outer: tuple[tuple[str, Any], ...]
     together: bool  # all wait for all at the start; else the first one begins and the others join
-    latency_s: float
     heartbeat_s: float
-    break_rate: float
-    repeat_rate: float
+    loss: float  # of bulk streams
+    executor_s: float  # the most that work in a thread takes, before and after it
+    units: bool
+    cold: bool  # joiners start with cold optimizers
+    pieces: bool  # small chunks and parts: several of each fragment
+    closed: bool  # only invited peers take part
     faults: tuple[Fault, ...]
     rounds: int = 2  # after everything is healed
 
     def describe(self) -> str:
         """The scenario in lines for people."""
-        lines = [f"seed {self.seed}: {self.fragments} fragments, outer {dict(self.outer)}"]
-        lines.append(
-            f"latency up to {self.latency_s} s, heartbeat {self.heartbeat_s} s, streams break at "
-            f"{self.break_rate} of chunks, {self.repeat_rate} of contributions are sent twice, "
-            + ("all start together" if self.together else "the others join the first")
-        )
+        traits = [
+            f"heartbeat {self.heartbeat_s:g} s",
+            f"bulk streams break with probability {self.loss:g}",
+            f"threads take up to {self.executor_s:g} s",
+            "all start together" if self.together else "the others join the first",
+            *(["work units"] if self.units else []),
+            *(["joiners start cold"] if self.cold else []),
+            *(["several chunks and parts"] if self.pieces else []),
+            *(["closed run"] if self.closed else []),
+        ]
+        lines = [f"seed {self.seed}: outer {dict(self.outer)}", "  " + ", ".join(traits)]
         for member in self.members:
-            what = f"trains, {member.step_s} s a step" if member.trains else "is a host"
-            lines.append(f"  {member.name} {what}, clock {member.clock[0]:+.0f} s x {member.clock[1]}")
+            what = f"trains, {member.step_s:g} s a step" if member.trains else "is a host"
+            extra = f", lies x {member.lie:g}" * (member.lie != 1.0)
+            extra += f", {member.boundary_s:g} s of work after each exchange" * (member.boundary_s > 0)
+            rate, offset_s = member.clock
+            lines.append(
+                f"  {member.name} {what}, latency {member.latency_s:g} s, clock {offset_s:+.0f} s x {rate}{extra}"
+            )
         lines += [f"  fault {number}: {fault}" for number, fault in enumerate(self.faults)]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a scenario went: `violation` is None when every invariant held."""
+    """How a scenario went: `violation` is None when every invariant held. The story has a line per event of a node."""
 
-    events: int
+    turns: int
     seconds: float
-    versions: list[int]
+    versions: tuple[int, ...]
     violation: str | None
+    story: tuple[str, ...] = ()
 
 
 # -- making one -------------------------------------------------------------------------------------------------------
@@ -98,49 +110,61 @@ class Outcome:
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     r = random.Random(f"scenario {seed}")
-    trainers, hosts = r.choice(
-        [(2, 0), (2, 0), (3, 0), (3, 0), (2, 1), (2, 1), (1, 2), (4, 0), (3, 1), (2, 2), (4, 1), (6, 0)]
-    )
-    fragments = r.randint(1, 4)
+    trainers, hosts = r.choice([(2, 0), (2, 0), (3, 0), (3, 0), (2, 1), (1, 2), (4, 0), (3, 1), (4, 1), (5, 0)])
+    fragments = r.randint(1, 3)
+    outer = _outer(r, fragments)
+    liar = trainers >= 4 and "quorum" not in outer and r.random() < 0.5
+    slow_boundary = r.choice([0.0] * 9 + [22.0])
     members = tuple(
         Member(
             name,
             trains=number < trainers,
             step_s=r.choice([0.5, 1.0, 1.0, 1.0, 2.0]),
-            clock=(r.choice([0.0, 1e5 * r.random()]), r.choice([1.0, 1.0, 0.9, 1.15])),
+            latency_s=r.choice([0.02, 0.1, 0.1, 0.4]),
+            clock=(r.choice([1.0, 1.0, 0.9, 1.15]), r.choice([0.0, round(1e5 * r.random())])),
+            lie=-10.0 if liar and number == trainers - 1 else 1.0,
+            boundary_s=slow_boundary if number == 0 else 0.0,
         )
         for number, name in enumerate("abcdefgh"[: trainers + hosts])
     )
-    horizon = 60 + 50 * len(members)
-    faults = [_fault(r, horizon) for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3, 4]))]
+    faults = [_fault(r) for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3, 4]))]
     return Scenario(
         seed=seed,
         members=members,
-        fragments=fragments,
-        outer=tuple(_outer(r, fragments).items()),
+        outer=tuple(outer.items()),
         together=r.random() < 0.5,
-        latency_s=r.choice([0.05, 0.2, 0.5, 1.5]),
-        heartbeat_s=r.choice([1.0, 2.0, 3.0, 3.0]),
-        break_rate=r.choice([0.0, 0.0, 0.05, 0.2]),
-        repeat_rate=r.choice([0.0, 0.0, 0.3]),
-        faults=tuple(sorted(faults, key=lambda fault: fault.at_event)),
+        heartbeat_s=r.choice([1.0, 2.0, 2.0]),
+        loss=r.choice([0.0, 0.0, 0.05, 0.2]),
+        executor_s=r.choice([0.0, 0.3, 1.5]),
+        units=r.random() < 0.4,
+        cold=r.random() < 0.2,
+        pieces=r.random() < 0.5,
+        closed=r.random() < 0.15,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
     )
 
 
-def _fault(r: random.Random, horizon: int) -> Fault:
+def _fault(r: random.Random) -> Fault:
     """Mostly shorter than the silence after which a peer counts as lost; some splits are longer."""
     kind = r.choice(KINDS)
     seconds = r.choice([0.5, 1.0, 3.0, 3.0, 8.0, 8.0, 14.0, 14.0, 25.0])
     if kind == "split" and r.random() < 0.1:
-        seconds = 1.1 * SPLIT_PROGRESS_S
-    return Fault(r.randrange(horizon), kind, r.randrange(100), seconds)
+        seconds = SPLIT_PROGRESS_S
+    return Fault(round(r.uniform(0.5, HORIZON_S), 2), r.choice([0, r.randrange(40)]), kind, r.randrange(100), seconds)
 
 
 def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
     """Settings of the outer step: a barrier half of the time, and the other presets' kinds."""
-    settings: dict[str, Any] = {"sync_every": r.choice([2, 4])}
-    every = settings["sync_every"]
-    match r.choice(["barrier"] * 4 + ["overlap", "staggered", "late", "grace", "async", "async", "decoupled"]):
+    every = r.choice([2, 4])
+    settings: dict[str, Any] = {"sync_every": every, "fragments": fragments, "lr": 0.7, "momentum": 0.9}
+    settings |= r.choice(
+        [{}, {}, {"codec_up": "fp32"}, {"codec_up": "e3m0"}, {"codec_up": "fp32", "codec_down": "fp32"}]
+    )
+    match r.choice(
+        ["barrier"] * 5 + ["robust", "overlap", "staggered", "late", "grace", "async", "async", "decoupled"]
+    ):
+        case "robust":
+            settings |= {"robust": r.choice(["trimmed_mean", "centered_clip", "clip", "none"])}
         case "overlap":
             settings |= {"overlap": 1}
         case "staggered":
@@ -153,7 +177,7 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
             settings |= {"quorum": 1, "staleness_limit": r.choice([2, 10]), "optimizer": "delayed_nesterov"}
         case "decoupled":
             settings |= {"quorum": 1, "grace_slack": 0.8, "overlap": 1, "staleness_limit": 2}
-            settings |= {"staggered": fragments <= every}
+            settings |= {"staggered": fragments <= every, "merge": "rda"}
     return settings
 
 
@@ -161,18 +185,30 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
 
 
 def play(plan: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
-    """Run a scenario; the trace is called with one line per message and action."""
-    stage = _Stage(plan)
-    swarm = stage.swarm
-    if trace is not None:
-        swarm.trace = lambda name, what: trace(f"{swarm.now:9.3f} {swarm.events:5d} {name} {what}")
-    violation = None
+    """Run a scenario. The trace is called with each line of the story at its time."""
+    disabled, threads = logging.root.manager.disable, torch.get_num_threads()
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
     try:
-        stage.play()
-    except Violation as error:
-        violation = str(error)
-    versions = [min(node.peer.versions) for node in swarm.alive_nodes()]
-    return Outcome(swarm.events, swarm.now, versions, violation)
+        with virtual_time() as loop:
+            return _played(loop, plan, trace)
+    finally:
+        logging.disable(disabled)
+        torch.set_num_threads(threads)
+
+
+def _played(loop: VirtualLoop, plan: Scenario, trace: Callable[[str], None] | None) -> Outcome:
+    stage = _Stage(loop, plan)
+    if trace is not None:
+        stage.crowd.tell = trace
+    violation = None
+    with small_pieces() if plan.pieces else small_pieces(64, 64):
+        try:
+            loop.run_until_complete(stage.play())
+        except (Violation, DeadlockError) as error:
+            violation = str(error)
+    versions = tuple(min(life.node.protocol.versions) for life in stage.crowd.ended if life.node and life.ready)
+    return Outcome(loop.turns, loop.seconds, versions, violation, tuple(stage.crowd.story))
 
 
 def shrink(plan: Scenario) -> Scenario:
@@ -187,70 +223,121 @@ def shrink(plan: Scenario) -> Scenario:
 class _Stage:
     """A scenario on its way."""
 
-    def __init__(self, plan: Scenario) -> None:
-        self.plan = plan
-        self.swarm = swarm = Swarm(plan.seed, plan.fragments, plan.break_rate, plan.latency_s)
-        swarm.repeat_rate = plan.repeat_rate
-        swarm.check = Watch(swarm).look
-        self.outer = OuterConfig.model_validate({"method": "diloco", "fragments": plan.fragments, **dict(plan.outer)})
+    def __init__(self, loop: VirtualLoop, plan: Scenario) -> None:
+        self.plan, self.loop = plan, loop
+        self.crowd = Crowd(
+            loop, plan.seed, dict(plan.outer), units=plan.units, heartbeat_s=plan.heartbeat_s, loss=plan.loss,
+            inner_state="cold" if plan.cold else "donor", closed=plan.closed,
+        )  # fmt: skip
+        self.watch = Watch(self.crowd)
+        if plan.executor_s:
+            r = random.Random(f"threads {plan.seed}")
+            loop.executor_s = lambda: plan.executor_s * r.random() ** 3
         self.pending = 0  # faults that did not end yet
-        self.played = 0
+        self.begun = 0
         self.fresh = iter("stuvwxyz" * 4)
-        self.members = {member.name: member for member in plan.members}
-        for fault in plan.faults:
-            at = fault.at_event
-            while at in swarm.at_event:
-                at += 1
-            swarm.at_event[at] = partial(self.befall, fault)
 
-    def play(self) -> None:
+    async def play(self) -> None:
         """From the first hello to the last check."""
-        swarm, plan = self.swarm, self.plan
-        for number, member in enumerate(plan.members):
-            together = plan.together or number == 0
-            self.start(member, newcomer=not together, min_peers=len(plan.members) if plan.together else 1)
-        swarm.run(lambda: not self.pending and not (swarm.at_event and swarm.living()), limit_s=5000.0)
-        swarm.at_event.clear()
-        if not swarm.living():
-            self.join(trains=True)
-        swarm.run_for(SETTLE_S)
-        swarm.note("", "everything is healed")
-        if not any(node.peer.trains and node.peer.state != "leaving" for node in swarm.living()):
-            self.join(trains=True)
-        goal = plan.rounds + max(max(node.peer.versions) for node in swarm.living())
-        for node in swarm.alive_nodes():
-            node.outer_steps = goal
-            node.peer.min_peers = 1
-        swarm.run(swarm.done, LIMIT_S)
-        agreed_by = swarm.now + AGREED_S
-        swarm.run(lambda: swarm.now >= agreed_by or self._agreed(), 2 * AGREED_S)
-        check_end(swarm)
+        crowd = self.crowd
+        for number, member in enumerate(self.plan.members):
+            crowd.start(member, len(self.plan.members) if self.plan.together else 1)
+            if number == 0:
+                await self._until(lambda: all(life.ready for life in crowd.living()), 10.0, "the first peer listens")
+        for fault in self.plan.faults:
+            await asyncio.sleep(max(0.0, fault.at_s - self.loop.seconds))
+            for _ in range(fault.turns):
+                await asyncio.sleep(0)
+            self._befall(fault)
+        await self._until(lambda: not self.pending, 300.0, "all faults end")
+        await asyncio.sleep(SETTLE_S)
+        if not any(life.member.trains for life in crowd.members()):
+            self._join(trains=True)
+        crowd.note("", "everything is healed")
+        await self._get_on()
+        await self._finish()
+
+    async def _get_on(self) -> None:
+        """Every living peer makes progress, and all believe in the same living syncers."""
+        crowd = self.crowd
+        await self._until(self._all_are_in, PROGRESS_S, "every peer is in the swarm")
+        before = {life.owner: _progress(life) for life in crowd.members()}
+        for owner, versions in before.items():
+            await self._until(lambda o=owner, v=versions: self._moved(o, v), PROGRESS_S, f"{owner} makes progress")  # type: ignore[misc]
+        await self._until(self._agreed, AGREED_S, "all believe in the same syncers")
+
+    async def _finish(self) -> None:
+        crowd = self.crowd
+        highest = max(max(life.node.protocol.versions) for life in crowd.members() if life.node is not None)
+        crowd.goal = self.plan.rounds + highest
+        trainers = [life for life in crowd.members() if life.member.trains]
+        await self._until(lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done")
+        for life in crowd.living():
+            crowd.leave(life.name)
+        await self._until(lambda: not crowd.living(), 100.0, "every host has left")
+        await asyncio.sleep(SETTLE_S)
+        check_end(crowd, self.watch.lineage)
+
+    def _all_are_in(self) -> bool:
+        return all(life.ready and life.node is not None for life in self.crowd.living() if not life.leaving)
+
+    def _moved(self, owner: str, before: int) -> bool:
+        life = next((life for life in self.crowd.members() if life.owner == owner), None)
+        return life is None or _progress(life) > before
 
     def _agreed(self) -> bool:
-        """Whether there is nothing left to wait for; looked at once in a while."""
-        if self.swarm.events % 16:
-            return False
-        try:
-            check_end(self.swarm)
-        except Violation:
-            return False
+        nodes = [life.node for life in self.crowd.members() if life.node is not None]
+        names = {life.name for life in self.crowd.members()}
+        for fragment in range(len(nodes[0].protocol.versions)):
+            leases = {node.protocol.leases.get(fragment) for node in nodes}
+            held = {(lease.holder, lease.term) for lease in leases if lease is not None}
+            if None in leases or len(held) != 1 or not {holder for holder, _ in held} <= names:
+                return False
         return True
 
-    def start(self, member: Member, newcomer: bool, min_peers: int = 1, **settings: object) -> None:
-        """A process starts under this name."""
-        self.members[member.name] = member
-        self.swarm.start(
-            [member.name], trains=member.trains, step_s=member.step_s, heartbeat_s=self.plan.heartbeat_s,
-            clock=Clock(*member.clock), outer=self.outer, outer_steps=10**6, newcomer=newcomer, min_peers=min_peers,
-            **settings,
-        )  # fmt: skip
+    async def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
+        deadline = self.loop.seconds + patience_s
+        while not condition():
+            if self.crowd.failures:
+                raise Violation("; ".join(self.crowd.failures))
+            if self.loop.seconds > deadline:
+                states = {life.owner: _state(life) for life in self.crowd.living()}
+                raise Violation(f"waited {patience_s:g} s until {what}, in vain: {states}")
+            await asyncio.sleep(0.25)
 
-    def join(self, trains: bool) -> None:
-        """A peer that nobody knows starts."""
-        member = replace(self.plan.members[0], name=next(self.fresh), trains=trains)
-        self.start(member, newcomer=bool(self.swarm.living()))
+    # -- faults -------------------------------------------------------------------------------------------------------
 
-    def over(self, seconds: float, end: Callable[[], None]) -> None:
+    def _befall(self, fault: Fault) -> None:
+        """A fault happens."""
+        crowd, living = self.crowd, self.crowd.living()
+        self.begun += 1
+        if not living:
+            return self._join(trains=True)
+        life, other = living[fault.who % len(living)], living[(fault.who // 7) % len(living)]
+        crowd.note(life.name, f"FAULT {fault}")
+        crowd.torn = crowd.torn or fault.kind in TEARING
+        match fault.kind:
+            case "crash" | "restart":
+                crowd.crash(life.name)
+                if fault.kind == "restart" or len(living) == 1:
+                    self._over(fault.seconds if fault.who % 3 else 0.1, lambda: self._restart(life))
+            case "leave" if len(living) > 1:
+                crowd.leave(life.name)
+            case "join" | "host" if len(living) < MAX_PEERS:
+                self._join(trains=fault.kind == "join")
+            case "freeze" | "suspend":
+                self._freeze(life, fault)
+            case "reset" if life is not other:
+                crowd.network.reset(life.name, other.name)
+            case "stall" if life is not other:
+                crowd.network.cut(life.name, other.name)
+                self._over(fault.seconds, lambda: crowd.network.mend(life.name, other.name))
+            case "split" | "hold":
+                self._split(fault)
+            case "garble":
+                crowd.network.garble(life.name)
+
+    def _over(self, seconds: float, end: Callable[[], None]) -> None:
         """A fault ends after a while."""
         self.pending += 1
 
@@ -258,66 +345,66 @@ class _Stage:
             self.pending -= 1
             end()
 
-        self.swarm.later(seconds, ended)
+        self.loop.at(self.loop.seconds + seconds, ended)
 
-    def befall(self, fault: Fault) -> None:
-        """A fault happens."""
-        swarm, nodes = self.swarm, self.swarm.alive_nodes()
-        self.played += 1
-        if not nodes:
-            return self.join(trains=True)
-        node, other = nodes[fault.who % len(nodes)], nodes[(fault.who // 7) % len(nodes)]
-        swarm.note(node.name, f"fault: {fault}")
-        match fault.kind:
-            case "crash" | "restart":
-                swarm.kill(node.name)
-                if fault.kind == "restart" or len(nodes) == 1:
-                    self.over(fault.seconds if fault.who % 3 else 0.0, partial(self.restart, node))
-            case "leave" if len(nodes) > 1:
-                swarm.spawn(node, node.leave())
-            case "join" | "host" if len(nodes) < 8:
-                self.join(trains=fault.kind == "join")
-            case "freeze" | "suspend":
-                self.freeze(node, fault)
-            case "reset" if node is not other:
-                swarm.disconnect(node, other, swarm.link(node, other))
-            case "stall" if node is not other:
-                swarm.stall(node, other, min(fault.seconds, 40.0))
-                self.over(min(fault.seconds, 40.0), lambda: None)
-            case "split" | "hold":
-                self.split(fault)
+    def _join(self, trains: bool) -> None:
+        """A peer that nobody knows starts."""
+        first = self.plan.members[0]
+        self.crowd.start(
+            replace(first, name=next(self.fresh), trains=trains, lie=1.0, clock=(1.0, 0.0), boundary_s=0.0)
+        )
 
-    def restart(self, node: BareNode) -> None:
+    def _restart(self, life: Life) -> None:
         """A process that died starts again under its name, from its last checkpoint."""
-        if node.name not in {living.name for living in self.swarm.living()}:
-            self.start(self.members[node.name], newcomer=bool(self.swarm.living()), saved=node.saved)
+        if self.crowd.lives[life.name] is life:
+            self.crowd.start(life.member, checkpoint=life.checkpoint)
 
-    def freeze(self, node: BareNode, fault: Fault) -> None:
-        """SIGSTOP, or a laptop lid: then the clock stands still, too."""
-        self.swarm.freeze(node.name, fault.seconds)
-        self.over(fault.seconds, lambda: None)
-        if fault.kind == "suspend":
-            node.clock.offset_s -= fault.seconds * node.clock.rate
+    def _freeze(self, life: Life, fault: Fault) -> None:
+        """SIGSTOP; or a laptop lid, and then the clock stands still, too."""
+        self.loop.freeze(life.owner)
 
-    def split(self, fault: Fault) -> None:
+        def thaw() -> None:
+            if fault.kind == "suspend":
+                self.loop.set_back(life.owner, fault.seconds)
+            self.loop.thaw(life.owner)
+
+        self._over(fault.seconds, thaw)
+
+    def _split(self, fault: Fault) -> None:
         """Two sides that cannot reach each other for a while; both go on, if nothing else happens to them."""
-        swarm, r = self.swarm, random.Random(f"{self.plan.seed} {fault}")
-        names = [node.name for node in swarm.living()]
+        crowd, r = self.crowd, random.Random(f"{self.plan.seed} {fault}")
+        names = sorted(crowd.lives)
         side = {name for name in names if r.random() < 0.5}
-        sides = ["".join(side), "".join(set(names) - side)]
-        swarm.note("", f"splits into {sorted(side)} and the others")
-        swarm.split(*sides, held=fault.kind == "hold")
-        quiet = not self.pending
-        played = self.played
-        before = {n: sum(n.peer.versions) for n in swarm.alive_nodes() if n.peer.state in ("training", "exchanging")}
+        pairs = [(one, other) for one in names if one in side for other in names if other not in side]
+        crowd.note("", f"splits into {sorted(side)} and the others")
+        for one, other in pairs:
+            crowd.network.cut(one, other)
+            if fault.kind == "split":
+                crowd.network.reset(one, other)
+        alone = self.begun if not self.pending else -1
+        before = {life.owner: _progress(life) for life in crowd.members() if _trains(life)}
 
         def heal() -> None:
-            swarm.note("", "the sides can reach each other again")
-            if quiet and played == self.played and fault.seconds >= SPLIT_PROGRESS_S:
-                for node, versions in before.items():
-                    if swarm.alive(node) and sum(node.peer.versions) <= versions:
-                        raise Violation(f"{node.name} made no progress in {fault.seconds} s on its side of a split")
-            swarm.split(heal_s=DISCOVERY_S)
-            self.over(DISCOVERY_S, lambda: None)
+            crowd.note("", "the sides can reach each other again")
+            if alone == self.begun and fault.seconds >= SPLIT_PROGRESS_S:
+                for owner, versions in before.items():
+                    if not self._moved(owner, versions):
+                        crowd.failures.append(f"{owner} made no progress in {fault.seconds} s on its side of a split")
+            for one, other in pairs:
+                crowd.network.mend(one, other)
 
-        self.over(fault.seconds, heal)
+        self._over(fault.seconds, heal)
+
+
+def _progress(life: Life) -> int:
+    return sum(life.node.protocol.versions) if life.node is not None else 0
+
+
+def _trains(life: Life) -> bool:
+    return life.node is not None and life.node.protocol.state in ("training", "exchanging")
+
+
+def _state(life: Life) -> object:
+    if life.node is None or not life.ready:
+        return "not in the swarm"
+    return life.node.protocol.state, life.node.protocol.versions

@@ -35,21 +35,32 @@ T = TypeVar("T")
 class SimRuntime:
     """A node in virtual time, and a training loop in lockstep with it, as `Runtime`.
 
-    `seed` is that of the whole run. Contributions are multiplied with `factor`; an honest peer's is 1.
+    Args:
+        loop: where virtual time passes. lockstep: the training loop's thread.
+        connect: opens the node's transport.
+        seed: of the whole run; every peer draws from one of its own.
+        factor: what the peer's contributions are multiplied with; an honest peer's is 1.
+        gate: decides who is let in; the default lets everybody in, as there are no strangers.
     """
 
     def __init__(
-        self, loop: VirtualLoop, lockstep: Lockstep[Any], connect: Connect, seed: int = 0, factor: float = 1.0
+        self,
+        loop: VirtualLoop,
+        lockstep: Lockstep[Any],
+        connect: Connect,
+        seed: int = 0,
+        factor: float = 1.0,
+        gate: Gate | None = None,
     ) -> None:
         self._loop, self._lockstep, self._connect = loop, lockstep, connect
-        self._seed, self._factor = seed, factor
+        self._seed, self._factor, self._gate = seed, factor, gate
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
         seed = f"{self._seed}/{options.name}"
         replica.draw = random.Random(seed)
         if self._factor != 1.0:
             replica.up = Lying(replica.up, self._factor)
-        options = replace(options, gate=Gate(), seed=seed)  # the gate lets everybody in: there are no strangers
+        options = replace(options, gate=self._gate or Gate(), seed=seed)
         return self.call(open_node(options, replica, on_event, self._connect))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:

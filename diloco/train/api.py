@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.errors import ConfigError
-from diloco.rundir.summary import Phases
+from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
@@ -168,7 +168,7 @@ class Swarm:
         *,
         island: Island | None = None,
         saved: Saved | None = None,
-        phases: Phases | None = None,
+        phases: PhaseTimer | None = None,
     ) -> Attachment:
         """Keep a model in step with the swarm while the returned context is open.
 
@@ -186,7 +186,7 @@ class Swarm:
         runtime = self.runtime or NodeThread()
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         options = self.options(parameters, saved, device=island.device_name) if island.leads else None
-        phases = phases or Phases(clock=runtime.clock)
+        phases = phases or PhaseTimer(clock=runtime.clock)
         self.attachment = Attachment(
             model, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready
         )

@@ -25,7 +25,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
 from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.schedule import Due, Schedule
-from diloco.rundir.summary import Phases
+from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.conversations.inner_state import InnerState
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
@@ -85,7 +85,7 @@ class Attachment:
         outer: OuterConfig,
         options: NodeOptions | None,
         island: Island,
-        phases: Phases,
+        phases: PhaseTimer,
         runtime: Runtime,
         on_event: OnEvent,
         on_ready: Callable[[str], None],

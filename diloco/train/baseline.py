@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from diloco.outer.digest import fragment_digest, part_digests
-from diloco.rundir.summary import Phases
+from diloco.rundir.summary import PhaseTimer
 from diloco.train.island import Island
 
 __all__ = ["DataParallel"]
@@ -30,7 +30,7 @@ class DataParallel:
         optimizer: torch.optim.Optimizer,
         island: Island,
         sync_every: int,
-        phases: Phases,
+        phases: PhaseTimer,
         version: int = 0,
         applied_tokens: int = 0,
     ) -> None:

@@ -12,7 +12,8 @@ from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.rundir.metrics import RunLog, prepare_run_directory, write_atomic
+from diloco.rundir.files import prepare_run_directory, write_atomic
+from diloco.rundir.metrics import RunLog
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.runtime import NodeThread

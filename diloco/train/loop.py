@@ -23,7 +23,7 @@ from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Listener
-from diloco.rundir.summary import Phases, write_contributions
+from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.clock import finished, learning_rate
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
@@ -56,7 +56,7 @@ class Trainer:
     holdout: Tensor
     sync: Sync
     session: Session
-    phases: Phases
+    phases: PhaseTimer
     log: RunLog | None
     tell: Listener
     eval_loss: float | None = None

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 from diloco.config import OuterConfig
 from diloco.outer.rates import dylu_steps
-from diloco.rundir.summary import Phases, Seconds
+from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.rounds import Count
 
 __all__ = ["Pace", "Unsent"]
@@ -23,15 +24,15 @@ class Pace:
         loss: mean loss of the last inner steps (nats per token). rounds: how many are over.
     """
 
-    def __init__(self, phases: Phases, clock: Callable[[], float]) -> None:
+    def __init__(self, phases: PhaseTimer, clock: Callable[[], float]) -> None:
         self.steps_per_s = 0.0
         self.loss = 0.0
         self.rounds = 0
         self._phases = phases
         self._clock = clock
         self._began = (0, 0.0)  # inner steps and the time when the parameters were loaded last
-        self._round_began = Seconds()
-        self._last_round: Seconds | None = None
+        self._round_began = PhaseSeconds()
+        self._last_round: PhaseSeconds | None = None
 
     def begin_run(self, steps: int) -> None:
         """The peer begins to train, after so many inner steps in its earlier sessions."""

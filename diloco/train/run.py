@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,15 +23,14 @@ from diloco.errors import CheckpointError, UnsavedError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Listener, swarm_figures
+from diloco.rundir.reporting import Listener, swarm_figures, to_wire
 from diloco.rundir.summary import (
     Evaluation,
     PeerSummary,
-    Phases,
+    PhaseTimer,
     Summary,
     Tokens,
     merge_peer_summaries,
-    peer_message,
     write_contributions,
     write_summary,
 )
@@ -100,7 +99,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     with RunLog(config.run.dir, name, _wandb(config, name) if island.leads else None) as log:
         if session.checkpoint is not None and island.leads:
             log.event("resume", version=session.checkpoint.step, skipped=session.checkpoint.skipped)
-        phases = Phases(session.seconds)
+        phases = PhaseTimer(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         if config.outer.spot_check and isinstance(sync, Attachment):
             # With a shard of its own, this peer's list of sequences may be another one than the others'.
@@ -144,9 +143,9 @@ def _sync(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     session: Session,
-    phases: Phases,
+    phases: PhaseTimer,
     log: RunLog,
-    tell: Callable[[Mapping[str, Any]], None],
+    tell: Listener,
 ) -> Sync:
     """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
     outer, name = config.outer, config.run.name or "peer"
@@ -183,9 +182,9 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
             trainer.evaluate()
             models.save(trainer.model, config.run.dir / "model", tokenizer)
     mine = summary_of(trainer, config, time.monotonic() - began_at)
-    tell({"t": "summary", **peer_message(mine)})
+    tell({"t": "summary", **mine.to_message()})
     summary = merge_peer_summaries(
-        [peer_message(mine)],
+        [mine],
         run_id=mine.run_id,
         manifest_hash=mine.manifest_hash,
         mode=mine.mode,
@@ -305,12 +304,12 @@ def _wandb(config: Config, name: str) -> WandbLog:
     )
 
 
-def _teller(listen: Listener, name: str) -> Callable[[Mapping[str, Any]], None]:
-    return lambda message: listen({"peer": name, "time": time.time(), **message})
+def _teller(listen: Listener, name: str) -> Listener:
+    return lambda said: listen({**to_wire(said), "peer": name, "time": time.time()})
 
 
 @contextmanager
-def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+def _arriving(sync: Sync, model: nn.Module, tell: Listener) -> Iterator[None]:
     """Says how much has come from the swarm, while its state is fetched."""
     if isinstance(sync, DataParallel):
         yield

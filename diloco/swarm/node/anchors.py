@@ -70,13 +70,13 @@ class Anchors:
                 versions.append(protocol.versions[fragment])
                 shares.append(protocol.shares(fragment))
                 if fragment == CONTROL_FRAGMENT:
-                    clock, word = protocol.applied_tokens, protocol.dealer.word(protocol.versions[fragment])
+                    clock, cursor = protocol.applied_tokens, protocol.dealer.cursor_at(protocol.versions[fragment])
                 if fragment in replica.outer:
                     state = replica.outer[fragment]
                     outer[fragment] = (kept(state.master), kept(state.momentum))
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
         residuals = {fragment: kept(residual) for fragment, residual in replica.residuals.items()}
-        return Saved(anchors, versions, terms, clock, outer, residuals, word, shares, dict(self._applied))
+        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, dict(self._applied))
 
     def restore(self, applied: Mapping[int, int]) -> None:
         """`Saved.applied`, so that what a history that wins lacks of it is known after a restart, too."""
@@ -124,7 +124,7 @@ class Anchors:
                     f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
                 )
             self._about_to_move(fragment)
-            self.protocol.hear_word(header)
+            self.protocol.hear_data_cursor(header)
             step = OuterStep(header.version - 1, len(header.contributors))
             digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update, step)
             self._moved(fragment, header.version, digest, header.applied_tokens, contributors=header.contributors)
@@ -154,7 +154,7 @@ class Anchors:
             outer = state.master is not None
             if fragment == CONTROL_FRAGMENT:
                 self._recount(header.shares)
-                self.protocol.hear_word(header)
+                self.protocol.hear_data_cursor(header)
             self._moved(fragment, header.version, digest, header.applied_tokens, outer, shares=header.shares)
 
     async def stand_by(self, fragment: int) -> None:

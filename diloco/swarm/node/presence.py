@@ -18,9 +18,10 @@ from diloco.protocol.ledger import union
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED
-from diloco.protocol.messages.control import Hello, Revocations, State
+from diloco.protocol.messages.control import Hello, Revocations
 from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
 from diloco.protocol.snapshot import Snapshot as Observed
+from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.conversations.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.conversations.inner_state import Snapshot
@@ -111,8 +112,10 @@ class Presence:
             device=options.device,
             payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
-        self.protocol.places.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
-        transport.where = self.protocol.places.of
+        self.protocol.address_book.hear(
+            transport.me, {transport.me: transport.addresses if transport.reachable else []}
+        )
+        transport.where = self.protocol.address_book.of
         self.advice = transport.advice
         if not transport.reachable:
             self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
@@ -144,7 +147,7 @@ class Presence:
         for fragment, term in enumerate(saved.terms):
             self.protocol.leases.see_term(fragment, term)
         self.protocol.restore_shares(saved.shares)
-        self.protocol.restore_word((saved.units[0], union(saved.units[1])))
+        self.protocol.restore_data_cursor((saved.units[0], union(saved.units[1])))
         self.rounds.restore(saved.applied)
 
     async def close(self) -> None:
@@ -168,7 +171,7 @@ class Presence:
             return self._mesh.settled() and len(self.protocol.members) > 0
 
         await self._until_or(heard_all, ACQUAINTANCE_S, "hellos of the swarm")
-        self.do(self.protocol.acquainted(self.now()))
+        self.do(self.protocol.discovered(self.now()))
 
     # -- what the mesh tells ------------------------------------------------------------------------------------------
 

@@ -123,7 +123,9 @@ class Rounds(Anchors):
                 return False
         update = short_lived(self.replica.update_nbytes(fragment))
         step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
-        word = self.protocol.word(fragment, close.contributors)  # goes with the version, even if the lease is lost
+        cursor = self.protocol.data_cursor(
+            fragment, close.contributors
+        )  # belongs to this version, even if the lease is lost
 
         def work() -> str:
             at = 0
@@ -148,10 +150,10 @@ class Rounds(Anchors):
             digest=digest,
             contributors=dict(close.contributors),
             applied_tokens=clock,
-            **(word if lost else self.protocol.word(fragment, close.contributors)),
+            **(cursor if lost else self.protocol.data_cursor(fragment, close.contributors)),
         )
         if lost:  # a version of the side that lost
-            self.protocol.hear_word(header)
+            self.protocol.hear_data_cursor(header)
             self._moved(fragment, header.version, digest, clock, contributors=close.contributors)
             return False
         self._host.records[fragment] = FetchedRecord(header, update)
@@ -329,7 +331,7 @@ class Rounds(Anchors):
         base_version = self.protocol.versions[fragment]
         if verdict.first_chunk == len(self._chunks(fragment)):
             folded = True  # before something interrupted the waiting
-        elif syncer.staged:
+        elif syncer.folds_whole:
             async with self._moving[fragment]:
                 base_version = self.protocol.versions[fragment]
                 payloads = [self.replica.encode(fragment, chunk) for chunk in self._chunks(fragment)]
@@ -338,7 +340,7 @@ class Rounds(Anchors):
             folded = await self._fold_own(syncer, exchange.base_version, verdict.first_chunk)
         if folded:
             self._host.do(self.protocol.arrived(me, fragment, self._host.now()))
-        elif syncer.staged:
+        elif syncer.folds_whole:
             await self._host.pause(RETRY_S)
             return
         waiting_since = self._host.now()

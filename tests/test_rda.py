@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import partition
-from diloco.outer.merge import (
+from diloco.outer.rda import (
     add_directions_,
     directional_pieces,
     radial_directional_,

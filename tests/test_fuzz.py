@@ -21,11 +21,12 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
-from diloco.sim import faults
+from diloco.sim import faults, stage
 from diloco.sim.crowd import Crowd, Member
-from diloco.sim.faults import Fault, play, scenario, shrink
+from diloco.sim.faults import Fault, Scenario, scenario
 from diloco.sim.invariants import Violation, Watch, check_end
 from diloco.sim.lineage import Contributed, Lineage, Made, Total
+from diloco.sim.stage import Outcome, play, shrink
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from tests.protocol_helpers import MANIFEST, digest_of
 
@@ -72,11 +73,11 @@ def test_schedules_have_all_kinds_of_faults_and_settings() -> None:
 
 
 def test_a_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash_is_wrong(plan: faults.Scenario) -> faults.Outcome:
+    def crash_is_wrong(plan: Scenario) -> Outcome:
         wrong = any(fault.kind == "crash" for fault in plan.faults)
-        return faults.Outcome(0, 0.0, (), "somebody crashed" if wrong else None)
+        return Outcome(0, 0.0, (), "somebody crashed" if wrong else None)
 
-    monkeypatch.setattr(faults, "play", crash_is_wrong)
+    monkeypatch.setattr(stage, "play", crash_is_wrong)
     crash, leave = Fault(9.0, 0, "crash", 1, 1.0), Fault(5.0, 0, "leave", 0, 1.0)
     assert shrink(replace(scenario(0), faults=(leave, crash, leave))).faults == (crash,)
 

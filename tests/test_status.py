@@ -390,7 +390,7 @@ def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_p
                 before = await visitor.ask()
                 while len(visitor._acquainted) < 1:
                     await visitor.ask()
-                await asyncio.to_thread(watched.node.close)
+                await asyncio.to_thread(watched.close)
                 return before, await visitor.ask()
 
         before, after = asyncio.run(watch())

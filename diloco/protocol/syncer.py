@@ -305,7 +305,7 @@ class Syncer:
         return status.steps_per_s > 0 and abs(left) <= settings.overlap + 1
 
     def advance(self, version: int, merged: Mapping[str, int] | None = None) -> None:
-        """The next version is published, or a later one was fetched: forget what is in it, and collect the one after it.
+        """The next version is published, or a later one was fetched: forget what is in it, collect the one after it.
 
         For a version that was fetched, `merged` tells the contributors and what is in it.
         """

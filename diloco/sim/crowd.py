@@ -29,15 +29,16 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
-from diloco.sim.peers import SimSwarm
+from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.node.node import Node
+from diloco.swarm.node.node import Connect, Node
 from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.runtime import open_node
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
-from diloco.train.api import Attachment
+from diloco.train.api import Attachment, Swarm
 
 __all__ = ["Checkpoint", "Crowd", "Life", "Member", "small_pieces"]
 
@@ -233,15 +234,17 @@ class Crowd:
         member, r = life.member, random.Random(f"{self.seed} {life.owner}")
         model = nn.ParameterDict({"w": nn.Parameter(self._parameters())})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        saved = None if life.checkpoint is None else _copied(life.checkpoint.saved)
-        life.sync = sync = self._swarm(life).attach(model, optimizer, saved=saved)
+        saved = None if life.checkpoint is None else life.checkpoint.saved
+        runtime = SimRuntime(
+            self.loop, life.lockstep, self._connect(life), self.seed, member.lie, gate=self._gate(life)
+        )
+        life.sync = sync = self._swarm(life, runtime).attach(model, optimizer, saved=saved)
         if life.checkpoint is not None:
             sync.steps, sync.tokens, sync.discarded_tokens = life.checkpoint.counters
             optimizer.load_state_dict(dict(life.checkpoint.inner))
         take = sync.lease_units(SEQUENCES_PER_STEP * self.outer["sync_every"]) if self._units else None
         if life.leaving:
             return
-        self._attached(life)
         with sync:
             life.checkpoint = life.checkpoint or self._checkpoint(sync, optimizer)
             while not sync.interrupted and sync.version < self.goal:
@@ -254,7 +257,6 @@ class Crowd:
                 optimizer.step()
                 if sync.exchanged and not sync.interrupted:
                     life.checkpoint = self._boundary(life, sync, optimizer)
-                    sync.resume()
 
     def _boundary(self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer) -> Checkpoint:
         """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
@@ -278,10 +280,9 @@ class Crowd:
         replica.draw = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
         options = replace(swarm.options(parameters, None, trains=False), gate=self._gate(life), seed=life.owner)
-        node = life.node = Node(options, replica, swarm.on_event, swarm.connect)
+        life.node = node = await open_node(options, replica, swarm.on_event, self._connect(life))
         self.on_life(life)
         try:
-            await node.start()
             swarm.on_ready("")
             await node.until(lambda: life.leaving)
             await node.leave(finished=False)
@@ -300,34 +301,28 @@ class Crowd:
     def _parameters(self) -> Tensor:
         return torch.arange(float(self._elements * self.outer.get("fragments", 1))) / 10
 
-    def _swarm(self, life: Life) -> SimSwarm:
-        member = life.member
+    def _connect(self, life: Life) -> Connect:
+        async def connect(options: NodeOptions) -> Transport:
+            return self.network.join(life.name, life.seeds, Link(latency_s=life.member.latency_s), options.gate)
 
+        return connect
+
+    def _swarm(self, life: Life, runtime: SimRuntime | None = None) -> Swarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:
             if not life.ended:
                 self.note(life.name, f"{kind} {fields}")
 
-        async def connect(options: NodeOptions) -> Transport:
-            return self.network.join(life.name, life.seeds, Link(latency_s=member.latency_s), options.gate)
-
         def on_ready(address: str) -> None:
             life.ready = True
+            if life.sync is not None:
+                life.node = life.sync.node
+                self.on_life(life)
 
-        swarm = SimSwarm(
+        return Swarm(
             run_id="run", name=life.name, identity=Path(life.name), min_peers=life.min_peers,
             heartbeat_s=self._heartbeat_s, inner_state=self._inner_state, on_event=on_event, on_ready=on_ready,
-            **self.outer,
+            runtime=runtime, **self.outer,
         )  # fmt: skip
-        swarm.lie, swarm.seed, swarm.gate = member.lie, self.seed, self._gate(life)
-        swarm.connect, swarm.loop = connect, self.loop
-        if life.lockstep is not None:
-            swarm.thread = life.lockstep
-        return swarm
-
-    def _attached(self, life: Life) -> None:
-        assert life.sync is not None and life.sync.node is not None
-        life.node = life.sync.node.node
-        self.on_life(life)
 
     def _uncaught(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
         """An exception that nobody took."""

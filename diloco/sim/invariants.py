@@ -50,21 +50,17 @@ class Watch:
         crowd.loop.on_turn = self._look
 
     def _observe(self, life: Life) -> None:
-        """Be told of everything that happens to the node of a life."""
+        """Be told of everything that happens to the node of a life, and of the versions that it makes."""
         node = life.node
         assert node is not None
-        do = node.do
+        peer, do = node.protocol, node.do
 
         def told(actions: list[Any]) -> None:
             self._touched[life.owner] = life
             do(actions)
 
         node.do = told  # type: ignore[method-assign]
-
-    def protocol_of(self, life: Life) -> None:
-        """The protocol core is there: write down which versions it makes."""
-        assert life.node is not None
-        peer = life.node.protocol
+        self._seen[life.owner] = (list(peer.versions), list(peer.digests))
         published, adopted = peer.published, peer.adopted
 
         def makes(index: int, digest: str, contributors: Any, now: float) -> Any:
@@ -102,14 +98,11 @@ class Watch:
             return
         touched, self._touched = self._touched, {}
         for owner, life in touched.items():
-            if not life.ended and life.node is not None and hasattr(life.node, "protocol"):
+            if not life.ended and life.node is not None:
                 self._check(owner, life, life.node)
 
     def _check(self, owner: str, life: Life, node: Node) -> None:
         peer = node.protocol
-        if owner not in self._seen:
-            self.protocol_of(life)
-            self._seen[owner] = (list(peer.versions), list(peer.digests))
         versions, digests = self._seen[owner]
         self._check_syncers(life.name, node)
         if versions == peer.versions and digests == peer.digests:
@@ -197,7 +190,7 @@ def _check_tokens(life: Life, lineage: Lineage) -> None:
     assert sync is not None and node is not None
     share = node.protocol.accounts.shares(CONTROL_FRAGMENT).get(life.name)
     applied = 0 if share is None else share.tokens
-    in_flight = sync.tokens - sync._sent[CONTROL_FRAGMENT][1]  # since the control fragment was sent last
+    in_flight = sync.unsent_tokens
     counted = applied + sync.discarded_tokens + in_flight
     if not 0 <= sync.tokens - counted <= _lost(lineage, node.protocol.digests[CONTROL_FRAGMENT], life.name):
         raise Violation(

@@ -12,7 +12,6 @@ import copy
 import json
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,16 +30,16 @@ from diloco.sim.events import Event
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
 from diloco.sim.outcome import Simulated
-from diloco.sim.peers import PacedStream, SimSwarm, SimTrainer
+from diloco.sim.peers import PacedStream, SimRuntime, SimTrainer
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.conversations.bulk import BULK
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.transport import Transport
-from diloco.train.api import Attachment
+from diloco.train.api import Attachment, Swarm
 from diloco.train.evaluate import EvalResult
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
-from diloco.train.run import renamed, summary_of
+from diloco.train.run import summary_of
 from diloco.train.scoring import loss_of
 from diloco.train.session import Session
 
@@ -133,12 +132,7 @@ class _Simulation:
         self.summaries: list[Summary] = []
 
     async def run(self) -> Simulated:
-        try:
-            await self._run()
-        finally:
-            for peer in self.peers.values():  # several may have failed alike; one of them says so
-                if peer.task.done() and not peer.task.cancelled():
-                    peer.task.exception()
+        await self._run()
         if not self.summaries:
             raise SwarmError("sim.events: every peer crashed or left; let one of them stay")
         return Simulated(self._merged(time.monotonic() - self.began_at), self.loop.time())
@@ -205,6 +199,8 @@ class _Simulation:
         lockstep: Lockstep[Summary] = Lockstep(lambda: self._live(peer, min_peers), name)
         with self.loop.owned_by(name):
             task = self.loop.create_task(lockstep.run(), name=name)
+        # Several peers may fail alike, and only the first one's exception is raised.
+        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         peer = self.peers[index] = _Peer(index, name, seeds, lockstep, task)
 
     async def _watch(self) -> None:
@@ -250,20 +246,19 @@ class _Simulation:
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
             return summary_of(trainer, config, self.loop.time(), config.sim.bandwidth)
 
-    def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> SimSwarm:
+    def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> Swarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:
             if not peer.crashed:
-                log.event(kind, **renamed(fields))
+                log.swarm_event(kind, fields)
 
         async def connect(options: NodeOptions) -> Transport:
             return self.network.join(peer.name, peer.seeds, self.link)
 
-        identity: Path = config.run.dir / "identities" / peer.name  # named, never made
-        swarm = SimSwarm.of(config, config.manifest(), identity, peer.name, on_event, lambda address: peer.ready.set())
-        assert isinstance(swarm, SimSwarm)
-        swarm.lie, swarm.seed = self.lies.get(peer.index, 1.0), config.run.seed
-        swarm.connect, swarm.loop, swarm.thread = connect, self.loop, peer.lockstep
-        return swarm
+        factor = self.lies.get(peer.index, 1.0)
+        runtime = SimRuntime(self.loop, peer.lockstep, connect, config.run.seed, factor)
+        identity = config.run.dir / "identities" / peer.name  # a file that is named and never made
+        manifest = config.manifest()
+        return Swarm.of(config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime)
 
     def _message(self, peer: _Peer, said: Said) -> dict[str, Any]:
         return {**to_wire(said), "peer": peer.name, "time": self.loop.time()}

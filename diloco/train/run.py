@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ from diloco.train.planning import Exchange, Link, predict
 from diloco.train.scoring import loss_of
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
-__all__ = ["renamed", "run", "summary_of"]
+__all__ = ["run", "summary_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             # With a shard of its own, this peer's list of sequences may be another one than the others'.
             sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
         stream = _stream(config, dataset, shard, island, sync)
-        log.follow(lambda: {} if sync.node is None else swarm_figures(sync.node.observe()))
+        log.follow(lambda: {} if sync.view is None else swarm_figures(sync.view.observe()))
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(
             config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases,
@@ -155,7 +155,7 @@ def _sync(
     def ready(address: str) -> None:
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
-        first, advice = not config.swarm.initial_peers, node.node.advice
+        first, advice = not config.swarm.initial_peers, node.advice
         told = {"addresses": node.addresses, "first": first, "advice": advice, "command": config.joining_command}
         tell({"t": "ready", "address": address, **told})
         if not config.swarm.initial_peers:
@@ -166,7 +166,7 @@ def _sync(
         config.manifest(),
         identity_path(config, name),
         name,
-        lambda kind, fields: log.event(kind, **renamed(fields)),
+        log.swarm_event,
         ready,
     )
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
@@ -204,10 +204,10 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
 
 def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float | None = None) -> Summary:
     """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known."""
-    sync, node = trainer.sync, trainer.sync.node
+    sync, view = trainer.sync, trainer.sync.view
     sent, received = trainer.traffic()
     mine = PeerSummary(
-        peer_id=node.protocol.me if node else f"rank{trainer.island.rank}",
+        peer_id=view.node.protocol.me if view else f"rank{trainer.island.rank}",
         name=config.run.name or "peer",
         steps=sync.steps,
         tokens=sync.tokens,
@@ -225,10 +225,10 @@ def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float
         tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
         eval=Evaluation(trainer.eval_loss),
         peers=[mine],
-        heals=node.protocol.heals if node else 0,
-        takeovers=node.protocol.takeovers if node else 0,
+        heals=view.node.protocol.heals if view else 0,
+        takeovers=view.node.protocol.takeovers if view else 0,
         exit=0,
-        contributions=node.contributions() if node else (),
+        contributions=view.contributions() if view else (),
         predicted=_predicted(trainer, config, bandwidth or config.swarm.upload_limit),
     )
 
@@ -308,24 +308,21 @@ def _teller(listen: Listener, name: str) -> Listener:
     return lambda said: listen({**to_wire(said), "peer": name, "time": time.time()})
 
 
-def renamed(fields: Mapping[str, object]) -> dict[str, object]:
-    """An event's `peer` is whom it is about; in the log that name belongs to who says it."""
-    return {("subject" if key == "peer" else key): value for key, value in fields.items()}
-
-
 @contextmanager
 def _arriving(sync: Sync, model: nn.Module, tell: Listener) -> Iterator[None]:
     """Says how much has come from the swarm, while its state is fetched."""
-    node, arrived = sync.node, threading.Event()
-    if node is None:
+    if isinstance(sync, DataParallel):
         yield
         return
+    arrived = threading.Event()
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     wanted = ARRIVING_BYTES * trained
 
     def watch() -> None:
         while not arrived.wait(ARRIVAL_EVERY_S):
-            tell({"t": "stage", "stage": "state", "received": node.traffic.bytes_received, "wanted": wanted})
+            if sync.node is not None:
+                received = sync.node.traffic.bytes_received
+                tell({"t": "stage", "stage": "state", "received": received, "wanted": wanted})
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -1,6 +1,6 @@
 """The swarm node: what a training loop asks of its presence in the swarm.
 
-All of it are coroutines of one event loop. `runner.NodeRunner` has a thread with such a loop beside the training loop;
+All of it are coroutines of one event loop. `runtime.NodeThread` has a thread with such a loop beside the training loop;
 a simulator can have many nodes in one loop of virtual time.
 """
 

@@ -70,8 +70,8 @@ class Presence:
         self.traffic = Traffic(upload_limit=options.network.upload_limit)
         self.addresses: list[str] = []
         self.advice = ""  # what would let others connect to this peer, where they cannot
-        self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
-        self.checks = SpotChecks(replica, options.seed)
+        self.inner_state: Snapshot = options.inner_state
+        self.checks = SpotChecks(replica, options.seed, options.loss)
         self.gate = options.gate
         self.gate.on_refused = lambda peer, why: self.note("refused", peer=peer, why=why)
         self.gate.on_revoked = self._revoked

@@ -84,8 +84,8 @@ class SpotChecks:
     Memory: one copy of the parameters, on their device, while a version is checked; versions take turns.
     """
 
-    def __init__(self, replica: Replica, seed: str | None = None) -> None:
-        self.loss: Loss | None = None
+    def __init__(self, replica: Replica, seed: str | None = None, loss: Loss | None = None) -> None:
+        self.loss = loss
         self._replica = replica
         self._random = Random(seed)
         self._turn = asyncio.Lock()

@@ -241,10 +241,10 @@ class Syncer:
         return True
 
     def _waits_elsewhere(self, member: Member, now: float) -> bool:
-        """Whether a peer has this round's update of this fragment, and has waited for another fragment for some time.
+        """Whether a peer has this round's update of this fragment, and has waited for another one for some time.
 
-        1. Of four peers three make the quorum of each fragment, and a different one comes too late each time.
-        2. So three peers wait, each for a fragment to which only it contributed, and which waits for the two others.
+        1. Of four peers three make the quorum of each fragment, and each time another one comes too late.
+        2. So three wait, each for a fragment to which only it contributed, and which waits for the two others.
         """
         began = member.round_versions
         status, fragment = member.status, self.fragment

@@ -174,7 +174,7 @@ def test_the_middle_between_two_levels_goes_to_even_codes_and_to_the_larger_powe
 
 
 @pytest.mark.parametrize("name", ["int8", "e3m0"])
-def test_encoding_what_was_decoded_loses_nothing_more(name: str) -> None:
+def test_encoding_decoded_values_loses_nothing_more(name: str) -> None:
     once = round_trip(name, gaussian(2 * BLOCK + 7))
     assert torch.equal(round_trip(name, once), once)
 
@@ -268,7 +268,7 @@ def test_float_updates_carry_the_new_values(name: str, rounded: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("name", ["int8", "e3m0", "fp16"])
-def test_what_an_update_loses_comes_with_later_ones(name: str) -> None:
+def test_later_updates_carry_the_losses_of_earlier_ones(name: str) -> None:
     """The master walks at constant velocity; the anchor's average velocity is the same, not what one encoding says."""
     rounds, velocity = 64, gaussian(BLOCK, scale=0.01)
     start = gaussian(BLOCK, seed=1)
@@ -343,7 +343,7 @@ def test_magnitudes_up_to_the_limit_are_sent(name: str) -> None:
     assert acc.isfinite().all()
 
 
-def test_half_refuses_what_would_become_infinite() -> None:
+def test_half_refuses_values_that_would_become_infinite() -> None:
     assert round_trip("fp16", torch.tensor([65504.0, -65504.0])).tolist() == [65504, -65504]
     for value in (65505.0, 65520.0, -1e9):
         with pytest.raises(DivergedError, match="65504"):

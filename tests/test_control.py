@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_penalties import Pipe, framed
 
+from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Note
 from diloco.protocol.leases import LEAP
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, Receipt
 from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, Status
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.states import State
 from diloco.swarm.node.mesh import ControlMesh

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-from diloco.config import OuterConfig
+from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.exchange import Exchange, Step
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import Lease
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Hello, Status
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
-from diloco.sim import faults
+from diloco.sim import faults, stage
 from diloco.sim.crowd import Crowd, Member
-from diloco.sim.faults import Fault, play, scenario, shrink
+from diloco.sim.faults import Fault, Scenario, scenario
 from diloco.sim.invariants import Violation, Watch, check_end
 from diloco.sim.lineage import Contributed, Lineage, Made, Total
+from diloco.sim.stage import Outcome, play, shrink
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from tests.protocol_helpers import MANIFEST, digest_of
 
@@ -72,11 +73,11 @@ def test_schedules_have_all_kinds_of_faults_and_settings() -> None:
 
 
 def test_a_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash_is_wrong(plan: faults.Scenario) -> faults.Outcome:
+    def crash_is_wrong(plan: Scenario) -> Outcome:
         wrong = any(fault.kind == "crash" for fault in plan.faults)
-        return faults.Outcome(0, 0.0, (), "somebody crashed" if wrong else None)
+        return Outcome(0, 0.0, (), "somebody crashed" if wrong else None)
 
-    monkeypatch.setattr(faults, "play", crash_is_wrong)
+    monkeypatch.setattr(stage, "play", crash_is_wrong)
     crash, leave = Fault(9.0, 0, "crash", 1, 1.0), Fault(5.0, 0, "leave", 0, 1.0)
     assert shrink(replace(scenario(0), faults=(leave, crash, leave))).faults == (crash,)
 
@@ -124,15 +125,15 @@ def crowd_of_two(loop: VirtualLoop) -> tuple[Crowd, Watch]:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda node: node.protocol.digests.__setitem__(0, digest_of("other")), "is not what its digest says"),
-        (lambda node: node.protocol.syncers.popitem(), "holds .* is syncer of"),
+        (lambda fragment: setattr(fragment, "digest", digest_of("other")), "is not what its digest says"),
+        (lambda fragment: setattr(fragment, "syncer", None), "holds .* is syncer of"),
     ],
 )
 def test_what_is_wrong_with_a_node_is_found(spoil: Callable[[Any], object], says: str) -> None:
     with virtual_time() as loop:
         crowd, _ = crowd_of_two(loop)
         nodes = [life.node for life in crowd.members() if life.node is not None]
-        spoil(next(node for node in nodes if 0 in node.protocol.syncers))
+        spoil(next(node.protocol.fragments[0] for node in nodes if 0 in node.protocol.syncers))
         with pytest.raises(Violation, match=says):
             loop.run_until_complete(asyncio.sleep(10.0))
 
@@ -194,12 +195,12 @@ def test_a_successor_does_not_merge_again_what_is_in_its_anchor(way: str) -> Non
     a.connected("b", hello_of("b", 0), 0.0)
     match way:
         case "record":
-            a.adopted(0, 1, digest_of(1), 1, 0.0, contributors={"b": 1})
+            a.adopted(0, 1, digest_of(1), 0.0, contributors={"b": 1})
         case "state":
-            a.adopted(0, 1, digest_of(1), 1, 0.0, shares={"b": Share(1, 1, 1, 1)})
+            a.adopted(0, 1, digest_of(1), 0.0, shares={"b": Share(1, 1, 1, 1)})
         case "checkpoint":
-            a.adopted(0, 1, digest_of(1), 1, 0.0)
-            a.restore_shares([{"b": Share(1, 1, 1, 1)}])
+            a.adopted(0, 1, digest_of(1), 0.0)
+            a.accounts.restore_shares([{"b": Share(1, 1, 1, 1)}])
     a.discovered(0.0)
     a.tick(100.0)
     a.connected("b", hello_of("b", 0), 100.0)
@@ -208,7 +209,7 @@ def test_a_successor_does_not_merge_again_what_is_in_its_anchor(way: str) -> Non
     verdict = a.offer("b", offer_of(0, a.syncers[0].term))
     assert not verdict.accepted and verdict.merged
     assert a.offer("b", offer_of(1, a.syncers[0].term)).accepted
-    assert a.merged(0) == {"b": 0}
+    assert a.accounts.merged(0) == {"b": 0}
 
 
 def test_a_peer_whose_syncer_died_knows_what_became_of_its_contribution() -> None:
@@ -232,7 +233,7 @@ def test_a_syncer_that_caught_up_does_not_know_its_version_by_the_contributors_o
     a.arrived("a", 0, 0.0)
     a.published(0, digest_of(1), {"a": 1}, 0.0)
     assert a.syncers[0].last_contributors == {"a"}
-    a.adopted(0, 2, digest_of("theirs"), 9, 1.0, shares={"c": Share(1, 5, 2, 2), "d": Share(1, 4, 1, 1)})
+    a.adopted(0, 2, digest_of("theirs"), 1.0, shares={"c": Share(1, 5, 2, 2), "d": Share(1, 4, 1, 1)})
     assert a.syncers[0].last_contributors == {"c"}
     assert a.offer("c", offer_of(1, term)).merged
 
@@ -273,9 +274,9 @@ def test_peers_that_wait_for_different_fragments_do_not_wait_for_each_other_for_
     for name in "bc":
         status = Status(state="training", versions=[0, 0])
         a.connected(name, hello_of(name, 0).model_copy(update={"status": status}), 0.0)
-    a.adopted(0, 1, digest_of("first"), 0, 0.0)
+    a.adopted(0, 1, digest_of("first"), 0.0)
     a.heard("b", Status(state="exchanging", versions=[1, 0]), 0.5)
-    a.heard("c", Status(state="exchanging", versions=[0, 1]), 0.5)
+    a.heard("c", Status(state="exchanging", versions=[0, 1]), 0.6)
     assert a.offer("c", offer_of(0, a.syncers[0].term)).accepted
 
     def merges(now: float) -> list[str]:

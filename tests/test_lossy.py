@@ -213,7 +213,7 @@ def test_a_diverged_model_is_not_sent(name: str, bad: float, position: int) -> N
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("value", [0.0, LIMIT, -LIMIT, 1.0, 2.0**-126])
-def test_blocks_of_one_value_are_exact_where_they_are_sent(name: str, value: float) -> None:
+def test_every_sent_element_of_a_block_of_equal_values_is_exact(name: str, value: float) -> None:
     x = torch.full((BLOCK + 3,), value)
     got = round_trip(name, x)
     assert torch.equal(got[got != 0], x[got != 0])
@@ -295,7 +295,7 @@ def test_any_bytes_decode_to_finite_values_or_are_refused(name: str, numel: int,
 # -- use --------------------------------------------------------------------------------------------------------------
 
 
-def test_they_are_found_by_name_and_cannot_publish() -> None:
+def test_lossy_codecs_are_found_by_name_and_cannot_publish() -> None:
     assert tuple(LOSSY) == BOTH and not set(LOSSY) & set(CODECS)
     assert all(one.can_publish for one in CODECS.values())
     for name in BOTH:
@@ -331,7 +331,7 @@ def sent(peer: Replica, delta: Tensor) -> Tensor:
     st.sampled_from(["fp16", "int8", "e3m0", *LOSSY]), st.sampled_from(SIZES), st.integers(0, 1000),
     st.sampled_from([0.9, 0.95, 1.0]),
 )  # fmt: skip
-def test_the_contribution_and_the_residual_add_up_to_what_there_was(
+def test_the_contribution_and_the_new_residual_add_up_to_the_pseudo_gradient_and_the_old_one(
     name: str, numel: int, seed: int, beta: float
 ) -> None:
     peer, residual, delta = sender(name, numel, beta), gaussian(numel, seed), gaussian(numel, seed + 1)

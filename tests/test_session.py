@@ -53,11 +53,12 @@ def host_of(saved: Saved | None = None) -> StubHost:
 
     host = asyncio.run(make())
     if saved is None:
-        host.protocol.adopted(0, 1, host.protocol.digests[0], 30, 0.0, shares=SHARES)
+        host.protocol.adopted(0, 1, host.protocol.digests[0], 0.0, shares=SHARES)
         host.rounds.restore({0: 10})
     else:
-        host.protocol.versions = list(saved.versions)
-        host.protocol.restore_shares(saved.shares)
+        for fragment, version in zip(host.protocol.fragments, saved.versions, strict=True):
+            fragment.version = version
+        host.protocol.accounts.restore_shares(saved.shares)
         host.rounds.restore(saved.applied)
     host.protocol.members.remove(OTHER)
     host.protocol.leases.vacate(0)
@@ -85,7 +86,7 @@ def test_when_everything_was_down_nothing_is_merged_again_and_the_record_goes_on
     host = host_of(saved)
     assert verdict_on(host, 0).merged and not verdict_on(host, 0).accepted
     assert verdict_on(host, 1).accepted
-    assert [(row.peer_id, row.tokens) for row in host.protocol.contributions()] == [(OTHER, 20), (ME, 10)]
+    assert [(row.peer_id, row.tokens) for row in host.protocol.accounts.contributions()] == [(OTHER, 20), (ME, 10)]
 
 
 def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -> None:
@@ -98,7 +99,7 @@ def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -
     assert "shares" in json.loads(file.read_text())["state"]
     saved = session.outer()
     assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
-    assert host_of(saved).protocol.contributions() == []
+    assert host_of(saved).protocol.accounts.contributions() == []
 
 
 def test_a_run_directory_of_an_older_wire_version_is_gone_on_with(config: Config) -> None:

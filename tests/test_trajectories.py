@@ -17,10 +17,10 @@ from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
 from diloco.outer.eager import eager_
 from diloco.outer.fragments import partition
-from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_
+from diloco.outer.optimizer import OuterStep, delayed_nesterov_, mean_, nesterov_, optimizer
 from diloco.outer.rates import lr_at, momentum_at
 from diloco.outer.rda import add_directions_, radial_directional_
-from diloco.outer.replica import OuterStep, Replica
+from diloco.outer.replica import Replica
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Syncer
 
@@ -164,10 +164,12 @@ def test_naive_async_nesterov() -> None:
 #   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
 #   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
 def test_fedbuff() -> None:
-    master, momentum = full(10.0), full(0.0)
+    fedbuff = optimizer(OuterConfig(method="diloco", sync_every=1, optimizer="fedbuff", lr=0.5, momentum=0.5))
+    master, momentum, window = full(10.0), full(0.0), full(0.0)
     pairs = [DELTAS[:2], DELTAS[2:]] * 2
     for pair, expected in zip(pairs, [9.775, 9.0625, 8.70625, 7.928125], strict=True):
-        nesterov_(master, momentum, merged(pair, [1.0, 1.0]), 0.5, 0.5)
+        for delta, flush in zip(pair, (False, True), strict=True):
+            fedbuff.step_(master, momentum, [window], full(delta), OuterStep(0, 1, delay=2, flush=flush))
         assert_all(master, expected)
 
 
@@ -185,10 +187,13 @@ def test_fedbuff() -> None:
     ],
 )
 def test_delayed_nesterov(c: float, golden: list[float]) -> None:
-    master, momentum, buffer = full(10.0), full(0.0), full(0.0)
+    delayed = optimizer(
+        OuterConfig(method="diloco", sync_every=1, optimizer="delayed_nesterov", lr=0.5, momentum=0.5, delay_c=c)
+    )
+    master, momentum, window = full(10.0), full(0.0), full(0.0)
     for push, expected in enumerate(golden):
-        delta, flush = full(DELTAS[push % 4]), push % 4 == 3
-        delayed_nesterov_(master, momentum, buffer, delta, lr=0.5, beta=0.5, pushes=1, delay=4, flush=flush, c=c)
+        step = OuterStep(push, 1, delay=4, flush=push % 4 == 3)
+        delayed.step_(master, momentum, [window], full(DELTAS[push % 4]), step)
         assert_all(master, expected)
 
 

@@ -24,18 +24,18 @@ def eager_(
 
         mean(t-1) + (delta_m(t) - delta_m(t-1)) / M
 
-    the mean of the round before, in which its own part is replaced by the fresh one. The outer step is linear in the
-    pseudo-gradient, so its result is the sum of what the two terms cause alone:
+    which is the mean of the round before with its own part replaced by the fresh one. The outer step is linear in the
+    pseudo-gradient, so it is the sum of the steps by each term alone:
 
         anchor    steps by mean(t-1), as everywhere           on the syncer, nesterov_()
         shadow    steps by d = (delta_m(t) - delta_m(t-1)) / M, from zero, with a momentum of its own
                   n = beta n + d;  s -= lr (d + beta n)
 
-    and the peer begins round t+1 at anchor + shadow. The anchor stays the same on all peers and only the shadow is
-    personal; it needs no bytes on the wire. A pseudo-gradient is that of the round alone: anchor + shadow as the
-    round began, minus local. The sum is that of the paper as long as the anchor is merged from all M peers with equal
-    weights and lr, beta and M stay as they are. After a change of them the differences no longer add up to a fresh
-    term, and an offset would stay for good: set shadow, velocity and previous to zeros, which begins anew.
+    and the peer begins round t+1 at anchor + shadow. The anchor stays the same on all peers; only the shadow is
+    personal, and it is never sent. The pseudo-gradient covers one round alone: anchor + shadow as the round began,
+    minus local. The sum equals the paper's as long as the anchor is merged from all M peers with equal weights, and lr,
+    beta and M do not change. After a change the differences no longer add up to a fresh term, and an offset would stay
+    for good; set shadow, velocity and previous to zeros to start anew.
 
     Args:
         shadow: (n,) fp32, s, zeros at first, changed in place.

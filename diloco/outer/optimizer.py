@@ -62,13 +62,14 @@ class OuterStep:
     flush: bool = True
 
 
+@torch.no_grad()
 def pseudo_gradient_(out: Tensor, anchor: Tensor, local: Tensor) -> None:
     """out = anchor - local, all (n,) fp32; `out` may be `local`. It points uphill: optimizers subtract it."""
     torch.sub(anchor, local, out=out)
 
 
 def mean_(weighted_sum: Tensor, total_weight: float) -> None:
-    """Turns sum(w_m * delta_m) into the weighted mean, in place; (n,) fp32. Weights are tokens (or 1 for each)."""
+    """Turn sum(w_m * delta_m) into the weighted mean, in place; (n,) fp32."""
     assert math.isfinite(total_weight) and total_weight > 0, f"total weight {total_weight} is not positive"
     weighted_sum.div_(total_weight)
 

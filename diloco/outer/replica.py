@@ -30,7 +30,7 @@ from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.digest import fragment_digest, part_digests
 from diloco.outer.eager import eager_
-from diloco.outer.fragments import Fragment, chunks, gather_, scatter_
+from diloco.outer.fragments import Fragment, chunks, gather_, gathered, scatter_
 from diloco.outer.held import Held, Judged
 from diloco.outer.optimizer import OuterStep, optimizer, pseudo_gradient_
 from diloco.outer.payloads import buffer
@@ -114,9 +114,9 @@ class Replica:
         """One chunk of the pseudo-gradient, fp32, in this thread's buffer."""
         start, stop = self.chunks[local.fragment.index][chunk]
         delta = buffer("chunk", torch.float32, stop - start)
-        gather_(delta, local.fragment, start, stop, self.parameters)
         base = local.anchor if local.base is None else local.base
-        pseudo_gradient_(delta, base[start:stop], delta)
+        own = gathered(delta, local.fragment, start, stop, self.parameters)
+        pseudo_gradient_(delta, base[start:stop], own)
         return delta
 
     def capture(self, fragment: int) -> None:

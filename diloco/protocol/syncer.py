@@ -198,6 +198,15 @@ class Syncer:
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
+    def may_close(self, now: float) -> bool:
+        """Whether any contribution is whole, so that it is worth to `poll`; notes whose chunks make progress."""
+        if self._closing:
+            return False
+        for offer in self._offers.values():
+            if offer.chunks > offer.polled:
+                offer.polled, offer.progress_at = offer.chunks, now
+        return any(offer.whole for offer in self._offers.values())
+
     def poll(self, members: Mapping[str, Member], now: float, sync_s: float = 0.0) -> Close | None:
         """Decide whether to close; `grace_until` says when to ask again if nothing else happens.
 
@@ -206,13 +215,10 @@ class Syncer:
             now: seconds of a monotonic clock.
             sync_s: measured seconds from a decision to close to its publication.
         """
-        if self._closing:
+        if not self.may_close(now):
             return None
-        for offer in self._offers.values():
-            if offer.chunks > offer.polled:
-                offer.polled, offer.progress_at = offer.chunks, now
         whole = {peer for peer, offer in self._offers.items() if offer.whole}
-        if not whole or not self._enough(whole, members, now, sync_s):
+        if not self._enough(whole, members, now, sync_s):
             return None
         if self.grace_until is None or now < self.grace_until:
             if any(peer not in whole and self._expected(member, now) for peer, member in members.items()):

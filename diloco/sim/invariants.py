@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.sim.crowd import Crowd, Life
 from diloco.sim.lineage import Contributed, Lineage, Made, Total
 from diloco.swarm.node.node import Node
@@ -67,22 +67,23 @@ class Watch:
         peer = life.node.protocol
         published, adopted = peer.published, peer.adopted
 
-        def makes(fragment: int, digest: str, contributors: Any, now: float) -> Any:
-            before, syncer = peer.digests[fragment], peer.syncers.get(fragment)
-            actions = published(fragment, digest, contributors, now)
+        def makes(index: int, digest: str, contributors: Any, now: float) -> Any:
+            before, syncer = peer.digests[index], peer.syncers.get(index)
+            actions = published(index, digest, contributors, now)
             if syncer is not None:
                 bases = syncer._merged
                 made = tuple((Contributed(name, bases[name]), tokens) for name, tokens in sorted(contributors.items()))
-                self._made(digest, Made(before, fragment, syncer.version, peer.me, syncer.term, made))
+                self._made(digest, Made(before, index, syncer.version, peer.me, syncer.term, made))
             return actions
 
-        def moves(fragment: int, version: int, digest: str, *rest: Any, **more: Any) -> Any:
-            before = peer.digests[fragment]
-            contributors = more.get("contributors") or (rest[2] if len(rest) > 2 else None)
+        def moves(
+            index: int, version: int, digest: str, now: float, contributors: Any = None, shares: Any = None
+        ) -> Any:
+            before = peer.digests[index]
             if contributors is not None and digest not in self.lineage.made:  # made here, for a lease that was lost
                 made = tuple((Contributed(name, version - 1), tokens) for name, tokens in sorted(contributors.items()))
-                self.lineage.add(digest, Made(before, fragment, version, peer.me, -1, made))
-            return adopted(fragment, version, digest, *rest, **more)
+                self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
+            return adopted(index, version, digest, now, contributors, shares)
 
         peer.published, peer.adopted = makes, moves  # type: ignore[method-assign]
 
@@ -147,10 +148,10 @@ def check_shares(lineage: Lineage, name: str, node: Node) -> None:
     """What the node says of its anchors' contributions is true."""
     peer = node.protocol
     for fragment, digest in enumerate(peer.digests):
-        shares, truth = peer.shares(fragment), lineage.totals(digest)
+        shares, truth = peer.accounts.shares(fragment), lineage.totals(digest)
         if {who: Total(*share[:4]) for who, share in shares.items()} != truth:
             raise Violation(f"{name} counts {shares} in fragment {fragment}, and {truth} is in it")
-    tokens = sum(share.tokens for share in peer.shares(CONTROL_FRAGMENT).values())
+    tokens = sum(share.tokens for share in peer.accounts.shares(CONTROL_FRAGMENT).values())
     if peer.applied_tokens != tokens:
         raise Violation(f"the swarm clock of {name} is {peer.applied_tokens}, and {tokens} tokens are in its anchor")
 
@@ -194,7 +195,7 @@ def _check_tokens(life: Life, lineage: Lineage) -> None:
     """
     sync, node = life.sync, life.node
     assert sync is not None and node is not None
-    share = node.protocol.shares(CONTROL_FRAGMENT).get(life.name)
+    share = node.protocol.accounts.shares(CONTROL_FRAGMENT).get(life.name)
     applied = 0 if share is None else share.tokens
     in_flight = sync.unsent_tokens
     counted = applied + sync.discarded_tokens + in_flight

@@ -22,8 +22,8 @@ from torch import nn
 from diloco.config import OuterConfig
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units
-from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.schedule import Due, Schedule
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.conversations.inner_state import InnerState
@@ -37,7 +37,7 @@ from diloco.swarm.wire.malloc import give_back
 from diloco.train.inner_start import InnerStart
 from diloco.train.island import Island
 from diloco.train.node_view import NodeView
-from diloco.train.pace import Pace, Unsent
+from diloco.train.progress import Progress, Unsent
 
 __all__ = ["Attachment"]
 
@@ -107,7 +107,7 @@ class Attachment:
         self._hook: Any = None
         self._schedule = Schedule(outer.fragments, outer.sync_every, outer.staggered, outer.overlap)
         self._unsent = Unsent(outer.fragments)
-        self._pace = Pace(phases, runtime.clock)
+        self._progress = Progress(phases, runtime.clock)
         self._inner_start = InnerStart(optimizer, island, on_event)
         self._counted_tokens = 0
         self._sequences_per_round = 0
@@ -177,7 +177,7 @@ class Attachment:
         begun = self._go_along(found)
         if begun.fetched:
             self._inner_start.take_over_(state)
-        self._pace.begin_run(self.steps)
+        self._progress.begin_run(self.steps)
 
     def _join(self, node: Node, cold: bool) -> _Begun:
         position = self.runtime.call(node.begin(cold=cold))
@@ -263,14 +263,14 @@ class Attachment:
 
     def report(self, loss: float) -> None:
         """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
-        self._pace.loss = loss
+        self._progress.loss = loss
         self._tell()
 
     def _tell(self) -> None:
         """Watchers are shown these figures beside those that the protocol needs."""
         if self.node is not None:
-            pace, measured = self._pace, self.node.protocol.measured
-            self.runtime.call_soon(measured, pace.loss, pace.rounds, pace.seconds(), self.discarded_tokens)
+            own, measured = self._progress, self.node.protocol.measured
+            self.runtime.call_soon(measured, own.loss, own.rounds, own.seconds(), self.discarded_tokens)
 
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
@@ -279,9 +279,9 @@ class Attachment:
         self.tokens += tokens
         self.exchanged = False
         if self.node is not None:
-            self._pace.measure(self.steps)
+            self._progress.measure(self.steps)
             place = self._schedule.inner_step, self.target_steps
-            self.runtime.call_soon(self.node.protocol.progress, *place, self._pace.steps_per_s, self.tokens)
+            self.runtime.call_soon(self.node.protocol.progress, *place, self._progress.steps_per_s, self.tokens)
         self._follow_clock()
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
         (interrupted,) = self.island.agree([self._asked_to_stop])
@@ -338,7 +338,7 @@ class Attachment:
                 self.phases.move("comm", "wait", outcome.seconds.wait)
                 self.phases.move("comm", "outer", outcome.seconds.outer)
                 tokens = outcome.applied_tokens, outcome.discarded_tokens
-                steps = self._pace.cycle_steps(self.outer, self.node.protocol.fastest_steps_per_s)
+                steps = self._progress.cycle_steps(self.outer, self.node.protocol.fastest_steps_per_s)
                 found = _Adopted(True, outcome.version, *tokens, outcome.position, steps)
         adopted = _Adopted(*map(int, self.island.agree(found)))
         if not adopted.done:
@@ -351,7 +351,7 @@ class Attachment:
         self.applied_tokens = int(adopted.applied_tokens)  # less than before when another history won
         if self.version > self._round_version:
             self._round_version = self.version
-            self._pace.end_round()
+            self._progress.end_round()
             self._tell()
         if adopted.position:
             self._schedule.begin(int(adopted.position))
@@ -362,7 +362,7 @@ class Attachment:
         """Train on from the anchors that are loaded."""
         if self.node is not None and not self.interrupted:
             self.runtime.call(self.node.enter("training"))
-        self._pace.restart(self.steps)
+        self._progress.restart(self.steps)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
 

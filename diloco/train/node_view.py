@@ -57,7 +57,7 @@ class NodeView:
 
     def contributions(self) -> list[Contributor]:
         """How much each peer contributed to this peer's anchor."""
-        return self.look(lambda node: node.protocol.contributions())
+        return self.look(lambda node: node.protocol.accounts.contributions())
 
     def observe(self) -> Snapshot | None:
         """What this peer knows of the swarm; None when it has left."""

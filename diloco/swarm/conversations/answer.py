@@ -169,7 +169,7 @@ class BulkServer:
     async def _units(self, stream: Stream, request: UnitRequest) -> None:
         granted = None
         if request.manifest_hash == self._host.protocol.manifest_hash:
-            granted = self._host.protocol.lease_units(stream.peer, request.wanted, request.has)
+            granted = self._host.protocol.accounts.lease_units(stream.peer, request.wanted, request.has)
         if granted is None:  # no event: right after a takeover, it asks here once too often
             await refuse(stream, "no units for this peer here")
             return
@@ -322,8 +322,8 @@ class BulkServer:
             digest=host.protocol.digests[fragment],
             applied_tokens=host.protocol.applied_tokens,
             outer=outer is not None,
-            shares=host.protocol.shares(fragment),
-            **host.protocol.data_cursor(fragment),
+            shares=host.protocol.accounts.shares(fragment),
+            **host.protocol.accounts.data_cursor(fragment),
         )
         return header, vectors
 

@@ -15,12 +15,13 @@ from dataclasses import asdict, astuple
 from statistics import fmean
 from typing import Any
 
+from diloco.config import WIRE_VERSION
 from diloco.protocol.address_book import AddressBook
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
 from diloco.protocol.messages.watching import SnapshotReply
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
 from diloco.protocol.snapshot import (
     MAX_FRAGMENTS,
@@ -186,7 +187,7 @@ class Recorder:
             applied=applied,
             discarded=discarded,
             in_flight=processed - applied - discarded,
-            contributions=[Contributions(**asdict(row)) for row in protocol.contributions()[:MAX_PEERS]],
+            contributions=[Contributions(**asdict(row)) for row in protocol.accounts.contributions()[:MAX_PEERS]],
         )
 
 

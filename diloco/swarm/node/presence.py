@@ -14,12 +14,13 @@ from typing import Any
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED
 from diloco.protocol.messages.control import Hello, Revocations
-from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import Snapshot as Observed
 from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
@@ -146,8 +147,8 @@ class Presence:
         """What a checkpoint kept beside tensors and versions, which the node began with."""
         for fragment, term in enumerate(saved.terms):
             self.protocol.leases.see_term(fragment, term)
-        self.protocol.restore_shares(saved.shares)
-        self.protocol.restore_data_cursor((saved.units[0], union(saved.units[1])))
+        self.protocol.accounts.restore_shares(saved.shares)
+        self.protocol.accounts.restore_data_cursor((saved.units[0], union(saved.units[1])))
         self.rounds.restore(saved.applied)
 
     async def close(self) -> None:
@@ -225,8 +226,8 @@ class Presence:
     async def _heartbeat(self) -> None:
         last_record_at = -RECORD_PERIOD_S
         while True:
-            self.protocol.traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
-            self.do([Broadcast(self.protocol.status(figures=True)), *self.protocol.tick(self.now())])
+            traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
+            self.do(self.protocol.heartbeat(self.now(), traffic))
             self._stand_by()
             self._ask_for_units()
             if self.now() - last_record_at >= RECORD_PERIOD_S:
@@ -306,12 +307,11 @@ class Presence:
             if lease is None:
                 return
             if lease.holder == me:
-                granted = self.protocol.lease_units(me, wanted, has) or []
+                granted = self.protocol.accounts.lease_units(me, wanted, has) or []
             else:
                 granted = await self._client.request_units(lease.holder, wanted, has)
             self.reserve.add(granted)
-            self.protocol.units = self.reserve.all
-            self.do([Broadcast(self.protocol.status())])  # at once: only this tells a successor what is not free
+            self.do(self.protocol.has_units(self.reserve.all, self.now()))
         except (*BROKEN, PayloadError) as error:
             logger.debug("no units were leased to this peer: %r", error)
         finally:

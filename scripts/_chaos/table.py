@@ -18,13 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from machine import describe
-from readme import place, put
+from _bench.machine import describe
+from _bench.readme import place, put
 
 __all__ = ["NAME", "ROWS", "regenerate", "table"]
 
 NAME = "faults"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 1800.0
 CRASHES = ("crash:1@17.5", "crash:1@9.5,join:4@11,crash:2@21.5")
 DOWNLOAD = (
@@ -53,7 +53,7 @@ def chaos(*arguments: str) -> Callable[[], Figures]:
     def measure() -> Figures:
         with TemporaryDirectory(prefix="diloco-table-") as scratch:
             file = Path(scratch) / "figures.json"
-            command = [sys.executable, str(Path(__file__).with_name("chaos")), *arguments, "--json", str(file)]
+            command = [sys.executable, str(ROOT / "scripts" / "chaos"), *arguments, "--json", str(file)]
             with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
                 try:
                     code = process.wait(PATIENCE_S)

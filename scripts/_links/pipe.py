@@ -3,7 +3,7 @@
     push(now, packet) -> lost by chance | dropped, as the queue is full | leaves at (end of its transmission) + delay
 
 Nothing here reads a clock. Packets keep their order, also with jitter: one that is late makes those behind it late, as
-on a path with one queue. Imported by `links.py` and `link_emulator.py`.
+on a path with one queue. Imported by `links.py` and `emulator.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from chaos_peers import Crowd, Session
-from chaos_report import Account, Log, Stay
+from _chaos.peers import Crowd, Session
+from _chaos.report import Account, Log, Stay
 
 __all__ = ["judge", "lines_of", "read"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["place", "put", "rows_of"]
 
-README = Path(__file__).with_name("README.md")
+README = Path(__file__).parents[1] / "README.md"
 
 
 def rows_of(name: str, readme: Path = README) -> list[str]:

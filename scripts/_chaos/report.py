@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos_schedule import Fault
-from link_pipe import WORSE
+from _chaos.schedule import Fault
+from _links.pipe import WORSE
 
 __all__ = ["Account", "Log", "Stay", "accounts_of", "detection_s", "digests", "longest_gap", "rejoin", "report"]
 

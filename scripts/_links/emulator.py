@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from link_pipe import Pipe, Shape
+from _links.pipe import Pipe, Shape
 
 __all__ = ["MTU", "tun"]
 

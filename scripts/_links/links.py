@@ -1,7 +1,7 @@
 """Peers in network namespaces of their own, joined by links that can be cut, slowed, delayed and made to lose packets.
 
     Links      peer ── veth pair ── bridge ── veth pair ── peer        cut, slowed; with netem also delayed and lossy
-    Emulated   peer ── TUN ── link_emulator.py ── TUN ── peer          all of it, where the kernel has no netem
+    Emulated   peer ── TUN ── emulator.py ── TUN ── peer          all of it, where the kernel has no netem
 
 A partition moves one side's ports to another bridge, so that frames vanish, as on the road and unlike a closed socket;
 neighbours are written down beforehand, because an unanswered ARP would tell the sender at once. A slow link is a token
@@ -23,8 +23,8 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from link_emulator import MTU, tun
-from link_pipe import WORSE, Shape
+from _links.emulator import MTU, tun
+from _links.pipe import WORSE, Shape
 
 __all__ = ["Emulated", "Links", "Loopback", "kernel_delays", "networks", "unavailable", "unemulated"]
 
@@ -255,7 +255,7 @@ class Links(Loopback):
 
 
 class Emulated(Links):
-    """Links that a process of ours forwards packets over; it is told by JSON lines, see `link_emulator.py`."""
+    """Links that a process of ours forwards packets over; it is told by JSON lines, see `emulator.py`."""
 
     where = "network namespaces with emulated links"
 
@@ -281,9 +281,9 @@ class Emulated(Links):
 
     def _begin(self) -> None:
         self._bridges = []
-        script = Path(__file__).with_name("link_emulator.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script)],
+            [sys.executable, "-m", "_links.emulator"],
+            cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

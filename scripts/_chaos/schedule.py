@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from link_pipe import WORSE
+from _links.pipe import WORSE
 
 __all__ = ["DELAYS", "DRAWABLE", "KINDS", "LINK_KINDS", "Fault", "ScheduleError", "joins", "parse", "shuffled"]
 

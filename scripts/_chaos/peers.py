@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_schedule import Fault
-from links import Loopback
+from _chaos.schedule import Fault
+from _links.links import Loopback
 
 __all__ = ["ChaosError", "Crowd", "Happened", "Session", "marked"]
 

@@ -241,17 +241,22 @@ class Syncer:
         return True
 
     def _waits_elsewhere(self, member: Member, now: float) -> bool:
-        """Whether a peer has waited for another fragment for some time, and offers nothing to this one meanwhile.
+        """Whether a peer has nothing to contribute to this version, and has waited for another fragment for some time.
 
+        It has this round's update already:
         1. Of four peers three make the quorum of each fragment, and each time another one comes too late.
         2. So three wait, each for a fragment to which only it contributed, and which waits for the two others.
 
-        The same happens when two sides of a split meet at equal versions: each gives up its contributions to the
-        fragments whose history the other side wrote, and waits for the other at those that it wrote itself.
+        Or its version was replaced by an equally high one of another history, so its contribution was discarded:
+        1. A swarm of two is split, and each side makes the same number of versions. Then they meet.
+        2. Each adopts the other's history of some fragments, and waits for the rest, to which only it contributed.
         """
-        if member.status.state != "exchanging" or member.peer in self._offers:
+        began = member.round_versions
+        status, fragment = member.status, self.fragment
+        if status.state != "exchanging" or began is None or member.peer in self._offers:
             return False
-        return now - member.progress_at > WAITING_S
+        has_update = status.versions[fragment] > began[fragment]
+        return now - member.progress_at > (WAITING_S if has_update else member.stall_s())
 
     def _grace_s(self, members: Mapping[str, Member], sync_s: float) -> float:
         """A fixed time, or a part of what the overlap hides, so that no inner step waits (arXiv 2604.21428: slack)."""

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_penalties import Pipe, framed
 
+from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Note
 from diloco.protocol.leases import LEAP
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, Receipt
-from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, State, Status
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, Status
+from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Penalties
+from diloco.protocol.states import State
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.wire.streams import Traffic
 
@@ -124,8 +126,8 @@ GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
         (GARBAGE, "a frame is not valid msgpack"),
         (ENDLESS, "a frame of 4294967295 bytes is over the limit"),
         (framed(status(fragments=1)), "a status of 1 fragments, and the run has 2"),
-        (framed(claim(fragment=2)), "a word on fragment 2, and the run has 2"),
-        (framed(published(fragment=7)), "a word on fragment 7, and the run has 2"),
+        (framed(claim(fragment=2)), "a message about fragment 2, and the run has 2"),
+        (framed(published(fragment=7)), "a message about fragment 7, and the run has 2"),
         (framed(CONTRIBUTION), "a control stream does not carry Contribution"),
     ],
     ids=["schema", "length", "status", "claim", "published", "kind"],
@@ -156,7 +158,7 @@ def test_an_offence_on_a_control_stream_puts_its_peer_out_for_a_while_and_is_an_
         (GARBAGE, "a frame is not valid msgpack"),
         (framed(status()), "expected Hello, got Status"),
         (framed(Receipt()), "expected Hello, got Receipt"),
-        (framed(hello(claim(fragment=2))), "a word on fragment 2, and the run has 2"),
+        (framed(hello(claim(fragment=2))), "a message about fragment 2, and the run has 2"),
     ],
     ids=["schema", "status", "kind", "claim"],
 )
@@ -182,10 +184,21 @@ def test_a_stream_that_begins_with_an_offence_is_refused_with_the_reason(sent: b
 )
 def test_who_is_of_another_version_or_run_is_refused_and_not_punished(other: dict[str, object], why: str) -> None:
     async def scene(listener: Listener) -> None:
-        frame = msgpack.packb({**hello().model_dump(), **other})
+        frame = msgpack.packb({"kind": "hello", **hello().model_dump(), **other})
         [refusal] = await listener.hear(len(frame).to_bytes(4, "big") + frame)
         assert isinstance(refusal, Refusal) and refusal.reason.startswith(why)
         assert listener.said("penalty") == [] and listener.protocol.penalties.refusal(OTHER, now()) is None
+
+    run(scene)
+
+
+def test_a_kind_that_only_a_newer_peer_knows_is_skipped() -> None:
+    async def scene(listener: Listener) -> None:
+        frame = msgpack.packb({"kind": "trumpet", "loud": True})
+        await listener.hear(framed(hello()), len(frame).to_bytes(4, "big") + frame, framed(claim(term=3)))
+        lease = listener.protocol.leases.get(0)
+        assert lease is not None and lease.term > 3, "what came after it was heard"
+        assert listener.said("penalty") == []
 
     run(scene)
 

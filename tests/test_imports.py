@@ -48,12 +48,10 @@ POINTS_UP_STILL = {
 CIRCLES_STILL = [
     {"diloco.train.api", "diloco.train.attachment"},
     {"diloco.swarm.conversations.answer", "diloco.swarm.node.spot"},
-    {"diloco.sim.arena", "diloco.sim.holder", "diloco.sim.transfers"},
 ]
 LONGEST_MODULE = 400  # lines
 LONG_STILL = {
     "diloco.outer.replica",
-    "diloco.protocol.peer",
     "diloco.swarm.node.presence",
     "diloco.swarm.node.rounds",
     "diloco.swarm.wire.libp2p",

@@ -345,7 +345,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     swarm = Swarm.of(config, config.manifest(), key, "standing", lambda kind, fields: None)
     attachment = swarm.attach(model, torch.optim.SGD(model.parameters()))
     attachment.start()
-    yield attachment.node.addresses[0] if attachment.node else ""
+    yield attachment.view.address if attachment.view else ""
     attachment.close()
 
 
@@ -411,7 +411,7 @@ def test_data_and_directories_that_cannot_be_used_end_with_exit_code_two(
     text = ("data=text", "data.sequence_length=32")
     for number, (run_dir, overrides, start) in enumerate(
         [
-            (tmp_path / "run", [*text, f"data.path={empty}"], f"data.source=text in {empty}: no text there"),
+            (tmp_path / "run", [*text, f"data.path={empty}"], f"data.source=text in {empty} has no text"),
             (
                 tmp_path / "run",
                 [*text, f"data.path={tmp_path / 'missing'}"],

@@ -10,7 +10,7 @@ import pytest
 from fake_swarm import snapshot
 from swarm_helpers import Crowd
 
-from diloco.protocol.address_book import MAX_ADDRESSES, MAX_PEERS, Places
+from diloco.protocol.address_book import MAX_ADDRESSES, MAX_PEERS, AddressBook
 from diloco.protocol.peer import Peer
 from diloco.swarm.conversations.bulk import BULK
 from diloco.swarm.visit.visitor import Visitor, request_snapshot
@@ -32,16 +32,16 @@ def node(me: str) -> Peer:
 def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
     first, second, third = node(A), node(B), node(C)
     for one in (first, second, third):
-        one.places.hear(one.me, {one.me: [at(one.me)]})
+        one.address_book.hear(one.me, {one.me: [at(one.me)]})
     first.connected(B, second.hello(), 0.0)
     second.connected(A, first.hello(), 0.0)
     assert first.hello().addresses == {A: [at(A)], B: [at(B)]}
     third.connected(A, first.hello(), 1.0)
-    assert third.places.of(B) == (at(B),)
+    assert third.address_book.of(B) == (at(B),)
 
 
 def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
-    places = Places()
+    places = AddressBook()
     places.hear(A, {B: [at(B, "198.51.100.1")]})
     assert places.of(B) == (at(B, "198.51.100.1"),)
     places.hear(B, {B: [at(B)]})
@@ -50,14 +50,14 @@ def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
 
 
 def test_what_is_no_address_of_that_peer_is_left_out() -> None:
-    places = Places()
+    places = AddressBook()
     places.hear(A, {A: [at(B), "nowhere", f"/ip4/0.0.0.0/tcp/1/p2p/{A}", *[at(A)] * 9], C: []})
     assert places.of(A) == (at(A),) * MAX_ADDRESSES
     assert places.all([A, B, C]) == {A: [at(A)] * MAX_ADDRESSES}
 
 
 def test_who_names_peers_without_end_is_remembered_to_a_limit() -> None:
-    places = Places()
+    places = AddressBook()
     places.hear(A, {A: [at(A)]})
     places.hear(B, {f"Qm{index:044d}".replace("0", "z"): [] for index in range(MAX_PEERS + 10)})
     assert len(places._hearsay) == MAX_PEERS and places.of(A) == (at(A),)

@@ -164,7 +164,7 @@ def test_two_processes_do_not_share_a_run_directory(
     ):
         with exclusive(held):
             text = refusal(capsys, name, *settings, f"run.dir={tmp_path / 'run'}")
-        assert text == f"run.dir: {held} is in use by a process that still runs; end it, or choose another run.dir"
+        assert text == f"run.dir: {held} is in use by another process; end that process, or choose another run.dir"
     assert contents(tmp_path / "run") == before
 
 

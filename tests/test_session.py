@@ -15,9 +15,9 @@ from torch import nn
 from diloco.config import WIRE_VERSION, Config, compose
 from diloco.errors import CheckpointError
 from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
 from diloco.rundir.files import check_same_run
-from diloco.rundir.summary import Seconds
 from diloco.swarm.node.saved import Saved
 from diloco.train.session import Session
 from tests.test_rounds import ME, OTHER, StubHost
@@ -31,7 +31,7 @@ def saved_by(host: StubHost, config: Config) -> None:
     saved = asyncio.run(host.rounds.snapshot(copies=True))
     sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, saved=lambda: saved)
     stream: Any = SimpleNamespace(state=dict)
-    Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, Seconds(), (0, 0))
+    Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, PhaseSeconds(), (0, 0))
 
 
 def loaded(config: Config) -> Saved:
@@ -53,11 +53,12 @@ def host_of(saved: Saved | None = None) -> StubHost:
 
     host = asyncio.run(make())
     if saved is None:
-        host.protocol.adopted(0, 1, host.protocol.digests[0], 30, 0.0, shares=SHARES)
+        host.protocol.adopted(0, 1, host.protocol.digests[0], 0.0, shares=SHARES)
         host.rounds.restore({0: 10})
     else:
-        host.protocol.versions = list(saved.versions)
-        host.protocol.restore_shares(saved.shares)
+        for fragment, version in zip(host.protocol.fragments, saved.versions, strict=True):
+            fragment.version = version
+        host.protocol.accounts.restore_shares(saved.shares)
         host.rounds.restore(saved.applied)
     host.protocol.members.remove(OTHER)
     host.protocol.leases.vacate(0)
@@ -85,7 +86,7 @@ def test_when_everything_was_down_nothing_is_merged_again_and_the_record_goes_on
     host = host_of(saved)
     assert verdict_on(host, 0).merged and not verdict_on(host, 0).accepted
     assert verdict_on(host, 1).accepted
-    assert [(row.peer_id, row.tokens) for row in host.protocol.contributions()] == [(OTHER, 20), (ME, 10)]
+    assert [(row.peer_id, row.tokens) for row in host.protocol.accounts.contributions()] == [(OTHER, 20), (ME, 10)]
 
 
 def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -> None:
@@ -98,7 +99,7 @@ def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -
     assert "shares" in json.loads(file.read_text())["state"]
     saved = session.outer()
     assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
-    assert host_of(saved).protocol.contributions() == []
+    assert host_of(saved).protocol.accounts.contributions() == []
 
 
 def test_a_run_directory_of_an_older_wire_version_is_gone_on_with(config: Config) -> None:

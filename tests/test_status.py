@@ -22,14 +22,16 @@ from swarm_helpers import ROOT, Crowd, command, diloco, eventually, free_port
 
 from diloco.cli import status as cli_status
 from diloco.cli.panels import render
+from diloco.config import WIRE_VERSION
 from diloco.config.address import Address
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol import snapshot as schema
 from diloco.protocol.messages import Message, Refusal, encode
-from diloco.protocol.messages.control import Figures, Hello, Published, State, Status
+from diloco.protocol.messages.control import Figures, Hello, Published, Status
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, SnapshotReply
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
+from diloco.protocol.states import State
 from diloco.swarm.conversations.watch import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
@@ -73,7 +75,7 @@ def published(version: int, fragment: int = 0, **fields: Any) -> Published:
 
 def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
     peer, recorder = joined(node(), tokens=70, loss=2.5, bytes_sent=4), Recorder()
-    peer.acquainted(0.0)
+    peer.discovered(0.0)
     seen = recorder.snapshot(peer, TEXT, 3.0)
     assert (seen.run.run_id, seen.run.mode, seen.run.model, seen.run.outer_steps) == ("run", "synchronous", "tiny", 9)
     mine, other = seen.peers
@@ -134,7 +136,7 @@ def test_a_loss_that_is_none_is_not_told(loss: float) -> None:
 def test_what_a_peer_gave_stays_on_the_books_when_it_is_gone_and_tokens_balance() -> None:
     peer, recorder = joined(node()), Recorder()
     told(peer, recorder, status(tokens=170, discarded=30), 1.0)
-    peer.adopted(0, 1, "2" * 64, 100, 2.0, contributors={OTHER: 100})
+    peer.adopted(0, 1, "2" * 64, 2.0, contributors={OTHER: 100})
     peer.lost(OTHER, 3.0, "reset")
     ledger = recorder.snapshot(peer, TEXT, 4.0).ledger
     [row] = ledger.contributions
@@ -388,7 +390,7 @@ def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_p
                 before = await visitor.ask()
                 while len(visitor._acquainted) < 1:
                     await visitor.ask()
-                await asyncio.to_thread(watched.node.close)
+                await asyncio.to_thread(watched.close)
                 return before, await visitor.ask()
 
         before, after = asyncio.run(watch())

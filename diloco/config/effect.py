@@ -189,9 +189,9 @@ def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:
             "with outer.staleness_limit=0, which merges nothing that is late",
             "drop it, or set outer.staleness_limit and outer.quorum",
         )
-    if outer.rule not in ("clip", "recent"):
+    if outer.judging not in ("clip", "recent"):
         yield Ignored("outer.clip_factor", f"with outer.robust={outer.robust}", "drop it, or set outer.robust=clip")
-    if outer.rule != "trimmed_mean":
+    if outer.judging != "trimmed_mean":
         remedy = "drop it, or set outer.robust=trimmed_mean"
         yield Ignored("outer.trim", f"with outer.robust={outer.robust}", remedy)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -28,8 +28,19 @@ __all__ = [
     "RunIdentity",
 ]
 
-CodecName = Literal["fp32", "fp16", "int8", "e3m0"]
-CodecUp = Literal["fp32", "fp16", "int8", "e3m0", "stat2", "topk"]
+# What `diloco/outer` implements. A new codec, merge rule or outer optimizer is a new name in one of these.
+WideCodec = Literal["fp32", "fp16"]  # more than a byte per value
+NarrowCodec = Literal["int8", "e3m0"]
+LossyCodec = Literal["stat2", "topk"]  # for contributions only
+CodecDown = Literal[WideCodec, NarrowCodec]
+CodecUp = Literal[WideCodec, NarrowCodec, LossyCodec]
+Average = Literal["mean", "rda"]
+AveragedJudge = Literal["clip"]  # says what each contribution counts in outer.merge's average
+OwnJudge = Literal["trimmed_mean", "centered_clip"]  # takes the place of outer.merge=mean
+Judge = Literal[AveragedJudge, OwnJudge]
+SteppedOptimizer = Literal["nesterov"]  # a momentum step per version
+WindowedOptimizer = Literal["delayed_nesterov", "fedbuff"]  # a momentum step per outer.delay contributions
+OuterOptimizerName = Literal[SteppedOptimizer, WindowedOptimizer]
 RunKeyText = Annotated[
     str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("64 hexadecimal digits, as diloco keygen prints them")
 ]
@@ -211,10 +222,10 @@ class OuterConfig(RunOwned):
     weights: Literal["tokens", "uniform", "tokens2_per_step"] = Field(
         "tokens", description="What a contribution weighs in the mean."
     )
-    merge: Literal["mean", "rda"] = Field(
+    merge: Average = Field(
         "mean", description="mean: weighted mean; rda: mean direction with the mean norm, piece by piece."
     )
-    robust: Literal["auto", "none", "clip", "trimmed_mean", "centered_clip"] = Field(
+    robust: Literal["auto", "none", Judge] = Field(
         "auto",
         description="Of more than 3 contributions: clip: long ones shortened, reversed ones left out; auto: clip where "
         "payloads are small; none: all count as they are.",
@@ -231,7 +242,7 @@ class OuterConfig(RunOwned):
         le=1,
         description="Part of the contributions whose loss is computed before and after; what raises it is left out.",
     )
-    optimizer: Literal["nesterov", "delayed_nesterov", "fedbuff"] = Field(
+    optimizer: OuterOptimizerName = Field(
         "nesterov", description="nesterov: a step per version; the others: momentum once in `delay` contributions."
     )
     lr: float = Field(0.7, gt=0, le=10, description="Outer (Nesterov) learning rate.")
@@ -249,7 +260,7 @@ class OuterConfig(RunOwned):
         0.0, ge=0, le=1, description="Decay of what codec_up lost and is sent in later rounds; 0 forgets it."
     )
     codec_up: CodecUp = Field("int8", description="Encoding of the pseudo-gradients that peers send.")
-    codec_down: CodecName = Field("int8", description="Encoding of the updates that syncers publish.")
+    codec_down: CodecDown = Field("int8", description="Encoding of the updates that syncers publish.")
 
     @property
     def barrier(self) -> bool:
@@ -266,24 +277,6 @@ class OuterConfig(RunOwned):
         """Whether an update is adopted when the next pseudo-gradient is sent, a whole round after its own."""
         return self.overlap == self.sync_every
 
-    @property
-    def rule(self) -> Rule:
-        """What `robust` comes to with the other settings.
-
-        To judge contributions together a syncer keeps their payloads until the version closes. That is cheap where a
-        value takes a byte or less, so `auto` does it there. 16- and 32-bit payloads are folded in as they come
-        (`recent`: each is compared with the norms of recent ones), and so are all where a quorum may close a version
-        with one contribution.
-        """
-        if self.robust == "auto":
-            return "clip" if self.barrier and self.codec_up not in ("fp32", "fp16") else "recent"
-        return "recent" if self.robust == "clip" and not self.barrier else self.robust
-
-    @property
-    def judged_together(self) -> bool:
-        """Whether a syncer keeps the contributions of a version until it closes."""
-        return self.barrier and self.rule in ("clip", "trimmed_mean", "centered_clip")
-
     @field_validator("lr_by_peers", mode="before")
     @classmethod
     def _keys_are_text(cls, rates: Any) -> Any:
@@ -294,6 +287,29 @@ class OuterConfig(RunOwned):
         for problem in _contradictions(self):
             raise ValueError(problem)
         return self
+
+    @property
+    def judging(self) -> Literal["none", "recent", Judge]:
+        """How a syncer guards a version against bad contributions: what `robust` comes to with the other settings.
+
+        `recent` folds each contribution in as it arrives, clipped by the norms of those before it. The judges need all
+        contributions of a version together, so the syncer keeps their payloads until the version closes. That is cheap
+        where a value takes a byte or less, so `auto` does it there; and it is impossible where a version has a quorum,
+        as that may close with one contribution.
+        """
+        if self.robust == "auto":
+            return "clip" if self.barrier and self.codec_up not in get_args(WideCodec) else "recent"
+        return "recent" if self.robust == "clip" and not self.barrier else self.robust
+
+    @property
+    def judged_together(self) -> bool:
+        """Whether a syncer keeps the contributions to a version until it closes, instead of folding each into a sum."""
+        return self.judging not in ("none", "recent")
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
+        return self.optimizer in get_args(WindowedOptimizer)
 
 
 def _contradictions(outer: OuterConfig) -> Iterator[str]:
@@ -341,13 +357,13 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
     """What a contribution counts, and what a version is made of."""
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
-    if outer.robust in ("trimmed_mean", "centered_clip"):
+    if outer.robust in get_args(OwnJudge):
         if not outer.barrier:
             yield (
                 f"outer.robust={outer.robust} needs all contributions of a version together, and outer.quorum="
                 f"{outer.quorum} may close one without; choose outer.robust=clip, or drop the quorum"
             )
-        if outer.merge == "rda":
+        if outer.merge != "mean":
             yield f"outer.robust={outer.robust} goes with outer.merge=mean only; choose outer.robust=clip"
     if outer.spot_check and not outer.judged_together:
         remedy = "outer.robust=clip" if outer.barrier else "outer.quorum=null"
@@ -360,8 +376,8 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
         yield f"outer.error_feedback={outer.error_feedback} has no effect with outer.codec_up=fp32; set it to 0"
     if outer.delay is not None and outer.delay_c * outer.delay > 1:
         yield f"outer.delay_c={outer.delay_c} is over 1/{outer.delay}, one part of outer.delay; lower it"
-    if outer.optimizer == "nesterov" and outer.delay is not None:
-        yield f"outer.delay={outer.delay} has no effect with outer.optimizer=nesterov; drop it"
+    if not outer.windowed and outer.delay is not None:
+        yield f"outer.delay={outer.delay} has no effect with outer.optimizer={outer.optimizer}; drop it"
     if outer.optimizer != "delayed_nesterov" and outer.delay_c:
         yield (
             f"outer.delay_c={outer.delay_c} has no effect with outer.optimizer={outer.optimizer}; "

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from diloco.config.address import problem
 
-__all__ = ["Places"]
+__all__ = ["AddressBook"]
 
 MAX_ADDRESSES = 4  # of one peer, the best first
 MAX_PEERS = 4096
 
 
-class Places:
+class AddressBook:
     """Addresses by peer id. What a peer says of itself counts; what others say of it does until then."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ in depends on when a version closes:
   (`leave_out`); "folded in" is said of both. A stream that breaks midway leaves the chunks that were folded in (each
   chunk has its own weight), and a retry goes on with the next one; so no byte is needed twice and no chunk counts
   twice. A contribution whose payload never became whole is not a contributor: its tokens count as discarded.
-- with a quorum a version may close at any moment, so a payload is collected first and folded in at once (`staged`).
+- with a quorum a version may close at any moment, so a payload is collected whole, then folded in (`folds_whole`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Syncer:
         self.fragment = fragment
         self.term = term
         self.version = version
-        self.staged = settings.quorum is not None
+        self.folds_whole = settings.quorum is not None
         self.last_contributors = frozenset(contributors)
         self.last_staleness = 0
         self.grace_until: float | None = None
@@ -120,7 +120,7 @@ class Syncer:
             reason = f"fragment {self.fragment} is at version {self.version}, past base version {header.base_version}"
         elif stale < 0:
             reason = f"fragment {self.fragment} is at version {self.version}, {header.base_version} is in the future"
-        elif self._closing and not whole and not self.staged:
+        elif self._closing and not whole and not self.folds_whole:
             reason = f"fragment {self.fragment} is closing version {self.version + 1} without this contribution"
         elif known is not None and whole and (known.tokens, known.base_version) != (header.tokens, header.base_version):
             reason = f"a contribution of {known.tokens} tokens is here already, this one claims {header.tokens}"
@@ -198,6 +198,15 @@ class Syncer:
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
+    def may_close(self, now: float) -> bool:
+        """Whether any contribution is whole, so that it is worth to `poll`; notes whose chunks make progress."""
+        if self._closing:
+            return False
+        for offer in self._offers.values():
+            if offer.chunks > offer.polled:
+                offer.polled, offer.progress_at = offer.chunks, now
+        return any(offer.whole for offer in self._offers.values())
+
     def poll(self, members: Mapping[str, Member], now: float, sync_s: float = 0.0) -> Close | None:
         """Decide whether to close; `grace_until` says when to ask again if nothing else happens.
 
@@ -206,13 +215,10 @@ class Syncer:
             now: seconds of a monotonic clock.
             sync_s: measured seconds from a decision to close to its publication.
         """
-        if self._closing:
+        if not self.may_close(now):
             return None
-        for offer in self._offers.values():
-            if offer.chunks > offer.polled:
-                offer.polled, offer.progress_at = offer.chunks, now
         whole = {peer for peer, offer in self._offers.items() if offer.whole}
-        if not whole or not self._enough(whole, members, now, sync_s):
+        if not self._enough(whole, members, now, sync_s):
             return None
         if self.grace_until is None or now < self.grace_until:
             if any(peer not in whole and self._expected(member, now) for peer, member in members.items()):
@@ -256,7 +262,7 @@ class Syncer:
         missing = (self.last_contributors | set(self._offers)) - whole if self._settings.quorum is None else set()
         contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
         close = Close(self.fragment, self.version, contributors, tuple(sorted(missing)))
-        return close if self._settings.optimizer == "nesterov" else self._delayed(close, members)
+        return self._delayed(close, members) if self._settings.windowed else close
 
     def _delayed(self, close: Close, members: Mapping[str, Member]) -> Close:
         if self._pushes == 0:  # N changes between two momentum steps only
@@ -268,7 +274,7 @@ class Syncer:
 
     def _expected(self, member: Member, now: float) -> bool:
         status = member.status
-        if not member.trains or status.state in ("starting", "leaving", "done"):
+        if not member.trains or not status.counted_in:
             return False
         offer = self._offers.get(member.peer)
         if member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at):
@@ -313,7 +319,7 @@ class Syncer:
         self._offers = {
             peer: offer
             for peer, offer in self._offers.items()
-            if self.staged and not offer.whole and offer.base_version > self._merged.get(peer, -1)
+            if self.folds_whole and not offer.whole and offer.base_version > self._merged.get(peer, -1)
         }
         self._unit = 0.0
         self._closing = False
@@ -322,4 +328,4 @@ class Syncer:
 
 def _active(members: Mapping[str, Member]) -> int:
     """Peers that train, at least 1."""
-    return max(1, sum(m.trains and m.status.state not in ("starting", "leaving", "done") for m in members.values()))
+    return max(1, sum(m.trains and m.status.counted_in for m in members.values()))

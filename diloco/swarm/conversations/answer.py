@@ -19,7 +19,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
 from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Message, Refusal, expect
-from diloco.protocol.messages.base import MAX_RANGES
+from diloco.protocol.messages.base import MAX_RANGES, Place
 from diloco.protocol.messages.bulk import (
     Contribution,
     InnerRequest,
@@ -139,6 +139,8 @@ class BulkServer:
             stream.close()
 
     async def _answer(self, stream: Stream, request: Message) -> None:
+        if request.place is not Place.REQUEST:
+            raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
         objection = self._host.gate.objection(stream.peer, request)
         if objection is not None:
             raise PayloadError(objection)
@@ -162,12 +164,12 @@ class BulkServer:
             case Probe() | DialBack():
                 await self._probes.answer(stream, request)
             case _:
-                raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
+                raise PayloadError(f"{type(request).__name__} is not answered here")
 
     async def _units(self, stream: Stream, request: UnitRequest) -> None:
         granted = None
         if request.manifest_hash == self._host.protocol.manifest_hash:
-            granted = self._host.protocol.lease_units(stream.peer, request.wanted, request.has)
+            granted = self._host.protocol.accounts.lease_units(stream.peer, request.wanted, request.has)
         if granted is None:  # no event: right after a takeover, it asks here once too often
             await refuse(stream, "no units for this peer here")
             return
@@ -192,7 +194,7 @@ class BulkServer:
         base_version = host.protocol.versions[fragment]
         if verdict.first_chunk == len(host.replica.chunks[fragment]):
             pass  # it is here already, from a stream that broke later
-        elif syncer.staged:
+        elif syncer.folds_whole:
             base_version = await self._collect(stream, syncer, header.base_version)
         else:
             await self._fold(stream, syncer, header, verdict.first_chunk)
@@ -207,7 +209,7 @@ class BulkServer:
         record = host.records.get(fragment)
         if record is not None and record.header.version == header.base_version + 1:
             await send_record(stream, record, host.replica)
-        elif syncer.staged and host.protocol.syncers.get(fragment) is syncer:
+        elif syncer.folds_whole and host.protocol.syncers.get(fragment) is syncer:
             await self._send_state(stream, fragment)
         else:
             raise PayloadError(f"fragment {fragment} has another syncer now")
@@ -320,8 +322,8 @@ class BulkServer:
             digest=host.protocol.digests[fragment],
             applied_tokens=host.protocol.applied_tokens,
             outer=outer is not None,
-            shares=host.protocol.shares(fragment),
-            **host.protocol.word(fragment),
+            shares=host.protocol.accounts.shares(fragment),
+            **host.protocol.accounts.data_cursor(fragment),
         )
         return header, vectors
 

@@ -30,7 +30,7 @@ from diloco.outer.digest import part_ranges
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
 from diloco.protocol.download import MAX_DONORS
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import Lease
 from diloco.protocol.ledger import Units, count, union
 from diloco.protocol.messages import Refusal, expect
 from diloco.protocol.messages.bulk import (

@@ -136,7 +136,7 @@ async def fetch_inner(asker: Asker, client: BulkClient, layout: Layout) -> Inner
 
 def _donors(protocol: Peer) -> list[str]:
     # Who was resumed from a checkpoint has its moments, but no pace yet, and begins together with us.
-    able = [m for m in protocol.members.all() if m.trains and m.status.state in ("ready", "training", "exchanging")]
+    able = [m for m in protocol.members.all() if m.trains and m.status.counted_in]
     return [m.peer for m in sorted(able, key=lambda m: (-m.status.steps_per_s, m.peer))][:DONORS]
 
 

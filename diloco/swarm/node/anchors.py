@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.replica import OuterStep
-from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.shares import Share
 from diloco.swarm.conversations.answer import Host
 from diloco.swarm.conversations.bulk import BulkClient, FetchedRecord, FetchedState
@@ -68,15 +68,18 @@ class Anchors:
             async with moving:
                 anchors.append(kept(replica.anchors[fragment]))
                 versions.append(protocol.versions[fragment])
-                shares.append(protocol.shares(fragment))
+                shares.append(protocol.accounts.shares(fragment))
                 if fragment == CONTROL_FRAGMENT:
-                    clock, word = protocol.applied_tokens, protocol.dealer.word(protocol.versions[fragment])
+                    clock, cursor = (
+                        protocol.applied_tokens,
+                        protocol.accounts.dealer.cursor_at(protocol.versions[fragment]),
+                    )
                 if fragment in replica.outer:
                     state = replica.outer[fragment]
                     outer[fragment] = (kept(state.master), kept(state.momentum))
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
         residuals = {fragment: kept(residual) for fragment, residual in replica.residuals.items()}
-        return Saved(anchors, versions, terms, clock, outer, residuals, word, shares, dict(self._applied))
+        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, dict(self._applied))
 
     def restore(self, applied: Mapping[int, int]) -> None:
         """`Saved.applied`, so that what a history that wins lacks of it is known after a restart, too."""
@@ -124,10 +127,10 @@ class Anchors:
                     f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
                 )
             self._about_to_move(fragment)
-            self.protocol.hear_word(header)
+            self.protocol.accounts.hear_data_cursor(header)
             step = OuterStep(header.version - 1, len(header.contributors))
             digest = await asyncio.to_thread(self.replica.apply_update_, fragment, record.update, step)
-            self._moved(fragment, header.version, digest, header.applied_tokens, contributors=header.contributors)
+            self._moved(fragment, header.version, digest, contributors=header.contributors)
         if digest != header.digest:
             self._host.note(
                 "digest_mismatch", fragment=fragment, version=header.version, got=digest, expected=header.digest
@@ -154,8 +157,8 @@ class Anchors:
             outer = state.master is not None
             if fragment == CONTROL_FRAGMENT:
                 self._recount(header.shares)
-                self.protocol.hear_word(header)
-            self._moved(fragment, header.version, digest, header.applied_tokens, outer, shares=header.shares)
+                self.protocol.accounts.hear_data_cursor(header)
+            self._moved(fragment, header.version, digest, outer, shares=header.shares)
 
     async def stand_by(self, fragment: int) -> None:
         """Be backup of a fragment from its outer state as it is now; without an answer that fits, tried again later."""
@@ -207,7 +210,6 @@ class Anchors:
         fragment: int,
         version: int,
         digest: str,
-        applied_tokens: int,
         outer: bool = False,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
@@ -218,7 +220,7 @@ class Anchors:
         elif not outer:
             self.replica.release(fragment)
         now = self._host.now()
-        self._host.do(self.protocol.adopted(fragment, version, digest, applied_tokens, now, contributors, shares))
+        self._host.do(self.protocol.adopted(fragment, version, digest, now, contributors, shares))
 
     def moving(self, fragment: int) -> asyncio.Lock:
         """Who holds it may read or write the anchor and the sum of a fragment."""

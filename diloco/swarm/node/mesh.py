@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
 from diloco.protocol.messages.control import Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Offence, offences
@@ -201,8 +201,12 @@ class ControlMesh:
             for other in hello.peers:
                 self.dial(other)
             while True:
-                with offences():
-                    message = await stream.receive(None)
+                try:
+                    with offences():
+                        message = await stream.receive(None)
+                except UnknownKind as error:
+                    logger.debug("%s may be newer: %s", peer, error)
+                    continue
                 self._check_possible(message)
                 self._owner.heard(peer, message)
         except PayloadError as error:
@@ -250,7 +254,7 @@ class ControlMesh:
             queue = self._outgoing.pop(peer, None)
             if queue is not None:
                 queue.put_nowait(None)
-            said_goodbye = member.status.state in ("leaving", "done")
+            said_goodbye = member.status.gone
             if said_goodbye or not await self.dial(peer):
                 self._owner.lost(peer, why)
         finally:
@@ -264,9 +268,8 @@ class ControlMesh:
                 await self._transport.store(key, self._protocol.me, self._owner.record(), RECORD_LIFE_S)
                 named = await self._transport.get(key)
                 self._owner.named(named)
-                for peer in named:
-                    if peer not in self._protocol.members:
-                        self.dial(peer)
+                for peer in {**named, **dict.fromkeys(member.peer for member in self._protocol.members.all())}:
+                    self.dial(peer)  # a member may hear nothing of us: it refused our call when it called us
             except BROKEN as error:
                 logger.debug("the DHT did not answer: %r", error)
             await asyncio.sleep(RECORD_PERIOD_S)

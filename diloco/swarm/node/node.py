@@ -1,6 +1,6 @@
 """The swarm node: what a training loop asks of its presence in the swarm.
 
-All of it are coroutines of one event loop. `runner.NodeRunner` has a thread with such a loop beside the training loop;
+All of it are coroutines of one event loop. `runtime.NodeThread` has a thread with such a loop beside the training loop;
 a simulator can have many nodes in one loop of virtual time.
 """
 
@@ -29,7 +29,7 @@ FIRST_UNITS_S = 2.0
 class Node(Presence):
     """One peer in the swarm. On failure as `Presence`; whatever waits for others ends with `interrupt`."""
 
-    async def comes_late(self) -> bool:
+    async def joins_late(self) -> bool:
         """Wait until this peer agrees with the swarm; whether outer steps were taken before. False when `interrupt`
         came first.
         """
@@ -64,7 +64,7 @@ class Node(Presence):
         Returns where in its cycle it begins; None when `interrupt` came first. The local parameters are the anchors'
         afterwards. A `cold` peer trains beside the swarm, which waits for nothing from it, until `take_part`.
         """
-        await self.comes_late()
+        await self.joins_late()
         if self._interrupted:
             return None
         await self._first_units()
@@ -186,7 +186,7 @@ class Node(Presence):
 
             def handed_over() -> bool:
                 others = [m for m in self.protocol.members.all() if m.holds]
-                able = any(m.status.state not in ("leaving", "done") for m in others)
+                able = any(not m.status.gone for m in others)
                 return not able or not self.protocol.leases.held_by(self.protocol.me)
 
             await self._until_or(handed_over, patience_s, "fragments to be taken over")

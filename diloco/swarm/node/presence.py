@@ -14,13 +14,15 @@ from typing import Any
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED
-from diloco.protocol.messages.control import Hello, Revocations, State
-from diloco.protocol.peer import CONTROL_FRAGMENT, Peer
+from diloco.protocol.messages.control import Hello, Revocations
+from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import Snapshot as Observed
+from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.conversations.bulk import BULK, BulkClient, FetchedRecord, request_manifest
 from diloco.swarm.conversations.inner_state import Snapshot
@@ -68,8 +70,8 @@ class Presence:
         self.traffic = Traffic(upload_limit=options.network.upload_limit)
         self.addresses: list[str] = []
         self.advice = ""  # what would let others connect to this peer, where they cannot
-        self.inner_state: Snapshot = lambda: None  # what this peer gives to a joiner; called in other threads
-        self.checks = SpotChecks(replica, options.seed)
+        self.inner_state: Snapshot = options.inner_state
+        self.checks = SpotChecks(replica, options.seed, options.loss)
         self.gate = options.gate
         self.gate.on_refused = lambda peer, why: self.note("refused", peer=peer, why=why)
         self.gate.on_revoked = self._revoked
@@ -111,8 +113,10 @@ class Presence:
             device=options.device,
             payload_bytes=[self.replica.payload_numel(index) for index in range(len(self.replica.fragments))],
         )
-        self.protocol.places.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
-        transport.where = self.protocol.places.of
+        self.protocol.address_book.hear(
+            transport.me, {transport.me: transport.addresses if transport.reachable else []}
+        )
+        transport.where = self.protocol.address_book.of
         self.advice = transport.advice
         if not transport.reachable:
             self.note("unreachable", advice=transport.advice or "swarm.reachable=no")
@@ -143,8 +147,8 @@ class Presence:
         """What a checkpoint kept beside tensors and versions, which the node began with."""
         for fragment, term in enumerate(saved.terms):
             self.protocol.leases.see_term(fragment, term)
-        self.protocol.restore_shares(saved.shares)
-        self.protocol.restore_word((saved.units[0], union(saved.units[1])))
+        self.protocol.accounts.restore_shares(saved.shares)
+        self.protocol.accounts.restore_data_cursor((saved.units[0], union(saved.units[1])))
         self.rounds.restore(saved.applied)
 
     async def close(self) -> None:
@@ -168,7 +172,7 @@ class Presence:
             return self._mesh.settled() and len(self.protocol.members) > 0
 
         await self._until_or(heard_all, ACQUAINTANCE_S, "hellos of the swarm")
-        self.do(self.protocol.acquainted(self.now()))
+        self.do(self.protocol.discovered(self.now()))
 
     # -- what the mesh tells ------------------------------------------------------------------------------------------
 
@@ -222,8 +226,8 @@ class Presence:
     async def _heartbeat(self) -> None:
         last_record_at = -RECORD_PERIOD_S
         while True:
-            self.protocol.traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
-            self.do([Broadcast(self.protocol.status(figures=True)), *self.protocol.tick(self.now())])
+            traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
+            self.do(self.protocol.heartbeat(self.now(), traffic))
             self._stand_by()
             self._ask_for_units()
             if self.now() - last_record_at >= RECORD_PERIOD_S:
@@ -303,12 +307,11 @@ class Presence:
             if lease is None:
                 return
             if lease.holder == me:
-                granted = self.protocol.lease_units(me, wanted, has) or []
+                granted = self.protocol.accounts.lease_units(me, wanted, has) or []
             else:
                 granted = await self._client.request_units(lease.holder, wanted, has)
             self.reserve.add(granted)
-            self.protocol.units = self.reserve.all
-            self.do([Broadcast(self.protocol.status())])  # at once: only this tells a successor what is not free
+            self.do(self.protocol.has_units(self.reserve.all, self.now()))
         except (*BROKEN, PayloadError) as error:
             logger.debug("no units were leased to this peer: %r", error)
         finally:

@@ -19,9 +19,8 @@ from diloco.errors import DivergedError, PayloadError
 from diloco.outer.replica import OuterStep
 from diloco.outer.robust import Judgement
 from diloco.protocol.exchange import Exchange, Step
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
 from diloco.protocol.messages.bulk import Record
-from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.answer import Host
 from diloco.swarm.conversations.bulk import BulkClient, FetchedRecord, Seconds
@@ -123,7 +122,9 @@ class Rounds(Anchors):
                 return False
         update = short_lived(self.replica.update_nbytes(fragment))
         step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
-        word = self.protocol.word(fragment, close.contributors)  # goes with the version, even if the lease is lost
+        cursor = self.protocol.accounts.data_cursor(
+            fragment, close.contributors
+        )  # belongs to this version, even if the lease is lost
 
         def work() -> str:
             at = 0
@@ -148,11 +149,11 @@ class Rounds(Anchors):
             digest=digest,
             contributors=dict(close.contributors),
             applied_tokens=clock,
-            **(word if lost else self.protocol.word(fragment, close.contributors)),
+            **(cursor if lost else self.protocol.accounts.data_cursor(fragment, close.contributors)),
         )
         if lost:  # a version of the side that lost
-            self.protocol.hear_word(header)
-            self._moved(fragment, header.version, digest, clock, contributors=close.contributors)
+            self.protocol.accounts.hear_data_cursor(header)
+            self._moved(fragment, header.version, digest, contributors=close.contributors)
             return False
         self._host.records[fragment] = FetchedRecord(header, update)
         self._host.do(self.protocol.published(fragment, digest, close.contributors, self._host.now()))
@@ -269,7 +270,7 @@ class Rounds(Anchors):
         """The units are not this peer's any more: when it asks for more, those that were discarded go to others."""
         if exchange.units:
             self._host.reserve.settle(exchange.units)
-            self.protocol.units = self._host.reserve.all
+            self._host.do(self.protocol.has_units(self._host.reserve.all, self._host.now()))
             units = [list(unit) for unit in exchange.units]
             self._host.note("units", base_version=exchange.base_version, discarded=exchange.discarded, units=units)
 
@@ -294,7 +295,7 @@ class Rounds(Anchors):
             return seconds
         while True:
             lease = self._live_lease(fragment)
-            merged = protocol.merged(fragment).get(protocol.me, -1)
+            merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
             match exchange.next_step(lease, protocol.versions[fragment], self._host.now(), retry_at, merged):
                 case Step.DONE:
                     return seconds
@@ -314,10 +315,7 @@ class Rounds(Anchors):
                         await self._contribute(exchange, lease, seconds)
 
     def _live_lease(self, fragment: int) -> Lease | None:
-        lease = self.protocol.leases.get(fragment)
-        if lease is None or lease.holder not in (self.protocol.me, *(m.peer for m in self.protocol.members.all())):
-            return None
-        return lease
+        return self.protocol.live_lease(fragment)
 
     async def _contribute_own(self, exchange: Exchange, lease: Lease, seconds: Seconds) -> None:
         fragment, me, syncer = lease.fragment, self.protocol.me, self.protocol.syncers[lease.fragment]
@@ -329,7 +327,7 @@ class Rounds(Anchors):
         base_version = self.protocol.versions[fragment]
         if verdict.first_chunk == len(self._chunks(fragment)):
             folded = True  # before something interrupted the waiting
-        elif syncer.staged:
+        elif syncer.folds_whole:
             async with self._moving[fragment]:
                 base_version = self.protocol.versions[fragment]
                 payloads = [self.replica.encode(fragment, chunk) for chunk in self._chunks(fragment)]
@@ -338,7 +336,7 @@ class Rounds(Anchors):
             folded = await self._fold_own(syncer, exchange.base_version, verdict.first_chunk)
         if folded:
             self._host.do(self.protocol.arrived(me, fragment, self._host.now()))
-        elif syncer.staged:
+        elif syncer.folds_whole:
             await self._host.pause(RETRY_S)
             return
         waiting_since = self._host.now()

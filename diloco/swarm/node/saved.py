@@ -10,17 +10,17 @@ from torch import Tensor
 from diloco.outer.replica import Replica
 from diloco.protocol.shares import Share
 
-Word = tuple[int, Sequence[Sequence[int]]]
+DataCursor = tuple[int, Sequence[Sequence[int]]]
 
-__all__ = ["Saved", "Word"]
+__all__ = ["DataCursor", "Saved"]
 
 
 @dataclass(frozen=True)
 class Saved:
     """What a peer needs to go on where it stopped: anchors (flat fp32) and their versions, and outer states it held.
 
-    `residuals` are what error feedback still has to send, by fragment. `units` is the word on the data: the first
-    sequence that nobody was given, and the ranges before it that are not in the anchors. `shares` are, by fragment, who
+    `residuals` are what error feedback still has to send, by fragment. `units` is the data cursor: the first sequence
+    that nobody was given, and the ranges before it that are not in the anchors. `shares` are, by fragment, who
     contributed how much to the anchor; `applied` are this peer's own tokens in the control fragment's, by base version.
     """
 
@@ -30,7 +30,7 @@ class Saved:
     applied_tokens: int
     outer: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # fragment -> master, momentum
     residuals: Mapping[int, Tensor] = field(default_factory=dict)
-    units: Word = (0, ())
+    units: DataCursor = (0, ())
     shares: Sequence[Mapping[str, Share]] = ()
     applied: Mapping[int, int] = field(default_factory=dict)
 

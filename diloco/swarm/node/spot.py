@@ -25,8 +25,8 @@ from diloco.outer.fragments import scatter_
 from diloco.outer.replica import Replica
 from diloco.outer.robust import Judgement
 from diloco.outer.staged import Staged
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, intersection
-from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close, Syncer
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class SpotChecks:
     Memory: one copy of the parameters, on their device, while a version is checked; versions take turns.
     """
 
-    def __init__(self, replica: Replica, seed: str | None = None) -> None:
-        self.loss: Loss | None = None
+    def __init__(self, replica: Replica, seed: str | None = None, loss: Loss | None = None) -> None:
+        self.loss = loss
         self._replica = replica
         self._random = Random(seed)
         self._turn = asyncio.Lock()
@@ -127,7 +127,7 @@ class SpotChecks:
         """Numbers of some sequences that a contribution was learned from; none where it names too few."""
         units = syncer.units(peer)
         if syncer.fragment == CONTROL_FRAGMENT:  # whose syncer knows what is whose
-            units = intersection(units, host.protocol.leased_to(peer) or [])
+            units = intersection(units, host.protocol.accounts.leased_to(peer) or [])
         total = count(units)
         return _at(units, sorted(self._random.sample(range(total), SEQUENCES))) if total >= SEQUENCES else []
 

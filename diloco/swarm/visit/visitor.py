@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from diloco.errors import PayloadError, SwarmError
-from diloco.protocol.address_book import Places
+from diloco.protocol.address_book import AddressBook
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.watching import SnapshotReply, SnapshotRequest
 from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
@@ -65,7 +65,7 @@ class Visitor:
         self._known: list[str] = []  # whom to ask, the best first
         self._acquainted: set[str] = set()
         self._last: Snapshot | None = None
-        self._places = Places()
+        self._places = AddressBook()
         self._connected_at = 0.0
 
     async def __aenter__(self) -> Visitor:

@@ -47,9 +47,13 @@ async def within(timeout_s: float | None, work: Awaitable[T]) -> T:
 
 def _cancellations(task: asyncio.Task[object]) -> int:
     """How often the task was asked to end; Python 3.10 does not count."""
-    return 0 if sys.version_info < (3, 11) else task.cancelling()
+    if sys.version_info >= (3, 11):
+        return task.cancelling()
+    return 0
 
 
 def _take_back(task: asyncio.Task[object]) -> int:
     """Take our request to end back; returns how many are left, from others."""
-    return 0 if sys.version_info < (3, 11) else task.uncancel()
+    if sys.version_info >= (3, 11):
+        return task.uncancel()
+    return 0

@@ -1,16 +1,15 @@
-"""Averages that keep the length of what they average.
+"""Radial-directional averaging (RDA): an average that keeps the length of what it averages.
 
-    plain mean     Codec.accumulate_() for each contribution, then mean_()
-    RDA            add_directions_() for each decoded contribution, then radial_directional_()
-
-Radial-directional averaging (Decoupled DiLoCo, arXiv 2604.21428): the mean direction with the mean norm,
+The mean direction with the mean norm (Decoupled DiLoCo, arXiv 2604.21428),
 
     (sum w |v| / sum w) * unit(sum w unit(v))
 
-so that the step does not shrink as 1 / sqrt(peers) when peers disagree, and the outer learning rate need not know how
-many they are. The paper takes it per tensor. We take it per *piece*, the part of a tensor that lies in one chunk: its
-norms are then known when the chunk arrives, nothing is kept beside the sum, and no norm that a peer claims has to be
-trusted. The plain mean is used for what is in no piece, as the paper does for embeddings.
+so that the step does not shrink as 1 / sqrt(peers) when peers disagree, and one outer learning rate fits any number of
+peers. `add_directions_` adds each decoded contribution, and `radial_directional_` then turns the sum into the average.
+
+The paper averages tensor by tensor. We average *piece* by piece, a piece being the part of a tensor that lies in one
+chunk. Its norm is known when the chunk arrives, so the syncer keeps nothing beside the sum and trusts no norm that a
+peer claims. Elements outside all pieces get the plain mean, as embeddings do in the paper.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer.fragments import Fragment
+from diloco.outer.payloads import buffer
 
 __all__ = ["add_directions_", "directional_pieces", "radial_directional_"]
 
@@ -28,13 +28,13 @@ Piece = tuple[int, int]
 """A half-open range of a chunk."""
 
 _SMALLEST_NORM = 2.0**-126
-"""Smaller ones are subnormal in fp32, and hardware that takes them for zero would divide by it."""
+"""Smaller norms are subnormal in fp32; hardware that flushes them to zero would divide by zero."""
 _CANCELLED = 2.0**-20
-"""A sum of directions shorter than this part of its weight is only what rounding left."""
+"""A sum of directions that is shorter than this part of its weight consists of rounding errors."""
 
 
 def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]:
-    """The pieces of [start, stop) of a fragment, relative to start: one for each tensor that is no embedding."""
+    """The pieces of [start, stop) of a fragment, relative to start: one for each tensor that is not an embedding."""
     return [
         (offset, offset + part.numel) for offset, part in fragment.locate(start, stop) if not _is_embedding(part.name)
     ]
@@ -64,14 +64,15 @@ def add_directions_(total: Tensor, values: Tensor, pieces: Sequence[Piece], weig
         if norm < _SMALLEST_NORM:
             norm = 0.0
         else:  # weight / norm may exceed fp32, unit vectors do not
-            total[start:stop].add_(values[start:stop] / norm, alpha=weight)
+            unit = torch.div(values[start:stop], norm, out=buffer("displacement", values.dtype, stop - start))
+            total[start:stop].add_(unit, alpha=weight)
         norms.append(weight * norm)
     return norms
 
 
 @torch.no_grad()
 def radial_directional_(total: Tensor, pieces: Sequence[Piece], weight_sum: float, norm_sums: Sequence[float]) -> None:
-    """Turns what `add_directions_` summed into the average, in place; (n,) fp32.
+    """Turn the sum that `add_directions_` made into the average, in place; (n,) fp32.
 
     Directions that cancel each other give zeros: their unit vector would be rounding errors at full length.
 
@@ -79,7 +80,7 @@ def radial_directional_(total: Tensor, pieces: Sequence[Piece], weight_sum: floa
         total: (n,) fp32, changed in place.
         pieces: those of `add_directions_`.
         weight_sum: sum of the weights, finite and positive.
-        norm_sums: for each piece, the sum of what `add_directions_` returned.
+        norm_sums: for each piece, the sum of the values that `add_directions_` returned.
     """
     assert 0 < weight_sum < float("inf"), f"total weight {weight_sum} is not positive"
     for start, stop in _outside(pieces, total.numel()):
@@ -93,7 +94,7 @@ def radial_directional_(total: Tensor, pieces: Sequence[Piece], weight_sum: floa
 
 
 def _norm(x: Tensor) -> float:
-    """L2 norm in float64: squares of magnitudes up to LIMIT exceed fp32."""
+    """L2 norm in float64, because squares of magnitudes up to LIMIT overflow fp32."""
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
@@ -110,5 +111,5 @@ def _outside(pieces: Sequence[Piece], numel: int) -> Iterator[Piece]:
 
 
 def _is_embedding(name: str) -> bool:
-    """By the names of Hugging Face models: embed_tokens, embeddings, wte, wpe."""
+    """Whether it is called as Hugging Face models call embeddings: embed_tokens, embeddings, wte, wpe."""
     return any("embed" in component or component in ("wte", "wpe") for component in name.split("."))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import partition
-from diloco.outer.merge import (
+from diloco.outer.rda import (
     add_directions_,
     directional_pieces,
     radial_directional_,
@@ -69,7 +69,7 @@ def test_the_norm_is_kept_where_a_mean_would_shrink() -> None:
     assert float(average(vectors, [1.0] * 8, [(0, 1 << 16)]).norm()) / length == pytest.approx(1.0, abs=1e-5)
 
 
-def test_what_is_in_no_piece_gets_the_plain_mean() -> None:
+def test_elements_outside_all_pieces_get_the_plain_mean() -> None:
     vectors, weights = [gaussian(60, 0), gaussian(60, 1)], [1.0, 3.0]
     got = average(vectors, weights, [(10, 20), (30, 50)])
     mean = (vectors[0] + 3 * vectors[1]) / 4

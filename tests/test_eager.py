@@ -1,4 +1,4 @@
-"""Eager updates and gossip: against the papers' rules replica by replica, and what they leave alone."""
+"""Eager updates, against the paper's rules replica by replica."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.outer.eager import eager_, gossip_
-from diloco.outer.fragments import CHUNK
+from diloco.outer.eager import eager_
 from diloco.outer.optimizer import nesterov_
 
 
@@ -75,26 +74,8 @@ def test_eager_with_one_peer_and_no_delay_to_hide_is_plain_nesterov() -> None:
         mean = delta
 
 
-def test_a_partner_pulls_but_the_mean_of_a_pair_moves_as_if_alone() -> None:
-    numel = CHUNK + 3
-    pair = [(gaussian(numel, seed), torch.zeros(numel)) for seed in (0, 1)]
-    middle, velocity = (pair[0][0] + pair[1][0]) / 2, torch.zeros(numel)
-    apart = float((pair[0][0] - pair[1][0]).norm())
-    for seed in range(2, 12):
-        delta, mean = gaussian(numel, seed, 0.01), (pair[0][0] + pair[1][0]) / 2
-        copies = delta.clone(), mean.clone()
-        for parameters, momentum in pair:
-            gossip_(parameters, momentum, delta, mean)
-        assert torch.equal(delta, copies[0]) and torch.equal(mean, copies[1])
-        gossip_(middle, velocity, delta, middle.clone())
-    torch.testing.assert_close((pair[0][0] + pair[1][0]) / 2, middle, rtol=1e-5, atol=1e-5)
-    assert float((pair[0][0] - pair[1][0]).norm()) < 0.1 * apart
-
-
 def test_vectors_of_different_lengths_are_our_bug() -> None:
     with pytest.raises(AssertionError, match="one shape"):
         eager_(torch.zeros(2), torch.zeros(2), torch.zeros(3), torch.zeros(2), peers=1, lr=1.0, beta=0.0)
-    with pytest.raises(AssertionError, match="one shape"):
-        gossip_(torch.zeros(2), torch.zeros(2), torch.zeros(1), torch.zeros(2))
     with pytest.raises(AssertionError, match="impossible"):
         eager_(*(torch.zeros(2) for _ in range(4)), peers=0, lr=1.0, beta=0.0)

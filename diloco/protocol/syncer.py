@@ -237,16 +237,17 @@ class Syncer:
         return True
 
     def _waits_elsewhere(self, member: Member, now: float) -> bool:
-        """Whether a peer has this round's update of this fragment, and has waited for another one for some time.
+        """Whether a peer has waited for another fragment for some time, and offers nothing to this one meanwhile.
 
         1. Of four peers three make the quorum of each fragment, and each time another one comes too late.
         2. So three wait, each for a fragment to which only it contributed, and which waits for the two others.
+
+        The same happens when two sides of a split meet at equal versions: each gives up its contributions to the
+        fragments whose history the other side wrote, and waits for the other at those that it wrote itself.
         """
-        began = member.round_versions
-        status, fragment = member.status, self.fragment
-        if status.state != "exchanging" or began is None or member.peer in self._offers:
+        if member.status.state != "exchanging" or member.peer in self._offers:
             return False
-        return status.versions[fragment] > began[fragment] and now - member.progress_at > WAITING_S
+        return now - member.progress_at > WAITING_S
 
     def _grace_s(self, members: Mapping[str, Member], sync_s: float) -> float:
         """Fixed, or a part of what the overlap leaves: nobody's inner steps wait (arXiv 2604.21428: slack)."""

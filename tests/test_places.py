@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from diloco.swarm.conversations.bulk import BULK
 from fake_swarm import snapshot
 from swarm_helpers import Crowd
 
 from diloco.protocol.address_book import MAX_ADDRESSES, MAX_PEERS, AddressBook
 from diloco.protocol.peer import Peer
-from diloco.swarm.conversations.bulk import BULK
 from diloco.swarm.visit.visitor import Visitor, request_snapshot
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p

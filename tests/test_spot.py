@@ -29,7 +29,7 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Close, Syncer
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
-from diloco.swarm.conversations.units import Reserve
+from diloco.swarm.conversations.units import LeasedData
 from diloco.swarm.node.spot import BETA, SEQUENCES, Score, SpotChecks
 from diloco.train.scoring import loss_of
 
@@ -176,14 +176,14 @@ def test_of_the_control_fragment_enough_must_be_leased_to_its_peer(leased: Units
 
 
 def test_what_was_trained_on_is_neither_ahead_nor_settled() -> None:
-    reserve = Reserve()
-    reserve.add([(0, 12)])
-    reserve.take(4)
-    sent = reserve.send()
-    reserve.take(2)
-    assert reserve.trained_on == [(0, 6)]
-    reserve.settle(sent)
-    assert reserve.trained_on == [(4, 6)]
+    data = LeasedData()
+    data.add([(0, 12)])
+    data.take(4)
+    sent = data.send()
+    data.take(2)
+    assert data.trained_on == [(0, 6)]
+    data.drop(sent)
+    assert data.trained_on == [(4, 6)]
 
 
 def test_the_loss_is_that_of_the_given_parameters_and_leaves_the_model_alone() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from diloco.swarm.conversations.bulk import BULK
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
@@ -23,7 +24,6 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
-from diloco.swarm.conversations.bulk import BULK
 from diloco.swarm.node.mesh import CONTROL
 from diloco.swarm.visit.look import fetch_manifest
 from diloco.swarm.visit.revoke import revoke

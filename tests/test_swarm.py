@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diloco.swarm.conversations.bulk import BulkClient, open_bulk
 from hivemind.dht.node import DHTNode
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from diloco.outer.replica import OuterState
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
 from diloco.protocol.penalties import Penalties
-from diloco.swarm.conversations.bulk import BulkClient, open_bulk
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, free_port, seeded, together

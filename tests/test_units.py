@@ -23,7 +23,7 @@ from diloco.rundir.checkpoint import Checkpoint
 from diloco.sim.arena import CHUNKS, MANIFEST
 from diloco.sim.bare import BareNode, Swarm
 from diloco.sim.lineage import digest_of
-from diloco.swarm.conversations.units import Reserve
+from diloco.swarm.conversations.units import LeasedData
 from diloco.train.session import Session
 from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
 
@@ -253,7 +253,7 @@ def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
     st.lists(st.tuples(st.sampled_from(["add", "take", "send", "settle", "forget"]), st.integers(1, 9)), max_size=60)
 )
 def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(steps: list[tuple[str, int]]) -> None:
-    reserve, ledger = Reserve(), Ledger()
+    reserve, ledger = LeasedData(), Ledger()
     reserve.expect(8)
     taken: list[Units] = []
     sent: Units = []
@@ -272,7 +272,7 @@ def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(st
                 sent = reserve.send()
                 assert sent == difference(union(*taken), settled)
             case "settle":
-                reserve.settle(sent)
+                reserve.drop(sent)
                 ledger.apply("a", sent)  # what is discarded instead may come back with the next grant
                 settled = union(settled, sent)
             case "forget":
@@ -282,7 +282,7 @@ def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(st
 
 
 def test_a_reserve_has_no_more_pieces_than_can_be_told() -> None:
-    reserve = Reserve()
+    reserve = LeasedData()
     reserve.add([(2 * number, 2 * number + 1) for number in range(100)])
     assert len(reserve.all) == MAX_UNIT_RANGES and reserve.take(MAX_UNIT_RANGES + 1) is None
     assert reserve.take(MAX_UNIT_RANGES) is not None

@@ -386,7 +386,7 @@ class Replica:
         The mean divides by the weights alone, so that a discount shrinks the step. `norm` is that of the chunk, where
         it is known already.
         """
-        outer = self.outer[fragment]
+        outer = self._held(fragment)
         start, stop = self.chunks[fragment][chunk]
         scale = 1.0
         if self.rule == "recent":

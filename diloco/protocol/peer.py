@@ -21,7 +21,7 @@ from math import isfinite
 from diloco.protocol.accounts import CONTROL_FRAGMENT, Accounts
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.leases import Lease
-from diloco.protocol.membership import Member
+from diloco.protocol.membership import STALL_FACTOR, Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
@@ -173,6 +173,15 @@ class Peer(Accounts):
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
         """Figures for the next heartbeat."""
         self._progress = (inner_step, target_steps, steps_per_s, tokens)
+
+    def between_rounds(self, limit_s: float) -> None:
+        """The training loop evaluates or saves. It counts as stalled only after that many seconds without progress.
+
+        The others derive that time from the pace that this peer reports, so until the next `progress` it reports a slow
+        one.
+        """
+        inner_step, target_steps, _, tokens = self._progress
+        self._progress = (inner_step, target_steps, STALL_FACTOR / limit_s, tokens)
 
     def measured(self, loss: float, rounds: int, seconds: Sequence[float], discarded: int = 0) -> None:
         """Figures for whoever watches, with the next heartbeat; a loss that is negative or not finite is none."""

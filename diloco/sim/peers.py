@@ -38,14 +38,15 @@ T = TypeVar("T")
 class SimRunner(NodeRunner):
     """Calls into a node from a trainer in lockstep with the event loop; as `NodeRunner`, without its thread."""
 
-    def __init__(self, node: Node, loop: VirtualLoop, thread: Lockstep[Any]) -> None:
-        self.node = node
+    def __init__(self, opening: Any, loop: VirtualLoop, thread: Lockstep[Any]) -> None:
+        self.options, self.replica, self._on_event, self._connect = opening
+        self._per_round, self._asked_to_stop = 0, False
         self.loop = loop
         self._lockstep = thread
         self._closed = False
 
     def start(self) -> None:
-        self.call(self.node.start())
+        self._opened(self.call(Node.open(self.options, self.replica, self._on_event, self._connect)))
 
     def contributions(self) -> list[Contributor]:
         return self.protocol.contributions()
@@ -53,7 +54,8 @@ class SimRunner(NodeRunner):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self.call(self.node.close())
+            if hasattr(self, "node"):
+                self.call(self.node.close())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return self._lockstep.call(work)
@@ -98,8 +100,7 @@ class _SimAttachment(Attachment):
         seed = f"{swarm.seed}/{swarm.name}"  # and there are no strangers
         real.replica.draw = random.Random(seed)
         options = replace(swarm.options(self.parameters, saved), gate=Gate(), seed=seed)
-        node = Node(options, real.replica, swarm.on_event, swarm.connect)
-        return SimRunner(node, swarm.loop, swarm.thread)
+        return SimRunner((options, real.replica, swarm.on_event, swarm.connect), swarm.loop, swarm.thread)
 
     def begin(self) -> None:
         super().begin()

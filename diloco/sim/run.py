@@ -33,8 +33,8 @@ from diloco.sim.outcome import Simulated
 from diloco.sim.peers import PacedStream, SimSwarm, SimTrainer
 from diloco.sim.toy_run import simulate_toy
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
-from diloco.swarm.conversations.bulk import BULK
 from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment
 from diloco.train.evaluate import EvalResult

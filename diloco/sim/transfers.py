@@ -20,7 +20,7 @@ from diloco.sim.arena import CHUNKS, Stream
 from diloco.sim.holder import Holder
 from diloco.sim.lineage import Contributed
 from diloco.sim.world import Conversation
-from diloco.swarm.conversations.units import Reserve
+from diloco.swarm.conversations.units import LeasedData as Reserve
 
 __all__ = ["Transfers"]
 
@@ -88,7 +88,7 @@ class Transfers(Holder):
             match exchange.next_step(lease, self.peer.versions[fragment], self.now(), retry_at, merged):
                 case Step.DONE:
                     self.flying.pop(fragment, None)
-                    self.reserve.settle(exchange.units)
+                    self.reserve.drop(exchange.units)
                     self.peer.units = self.reserve.all
                     return
                 case Step.WAIT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ class Attachment:
         self._cold = False  # in a first round that is left out
         if island.leads:
             self.node = self._make_node(saved)
-            self.node.node.inner_state = self._snapshot
+            self.node.options = replace(self.node.options, inner_state=self._snapshot)
 
     def _make_node(self, saved: Saved | None) -> NodeRunner:
         outer = self.swarm.outer
@@ -229,7 +230,7 @@ class Attachment:
         entering. Without it, what this peer merges is not checked against data.
         """
         if self.node is not None:
-            self.node.node.checks.loss = loss
+            self.node.options = replace(self.node.options, loss=loss)
 
     def count(self, tokens: int) -> None:
         """Tell how many tokens the coming inner step is made of (of the whole island).

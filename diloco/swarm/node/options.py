@@ -8,7 +8,9 @@ from pathlib import Path
 
 from diloco.config import SwarmConfig, flatten
 from diloco.errors import PayloadError
+from diloco.swarm.conversations.inner_state import Snapshot
 from diloco.swarm.node.saved import Saved
+from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.gate import Gate
 
 __all__ = ["NodeOptions", "RunSpec"]
@@ -57,6 +59,8 @@ class NodeOptions:
     gate: Gate = field(default_factory=Gate)  # decides who is let in; the default lets everybody in
     trains: bool = True  # False: this peer only holds fragments
     device: str = ""  # shown to watchers
+    inner_state: Snapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
+    loss: Loss | None = None  # for spot checks; without it this peer's contributors are not checked against data
     seed: str | None = None  # for choices that no other peer may foresee; None takes the operating system's randomness
 
 

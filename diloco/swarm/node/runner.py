@@ -15,6 +15,7 @@ from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.conversations.inner_state import InnerState, Layout
+from diloco.swarm.conversations.probe import ask_to_be_called
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Count, Exchanged
@@ -33,15 +34,8 @@ CLOSE_S = 5.0
 
 async def connect(options: NodeOptions) -> Transport:
     """The real network."""
-    network = options.network
     return await Libp2p.connect(
-        options.run.id,
-        network.initial_peers,
-        network.listen,
-        network.announce,
-        options.identity_path,
-        options.gate,
-        network.reachable,
+        options.network, options.identity_path, options.gate, options.run.id, ask=ask_to_be_called
     )
 
 
@@ -53,18 +47,14 @@ class NodeRunner:
 
     def __init__(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> None:
         self.loop = asyncio.new_event_loop()
-        self.node = Node(options, replica, on_event, connect)
+        self.options, self.replica, self._on_event = options, replica, on_event
+        self._per_round, self._asked_to_stop = 0, False
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
 
     @property
     def protocol(self) -> Peer:
         """The node's protocol core; there is one after `start`. Look, but do not touch: it lives in another thread."""
         return self.node.protocol
-
-    @property
-    def replica(self) -> Replica:
-        """The node's tensors."""
-        return self.node.replica
 
     @property
     def traffic(self) -> Traffic:
@@ -102,7 +92,13 @@ class NodeRunner:
     def start(self) -> None:
         """As `Node.start`."""
         self._thread.start()
-        self.call(self.node.start())
+        self._opened(self.call(Node.open(self.options, self.replica, self._on_event, connect)))
+
+    def _opened(self, node: Node) -> None:
+        self.node = node
+        node.leased.expect(self._per_round)
+        if self._asked_to_stop:
+            node.interrupt()
 
     def joins_late(self) -> bool:
         """As `Node.joins_late`."""
@@ -118,7 +114,7 @@ class NodeRunner:
 
     def take_part(self, tokens: int) -> Exchanged | None:
         """As `Node.take_part`."""
-        return self.call(self.node.take_part(tokens))
+        return self.call(self.node.end_warmup(tokens))
 
     def send(self, counts: Mapping[int, Count]) -> None:
         """As `Node.send`."""
@@ -133,7 +129,7 @@ class NodeRunner:
 
     def turn(self, counts: Mapping[int, Count]) -> Exchanged | None:
         """As `Node.turn`."""
-        return self.call(self.node.turn(counts))
+        return self.call(self.node.exchange_late(counts))
 
     def exchange(self, steps: int, tokens: int) -> Exchanged | None:
         """As `Node.exchange`."""
@@ -152,11 +148,12 @@ class NodeRunner:
 
     def settle(self) -> int:
         """As `Node.settle`."""
-        return self.call(self.node.settle())
+        return self.call(self.node.load_anchors())
 
     def interrupt(self) -> None:
         """As `Node.interrupt`, before and after `start` too; nothing when the node is closed."""
-        if not self.loop.is_closed():
+        self._asked_to_stop = True
+        if hasattr(self, "node") and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.node.interrupt)
 
     def enter(self, state: State) -> None:
@@ -177,11 +174,11 @@ class NodeRunner:
 
     def expect_units(self, sequences_per_round: int) -> None:
         """As `Reserve.expect`, also before `start`."""
-        self.node.reserve.expect(sequences_per_round)
+        self._per_round = sequences_per_round
 
     def take_units(self, number: int) -> Units | None:
         """As `Reserve.take`; does not block."""
-        return self.node.reserve.take(number)
+        return self.node.leased.take(number)
 
     def leave(self, finished: bool) -> None:
         """As `Node.leave`."""
@@ -203,7 +200,8 @@ class NodeRunner:
         return future.result()
 
     async def _close(self) -> None:
-        await self.node.close()
+        if hasattr(self, "node"):
+            await self.node.close()
         remains = asyncio.all_tasks() - {asyncio.current_task()}  # hivemind's own, which it leaves pending
         for task in remains:
             task.cancel()

@@ -16,7 +16,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,8 @@ from diloco.outer.staged import Staged
 from diloco.protocol.ledger import Units, count, intersection
 from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close, Syncer
-
-if TYPE_CHECKING:
-    from diloco.swarm.conversations.answer import Host
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Loss", "Score", "SpotChecks"]
 
@@ -84,14 +83,14 @@ class SpotChecks:
     Memory: one copy of the parameters, on their device, while a version is checked; versions take turns.
     """
 
-    def __init__(self, replica: Replica, seed: str | None = None) -> None:
-        self.loss: Loss | None = None
+    def __init__(self, replica: Replica, seed: str | None = None, loss: Loss | None = None) -> None:
+        self.loss = loss
         self._replica = replica
         self._random = Random(seed)
         self._turn = asyncio.Lock()
 
     async def failing(
-        self, host: Host, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement
+        self, context: Context, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement
     ) -> list[str]:
         """Contributors to leave out of a version; what was found is an event for each that was checked.
 
@@ -99,7 +98,7 @@ class SpotChecks:
             peers, judged: what `outer.robust` makes of the contributions; they are tried as long as they count.
         """
         staged = self._replica.staged(close.fragment)
-        others = [peer for peer in sorted(close.contributors) if peer != host.protocol.me]
+        others = [peer for peer in sorted(close.contributors) if peer != context.protocol.me]
         chosen = [peer for peer in others if self._random.random() < self._replica.settings.spot_check]
         if self.loss is None or not chosen or staged is None:
             return []
@@ -108,26 +107,26 @@ class SpotChecks:
             for coefficient, weight in zip(judged.coefficients, judged.weights, strict=True)
         ]
         parts = dict(zip(peers, scales, strict=True))
-        trials = {peer: (BETA * parts[peer], self._sequences(host, syncer, peer)) for peer in others}
+        trials = {peer: (BETA * parts[peer], self._sequences(context, syncer, peer)) for peer in others}
         async with self._turn:
             trial = _Trial(self._replica, staged, close.fragment, self.loss)
-            scores = await asyncio.to_thread(trial.scores, trials, chosen)
+            scores = await in_thread(trial.scores, trials, chosen)
         failed = [peer for peer, score in scores.items() if score.fails]
         majority = 2 * len(failed) < len(close.contributors)
         for peer, score in scores.items():
             out, data = peer in failed, "leased" if trials[peer][1] else "held-out"
             why = {} if majority or not out else {"why": "half of the contributions fail, or more; so none is left out"}
-            host.note(
+            context.note(
                 "spot_check", fragment=close.fragment, version=close.base_version + 1, peer=peer,
                 data=data, score=score.gain, error=score.error, left_out=out and majority, **why,
             )  # fmt: skip
         return failed if majority else []
 
-    def _sequences(self, host: Host, syncer: Syncer, peer: str) -> list[int]:
+    def _sequences(self, context: Context, syncer: Syncer, peer: str) -> list[int]:
         """Numbers of some sequences that a contribution was learned from; none where it names too few."""
         units = syncer.units(peer)
         if syncer.fragment == CONTROL_FRAGMENT:  # whose syncer knows what is whose
-            units = intersection(units, host.protocol.leased_to(peer) or [])
+            units = intersection(units, context.protocol.leased_to(peer) or [])
         total = count(units)
         return _at(units, sorted(self._random.sample(range(total), SEQUENCES))) if total >= SEQUENCES else []
 

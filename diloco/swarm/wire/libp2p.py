@@ -11,11 +11,9 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hivemind.p2p.p2p_daemon import P2P
@@ -25,33 +23,28 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
+from diloco.config import SwarmConfig
 from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
-from diloco.swarm.node.mesh import CONTROL
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
 from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
-from diloco.swarm.wire.streams import BROKEN
-from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Writer
+from diloco.swarm.wire.streams import BROKEN, CONTROL
+from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Transport, Writer
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
 
-__all__ = [
-    "Libp2p",
-    "Rehearsal",
-    "identity_number",
-    "own_id",
-    "peer_id_of",
-    "read_addresses",
-    "try_to_listen",
-]
+__all__ = ["Ask", "Libp2p", "identity_number", "own_id", "peer_id_of", "read_addresses"]
 
 logger = logging.getLogger(__name__)
 
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
+Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
+"""Asks other peers whether they can connect to this one, and what would help if not."""
+
 _LOST = ("routing: not found", "failed to find any peer in table")  # libp2p on a peer that it has no address of
 
 
@@ -147,24 +140,23 @@ def _check_free(listen: Sequence[str]) -> None:
                 ) from None
 
 
-async def _start_daemon(
-    seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path, listens: bool
-) -> P2P:
+async def _start_daemon(seeds: Sequence[str], network: SwarmConfig, identity_path: Path) -> P2P:
     """A daemon that knows the seeds; raises as `Libp2p.connect`."""
+    listens = network.reachable != "no"
     if listens:
-        _check_free(listen)
+        _check_free(network.listen)
     try:
         return await start_daemon(
             GuardedP2P,
             initial_peers=_multiaddrs(seeds),
-            host_maddrs=_multiaddrs(listen),
-            announce_maddrs=_multiaddrs(announce),
+            host_maddrs=_multiaddrs(network.listen),
+            announce_maddrs=_multiaddrs(network.announce),
             no_listen=not listens,
             dht_mode="server" if listens else "client",
             identity_path=str(identity_path),
         )
     except (P2PDaemonError, OSError, ValueError) as error:
-        raise _explain(error, seeds, listen) from error
+        raise _explain(error, seeds, network.listen) from error
 
 
 def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
@@ -183,38 +175,6 @@ def _nobody(outcome: Mapping[str, str]) -> str:
 def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
     """Whether it is a question if others can call this peer: not within one machine, unless it names an address."""
     return bool(seeds) and (bool(announce) or any(scope(seed) != "loopback" for seed in seeds))
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """How a peer that listens so would be reached; `advice` if it would not."""
-
-    addresses: list[str]
-    reachable: bool
-    advice: str
-
-
-def try_to_listen(
-    seeds: Sequence[str],
-    listen: Sequence[str],
-    announce: Sequence[str],
-    gate: Gate,
-    identity_path: Path | None = None,
-) -> Rehearsal:
-    """Listen for a moment, without a key with a passing one, and have a peer at `seeds` call back; raises as
-    `connect`.
-    """
-
-    async def listen_and_ask() -> Rehearsal:
-        with TemporaryDirectory(prefix="diloco-") as directory:
-            key = identity_path or Path(directory) / "identity.key"
-            peer = await Libp2p.connect("", seeds, listen, announce, key, gate, "ask" if seeds else "yes", dht=False)
-            try:
-                return Rehearsal(peer.addresses, peer.reachable, peer.advice)
-            finally:
-                await peer.close()
-
-    return asyncio.run(listen_and_ask())
 
 
 class Libp2p:
@@ -236,52 +196,44 @@ class Libp2p:
     @classmethod
     async def connect(
         cls,
-        run_id: str,
-        initial_peers: Sequence[str],
-        listen: Sequence[str],
-        announce: Sequence[str],
+        network: SwarmConfig,
         identity_path: Path,
         gate: Gate,
-        reachable: str = "auto",
-        dht: bool = True,
+        run_id: str | None = None,
+        ask: Ask | None = None,
     ) -> Libp2p:
         """Start listening and join the DHT.
 
         Args:
-            run_id: the run whose records this node takes in.
-            initial_peers: multiaddrs of peers of the swarm, or `@FILE`s that hold one; empty starts a new one.
-            listen, announce: multiaddrs to listen on, and those to tell others when they differ.
-            identity_path: private key of this peer; made when there is none.
-            gate: who may connect to this peer, and whom it believes.
-            reachable: `yes`; `no`, which listens nowhere; `auto`, which asks a peer elsewhere to call back; `ask`,
-                which asks any.
-            dht: whether to take part in the DHT.
+            network: where to listen, whom to join, and whether others can connect to this peer. Its
+                `initial_peers` may be `@FILE`s that hold addresses; without any it starts a new swarm. With
+                `reachable=no` it listens nowhere.
+            identity_path: private key of this peer; it is made when it is missing.
+            gate: decides who may connect to this peer, and whom it believes.
+            run_id: the run whose DHT records this node takes in; None takes no part in the DHT.
+            ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that one can.
 
         Raises:
             SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, this
                 identity is that of an initial peer, or the daemon does not start.
             ConfigError: the identity cannot be written, or is none; an initial peer is no address.
         """
-        seeds = await read_addresses(initial_peers, ADDRESS_WAIT_S)
+        seeds = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
         own = own_id(identity_path)
         if any(peer_id_of(address) == own for address in seeds):
             raise SwarmError(
                 f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
             )
-        listens = reachable != "no"
-        p2p = await _start_daemon(seeds, listen, announce, identity_path, listens)
+        p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
         try:
             await self._greet_seeds()
-            self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()]) if listens else []
+            if network.reachable != "no":
+                self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()])
             self.reachable = bool(self.addresses)
-            if reachable == "ask" or (reachable == "auto" and _elsewhere(seeds, announce)):
-                from diloco.swarm.conversations.probe import (
-                    ask_to_be_called,  # it needs torch, and a visitor little of that
-                )
-
-                self.reachable, self.advice = await ask_to_be_called(self)
-            if dht:
+            if ask is not None and network.reachable == "auto" and _elsewhere(seeds, network.announce):
+                self.reachable, self.advice = await ask(self)
+            if run_id is not None:
                 await self._join_dht(run_id, seeds, identity_path)
         except BaseException as error:
             await p2p.shutdown()
@@ -291,7 +243,7 @@ class Libp2p:
                 raise SwarmError(
                     "the swarm refused this peer: its invitation allows to watch only; ask for another one"
                 ) from error
-            raise _explain(error, seeds, listen) from error
+            raise _explain(error, seeds, network.listen) from error
         logger.debug("daemon of %s started by process %d", own, os.getpid())
         return self
 

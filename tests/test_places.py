@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from diloco.swarm.conversations.bulk import BULK
 from fake_swarm import snapshot
 from swarm_helpers import Crowd
 
@@ -16,6 +15,7 @@ from diloco.protocol.peer import Peer
 from diloco.swarm.visit.visitor import Visitor, request_snapshot
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
+from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 
 A, B, C = (f"Qm{letter * 44}" for letter in "ABC")

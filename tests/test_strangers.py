@@ -10,7 +10,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from diloco.swarm.conversations.bulk import BULK
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
@@ -24,12 +23,11 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
-from diloco.swarm.node.mesh import CONTROL
 from diloco.swarm.visit.look import fetch_manifest
 from diloco.swarm.visit.revoke import revoke
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, together
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]

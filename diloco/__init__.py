@@ -1,6 +1,6 @@
 """Serverless DiLoCo: peers anywhere train one model and synchronise it without a server.
 
-`Swarm` attaches the algorithm to any PyTorch training loop; the `diloco` command uses nothing else. Importing this
+`Swarm` attaches the algorithm to any PyTorch training loop; the `diloco` command uses the same class. Importing this
 package imports neither torch nor hivemind.
 """
 

@@ -7,11 +7,11 @@
     ├── SwarmError         3   the swarm cannot be reached or does not admit this peer
     ├── DivergedError      4   training produced non-finite or absurd values
     ├── UnsavedError       5   interrupted with work that is in no checkpoint
-    └── PayloadError       1   something from the network is invalid; refused and counted where it arrives,
-                               so a user sees it only if that catch is missing
+    └── PayloadError       1   something from the network is invalid; the code that receives it catches this error,
+                               refuses and counts, and a user sees it only if that catch is missing
 
-The text of each is one line: the key as typed, the value got, the remedy. Anything else that escapes is a bug of ours
-(exit code 1, with its traceback). Exit code 0 is a run that is done or was left cleanly.
+Every text is one line: the key as typed, the value, the remedy. Any other exception that escapes is a bug of ours
+(exit code 1, with its traceback). Exit code 0 means that the run is done or that the peer left cleanly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class DilocoError(Exception):
-    """A mistake or a mishap with a remedy; `str(error)` is one line for the user."""
+    """A problem that the user can mend; `str(error)` is one line for the user."""
 
     exit_code = 1
 
@@ -67,16 +67,16 @@ class DivergedError(DilocoError):
 
 
 class UnsavedError(DilocoError):
-    """The run was interrupted and some of its work is in no checkpoint."""
+    """The run was interrupted, and no checkpoint has all of its work."""
 
     exit_code = 5
 
 
 class PayloadError(DilocoError):
-    """Bytes or a header from another peer are invalid; refused where they arrive."""
+    """Bytes or a header from another peer are invalid; the receiver refuses them."""
 
 
-# Mishaps of the machine, not bugs: the user frees space or picks another directory.
+# The machine refused, which is no bug: the user frees space or chooses another directory.
 _DIRECTORY_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
 
 
@@ -84,9 +84,9 @@ def guard(function: Callable[[], int | None]) -> int:
     """Runs `function` and returns the exit code of the process; the one place where errors become text.
 
     `DilocoError` and unusable directories (no space, no permission) print `diloco: error: <one line>` on stderr.
-    Ctrl+C that nobody handled ends in 5, like any interruption with unsaved work. Anything else is a bug: its
-    traceback is printed and the code is 1. Both `diloco` and `python -m diloco.train` go through here, so it imports
-    neither click nor torch.
+    An unhandled Ctrl+C ends with 5, like any interruption with unsaved work. Any other exception is a bug: its
+    traceback is printed, and the code is 1. `diloco` and `python -m diloco.train` both go through here; therefore this
+    module imports neither click nor torch.
     """
     try:
         return function() or 0

@@ -1,4 +1,4 @@
-"""Figures and foreign text as people read them, in a terminal and on a page."""
+"""Formats numbers, durations and untrusted text for terminals and pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def plain(value: object) -> str:
-    """Printable text on one line: nothing that a peer sends can move a cursor or break a line."""
+    """Printable text on one line: text that a peer sent can neither move a cursor nor break a line."""
     return "".join(character if character.isprintable() else " " for character in str(value))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A line of at most `width` bars, from the lowest value to the highest; each is the mean of its share."""
+    """A line of at most `width` bars. Each is the mean of an equal share of `values`, scaled from lowest to highest."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from diloco.errors import SwarmError
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.snapshot import (
     Contributions,
     Event,
@@ -17,7 +18,6 @@ from diloco.protocol.snapshot import (
     LossPoint,
     PeerRound,
     PeerRow,
-    Phases,
     Round,
     RunInfo,
     Snapshot,
@@ -32,9 +32,9 @@ def peer_id(index: int) -> str:
     return f"12D3KooW{index * 7919:036d}{index:02d}"
 
 
-def phases(index: int, version: int) -> Phases:
+def phases(index: int, version: int) -> PhaseSeconds:
     wait = 0.4 + 2.5 * ((index * 37 + version * 11) % 10) / 10
-    return Phases(compute=ROUND_S - wait - 0.6, wait=wait, comm=0.4, outer=0.1)
+    return PhaseSeconds(compute=ROUND_S - wait - 0.6, wait=wait, comm=0.4, outer=0.1)
 
 
 def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) -> Snapshot:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from diloco.swarm.node.runner import NodeRunner
 from torch import Tensor
 
 from diloco.config import OuterConfig, SwarmConfig
@@ -26,7 +27,6 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.rounds import Exchanged
-from diloco.swarm.node.runner import NodeRunner
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0  # far more than anything here takes; what reaches it hangs

@@ -24,7 +24,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("lr", "beta"), [(0.7, 0.9), (0.4, 0.5), (1.0, 0.0)])
-def test_the_momentum_follows_from_what_a_step_moved(lr: float, beta: float) -> None:
+def test_the_momentum_follows_from_how_far_a_step_moved_the_parameters(lr: float, beta: float) -> None:
     generator = torch.Generator().manual_seed(1)
     master, momentum = torch.randn(NUMEL, generator=generator).double(), torch.zeros(NUMEL).double()
     followed = momentum.clone()
@@ -35,7 +35,7 @@ def test_the_momentum_follows_from_what_a_step_moved(lr: float, beta: float) -> 
     assert distance(followed, momentum) < 1e-12
 
 
-def test_a_momentum_that_was_unknown_is_soon_right() -> None:
+def test_an_unknown_momentum_is_soon_right() -> None:
     generator = torch.Generator().manual_seed(2)
     master, momentum, followed = torch.zeros(NUMEL), torch.randn(NUMEL, generator=generator), torch.zeros(NUMEL)
     distances = []
@@ -68,7 +68,7 @@ def rounds(codec: str, number: int, **settings: object) -> tuple[Replica, Replic
 
 
 @pytest.mark.parametrize(("codec", "bound"), [("fp32", 1e-4), ("int8", 0.0125), ("e3m0", 0.2)])
-def test_a_backup_holds_the_syncers_momentum_as_well_as_the_codec_shows_it(codec: str, bound: float) -> None:
+def test_a_backup_knows_the_syncers_momentum_within_the_loss_of_the_codec(codec: str, bound: float) -> None:
     syncer, backup = rounds(codec, 20, momentum_warmup=5, lr_by_peers={1: 0.4, 4: 0.8})
     assert distance(backup.standby[0].momentum, syncer.outer[0].momentum) < bound
     backup.hold(0)
@@ -76,7 +76,7 @@ def test_a_backup_holds_the_syncers_momentum_as_well_as_the_codec_shows_it(codec
     assert torch.equal(backup.outer[0].master, syncer.anchors[0])
 
 
-def test_a_successor_follows_a_version_that_the_syncer_before_it_made() -> None:
+def test_a_successor_follows_a_last_version_of_its_predecessor() -> None:
     syncer, backup = rounds("int8", 6)
     backup.hold(0)
     update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)

@@ -13,16 +13,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
-from chaos_peers import Happened
-from chaos_report import Account, Log, Stay, accounts_of, detection_s, digests, longest_gap, rejoin, report
-from chaos_schedule import Fault, ScheduleError, joins, parse, shuffled
-from chaos_table import MEASUREMENTS, Row, regenerate, table
-from chaos_text import judge, lines_of
 from hypothesis import given
 from hypothesis import strategies as st
-from link_pipe import Pipe, Shape, delay_s, rate_bytes, share
-from links import Emulated, Loopback, networks, unavailable, unemulated
-from readme import put, rows_of
+
+from _bench.readme import put, rows_of
+from _chaos.peers import Happened
+from _chaos.report import Account, Log, Stay, accounts_of, detection_s, digests, longest_gap, rejoin, report
+from _chaos.schedule import Fault, ScheduleError, joins, parse, shuffled
+from _chaos.table import MEASUREMENTS, Row, regenerate, table
+from _chaos.text import judge, lines_of
+from _links.links import Emulated, Loopback, networks, unavailable, unemulated
+from _links.pipe import Pipe, Shape, delay_s, rate_bytes, share
 
 PLAN = "30:kill 2, 35:join, 60:stop 1, 65:cont 1, 80:partition 0,1|3,4, 90:heal, 100:slow 1 2mbit,104:restart 2"
 
@@ -359,7 +360,7 @@ def test_one_run_with_two_anchors_at_its_end_is_seen_in_the_table() -> None:
 def test_a_row_is_measured_once_unless_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme, calls = tmp_path / "README.md", []
     readme.write_text("before\n<!-- faults -->\nold\n<!-- end of faults -->\nafter\n")
-    monkeypatch.setattr("chaos_table.put", lambda name, lines: put(name, lines, readme))
+    monkeypatch.setattr("_chaos.table.put", lambda name, lines: put(name, lines, readme))
 
     def measure() -> dict[str, Any]:
         calls.append("sync")

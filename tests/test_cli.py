@@ -237,15 +237,23 @@ def test_export_and_generate_need_no_configuration(recorder: Recorder) -> None:
     assert recorder.calls[-1] == ((), options)
 
 
-def test_a_setting_without_effect_is_a_warning(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("train", "local.peers=3", "wandb.project=x") == 0
+def test_a_setting_without_effect_is_an_error_and_a_doubtful_one_a_warning(
+    recorder: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("train", "local.peers=3") == 2
     assert capsys.readouterr().err == (
-        "diloco: warning: wandb.project has no effect with wandb.mode=disabled\n"
-        "diloco: warning: local.peers has no effect with diloco train\n"
+        "diloco: error: local.peers=3 has no effect with diloco train, which is one peer; "
+        "drop it, or use diloco local\n"
     )
-    assert exit_code("train", "wandb.project=x", "run.report=true") == 0
+    assert exit_code("host", ADDRESS, "outer.lr=0.5") == exit_code("doctor", ADDRESS, "model=tiny") == 2
+    assert exit_code("doctor", "wandb.mode=offline") == exit_code("host", "--new", "train.threads=2") == 2
+    assert not recorder.calls
+    capsys.readouterr()
+    assert exit_code("train", "wandb.project=x", "run.report=true") == 0, "a supervisor has said it"
     assert exit_code("local", "local.peers=3") == 0
     assert capsys.readouterr().err == ""
+    assert exit_code("train", "budget.tokens=9") == 0
+    assert capsys.readouterr().err.startswith("diloco: warning: budget.outer_steps=100 and budget.tokens=9 are both")
 
 
 @pytest.mark.parametrize(("result", "code"), [(0, 0), (5, 5), (SwarmError("nobody answers"), 3), (KeyError("bug"), 1)])

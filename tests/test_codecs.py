@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diloco.config import OuterConfig
+from diloco.config.groups import CodecDown, CodecUp, LossyCodec
 from diloco.errors import ConfigError, DivergedError, PayloadError
 from diloco.outer import payloads
 from diloco.outer.codecs import CODECS, LIMIT, codec
-from diloco.outer.fragments import BLOCK, CHUNK, chunks
-from diloco.outer.optimizer import mean_, nesterov_, pseudo_gradient_
+from diloco.outer.fragments import BLOCK, CHUNK, chunks, partition
+from diloco.outer.lossy import LOSSY
+from diloco.outer.optimizer import OuterStep, mean_, nesterov_, pseudo_gradient_
+from diloco.outer.payloads import Codec
+from diloco.outer.replica import Replica
 
 ALL = ("fp32", "fp16", "int8", "e3m0")
 SIZES = (1, 2, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7)
@@ -168,7 +174,7 @@ def test_the_middle_between_two_levels_goes_to_even_codes_and_to_the_larger_powe
 
 
 @pytest.mark.parametrize("name", ["int8", "e3m0"])
-def test_encoding_what_was_decoded_loses_nothing_more(name: str) -> None:
+def test_encoding_decoded_values_loses_nothing_more(name: str) -> None:
     once = round_trip(name, gaussian(2 * BLOCK + 7))
     assert torch.equal(round_trip(name, once), once)
 
@@ -262,7 +268,7 @@ def test_float_updates_carry_the_new_values(name: str, rounded: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("name", ["int8", "e3m0", "fp16"])
-def test_what_an_update_loses_comes_with_later_ones(name: str) -> None:
+def test_later_updates_carry_the_losses_of_earlier_ones(name: str) -> None:
     """The master walks at constant velocity; the anchor's average velocity is the same, not what one encoding says."""
     rounds, velocity = 64, gaussian(BLOCK, scale=0.01)
     start = gaussian(BLOCK, seed=1)
@@ -337,7 +343,7 @@ def test_magnitudes_up_to_the_limit_are_sent(name: str) -> None:
     assert acc.isfinite().all()
 
 
-def test_half_refuses_what_would_become_infinite() -> None:
+def test_half_refuses_values_that_would_become_infinite() -> None:
     assert round_trip("fp16", torch.tensor([65504.0, -65504.0])).tolist() == [65504, -65504]
     for value in (65505.0, 65520.0, -1e9):
         with pytest.raises(DivergedError, match="65504"):
@@ -445,7 +451,7 @@ def test_threads_do_not_share_buffers() -> None:
         x = gaussian(BLOCK + 1, seed)
         for name in ALL:
             assert relative_error(x, round_trip(name, x)) < 0.25
-        for name, buffer in payloads._buffers.memory.items():
+        for (name, _), buffer in payloads._buffers.memory.items():
             addresses.setdefault(name, []).append(buffer.data_ptr())
         both.wait(timeout=60)  # memory of a thread that ended may serve the next one
 
@@ -495,3 +501,80 @@ def test_more_than_a_chunk_or_another_dtype_is_our_bug() -> None:
     for x in (torch.zeros(CHUNK + 1), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(0)):
         with pytest.raises(AssertionError):
             codec("int8").encode(x, torch.empty(codec("int8").nbytes(x.numel()), dtype=torch.uint8))
+
+
+# -- the registries ---------------------------------------------------------------------------------------------------
+
+
+def test_every_name_of_the_configuration_is_a_codec_and_the_other_way_round() -> None:
+    assert set(CODECS) == set(get_args(CodecDown))
+    assert set(LOSSY) == set(get_args(LossyCodec))
+    assert set(CODECS) | set(LOSSY) == set(get_args(CodecUp))
+
+
+@pytest.mark.parametrize("name", [*CODECS, *LOSSY])
+@pytest.mark.parametrize("numel", [1, CHUNK, 3 * CHUNK + 5])
+def test_offsets_are_the_ends_of_the_chunks_payloads(name: str, numel: int) -> None:
+    ends = [0]
+    for start, stop in chunks(numel):
+        ends.append(ends[-1] + codec(name).nbytes(stop - start))
+    assert codec(name).offsets(numel) == tuple(ends)
+
+
+class Counting(Codec):
+    """fp32 that counts how often somebody asks for a size."""
+
+    name = "counting"
+    carries_values = True
+    asked = 0
+
+    def nbytes(self, numel: int) -> int:
+        Counting.asked += 1
+        return 4 * numel
+
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        out.view(torch.float32).copy_(x)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload.view(torch.float32))
+
+    def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
+        acc.add_(payload.view(torch.float32), alpha=weight)
+
+    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
+        self.encode(master, out)
+
+    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
+        self.decode(payload, anchor)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> OuterConfig:
+    monkeypatch.setitem(CODECS, "counting", Counting())
+    plain = OuterConfig(method="diloco", sync_every=1, lr=1, momentum=0)
+    return plain.model_copy(update={"codec_up": "counting", "codec_down": "counting"})
+
+
+def test_a_class_in_the_registry_is_all_that_a_new_codec_takes(counting: OuterConfig) -> None:
+    parameters = {"w": gaussian(CHUNK + 5)}
+    replica = Replica(parameters, partition({"w": CHUNK + 5}, 1), counting)
+    replica.hold(0)
+    parameters["w"].mul_(0.5)
+    for chunk in range(2):
+        replica.held[0].take(chunk, "peer", replica.encode(0, chunk), 1.0)
+    update = torch.empty(replica.update_nbytes(0), dtype=torch.uint8)
+    replica.held[0].merge_(OuterStep(0, 1), update, replica.held[0].judge({"peer": 1.0}))
+    torch.testing.assert_close(replica.anchors[0], parameters["w"])
+
+
+def test_the_sizes_of_earlier_chunks_are_not_added_up_for_every_chunk_of_a_captured_payload(
+    counting: OuterConfig,
+) -> None:
+    numel = 20 * CHUNK
+    replica = Replica({"w": torch.zeros(numel)}, partition({"w": numel}, 1), counting)
+    replica.parameters["w"].copy_(torch.arange(numel) // CHUNK)
+    replica.capture(0)
+    Counting.asked = 0
+    for chunk in range(20):
+        assert replica.encode(0, chunk).view(torch.float32).unique().tolist() == [-chunk]
+    assert Counting.asked <= 20

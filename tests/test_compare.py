@@ -17,8 +17,9 @@ from diloco.cli.compare import show
 from diloco.cli.main import main
 from diloco.config import compose
 from diloco.errors import ConfigError
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.rundir.compare import Point, Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
-from diloco.rundir.summary import Evaluation, PeerSummary, Seconds, Summary, Tokens, write_summary
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens, write_summary
 
 LOSSES = (5.0, 4.0, 3.0)  # at versions 0, 1 and 2, ten seconds and 100 tokens apart
 
@@ -35,7 +36,7 @@ def make(place: Path, *overrides: str, losses: Sequence[float] = LOSSES, exit: i
     ]
     (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     peers = [
-        PeerSummary(f"Qm{index}", f"p{index}", 8, 100, "d", 1000, 1000, Seconds(compute=9, wait=1 + 8 * index))
+        PeerSummary(f"Qm{index}", f"p{index}", 8, 100, "d", 1000, 1000, PhaseSeconds(compute=9, wait=1 + 8 * index))
         for index in range(2)
     ]
     summary = Summary(

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,10 +16,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from diloco.admission import RunKey, issue
-from diloco.config import Config, Manifest, OuterConfig, PeerLocal, RunOwned, choices, compose, help_text
-from diloco.config.describe import leaves
+from diloco.config import (
+    Config,
+    Manifest,
+    OuterConfig,
+    PeerLocal,
+    RunOwned,
+    choices,
+    compose,
+    help_text,
+    refuse_ignored,
+)
+from diloco.config.explain import leaves
 from diloco.errors import ConfigError
+from tests.changes import CHANGES, RUN_KEY, SECRETS, TOKEN
 
 MODULE = import_module("diloco.config.compose")  # the name in the package is the function
 
@@ -36,111 +45,6 @@ COMPANIONS = {
 DEFAULT = compose()
 SHIPPED = [(group, name) for group, names in choices().items() for name in names]
 
-# For every setting another valid value, as a user would type it; the first argument is the setting itself.
-SECRETS = TemporaryDirectory(prefix="diloco-test-")
-RUN_KEY = RunKey.create(Path(SECRETS.name) / "run.key")
-TOKEN = issue(RUN_KEY, "diloco", "worker", 2_000_000_000)
-(Path(SECRETS.name) / "token").write_text(TOKEN.to_text())
-CHANGES: dict[str, list[str]] = {
-    "run.id": ["run.id=other"],
-    "run.seed": ["run.seed=1"],
-    "run.dir": ["run.dir=elsewhere"],
-    "run.name": ["run.name=anna"],
-    "run.report": ["run.report=true"],
-    "run.lead": ["run.lead=false"],
-    "budget.outer_steps": ["budget.outer_steps=7"],
-    "budget.tokens": ["budget.tokens=1000"],
-    "local.peers": ["local.peers=3"],
-    "local.step_delay_s": ["local.step_delay_s=[0,0,0,1]"],
-    "model.name": ["model.name=other"],
-    "model.model_type": ["model.model_type=mistral"],
-    "model.path": ["model.path=checkpoint/", "model=pretrained"],
-    "model.config": ["model.config.hidden_size=64"],
-    "data.source": ["data.source=text", "data.path=notes/"],
-    "data.sequence_length": ["data.sequence_length=64"],
-    "data.tokenizer": ["data.tokenizer=tokenizer/"],
-    "data.field": ["data.field=content"],
-    "data.holdout": ["data.holdout=0.1"],
-    "data.name": ["data.name=org/set", "data.source=hub"],
-    "data.subset": ["data.subset=en", "data.source=hub", "data.name=org/set"],
-    "run.key": [f"run.key={'0123456789abcdef' * 4}"],
-    "swarm.token": [f"swarm.token=@{SECRETS.name}/token"],
-    "swarm.key_path": [f"swarm.key_path={SECRETS.name}/run.key"],
-    "data.split": ["data.split=validation"],
-    "data.path": ["data.path=notes/", "data=text"],
-    "data.shard": ["data.shard=1", "data.shards=2"],
-    "data.shards": ["data.shards=2", "data.shard=0"],
-    "inner.optimizer": ["inner.optimizer=muon"],
-    "inner.lr": ["inner.lr=0.001"],
-    "inner.batch_size": ["inner.batch_size=4"],
-    "inner.betas": ["inner.betas=[0.9,0.99]"],
-    "inner.weight_decay": ["inner.weight_decay=0"],
-    "inner.clip": ["inner.clip=0.5"],
-    "inner.schedule": ["inner.schedule=constant"],
-    "inner.warmup_steps": ["inner.warmup_steps=3"],
-    "inner.final_lr_ratio": ["inner.final_lr_ratio=0"],
-    "outer.method": ["outer.method=data_parallel"],
-    "outer.sync_every": ["outer.sync_every=10"],
-    "outer.fragments": ["outer.fragments=3"],
-    "outer.lr": ["outer.lr=0.5"],
-    "outer.momentum": ["outer.momentum=0"],
-    "outer.pattern": ["outer.pattern=strided"],
-    "outer.staggered": ["outer.staggered=true"],
-    "outer.overlap": ["outer.overlap=5"],
-    "outer.eager": ["outer.eager=true", "outer.overlap=100"],
-    "outer.mixing": ["outer.mixing=0.5"],
-    "outer.quorum": ["outer.quorum=1"],
-    "outer.grace_s": ["outer.grace_s=2", "outer.quorum=1"],
-    "outer.grace_slack": ["outer.grace_slack=0.5", "outer.quorum=1", "outer.overlap=2"],
-    "outer.staleness_limit": ["outer.staleness_limit=10", "outer.quorum=1"],
-    "outer.staleness_exponent": ["outer.staleness_exponent=0.5"],
-    "outer.weights": ["outer.weights=uniform"],
-    "outer.merge": ["outer.merge=rda"],
-    "outer.optimizer": ["outer.optimizer=delayed_nesterov"],
-    "outer.lr_by_peers": ["outer.lr_by_peers={1:0.4,8:0.8}"],
-    "outer.robust": ["outer.robust=centered_clip"],
-    "outer.clip_factor": ["outer.clip_factor=2"],
-    "outer.spot_check": ["outer.spot_check=0.1"],
-    "outer.trim": ["outer.robust=trimmed_mean", "outer.trim=0.1"],
-    "outer.momentum_warmup": ["outer.momentum_warmup=20"],
-    "outer.delay": ["outer.delay=4", "outer.optimizer=fedbuff"],
-    "outer.delay_c": ["outer.delay_c=0.1", "outer.optimizer=delayed_nesterov"],
-    "outer.dylu": ["outer.dylu=true", "outer.quorum=1"],
-    "outer.error_feedback": ["outer.error_feedback=0.9"],
-    "outer.codec_up": ["outer.codec_up=e3m0"],
-    "outer.codec_down": ["outer.codec_down=fp16"],
-    "swarm.initial_peers": ["swarm.initial_peers=[/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWExample]"],
-    "swarm.listen": ["swarm.listen=[/ip4/0.0.0.0/tcp/4100]"],
-    "swarm.announce": ["swarm.announce=[/ip4/203.0.113.7/tcp/4100]"],
-    "swarm.reachable": ["swarm.reachable=no"],
-    "swarm.identity_path": ["swarm.identity_path=me.key"],
-    "swarm.min_peers": ["swarm.min_peers=2"],
-    "sim.mode": ["sim.mode=toy"],
-    "sim.step_s": ["sim.step_s=[1,2]"],
-    "sim.jitter": ["sim.jitter=0.2"],
-    "sim.bandwidth": ["sim.bandwidth=1e6"],
-    "sim.latency_s": ["sim.latency_s=0.1"],
-    "sim.loss": ["sim.loss=0.1"],
-    "sim.attack": ["sim.attack=[flip:3x10]"],
-    "sim.events": ["sim.events=['crash:3@120']"],
-    "swarm.upload_limit": ["swarm.upload_limit=1e6"],
-    "swarm.heartbeat_s": ["swarm.heartbeat_s=0.5"],
-    "swarm.inner_state": ["swarm.inner_state=cold"],
-    "train.device": ["train.device=cuda:1"],
-    "train.micro_batch": ["train.micro_batch=2"],
-    "train.threads": ["train.threads=2"],
-    "train.precision": ["train.precision=bf16"],
-    "train.step_delay_s": ["train.step_delay_s=0.1"],
-    "train.log_every": ["train.log_every=1"],
-    "checkpoint.every": ["checkpoint.every=0"],
-    "checkpoint.keep": ["checkpoint.keep=5"],
-    "eval.every": ["eval.every=0"],
-    "eval.sequences": ["eval.sequences=8"],
-    "wandb.mode": ["wandb.mode=offline"],
-    "wandb.project": ["wandb.project=other"],
-    "wandb.entity": ["wandb.entity=team"],
-    "wandb.aggregate": ["wandb.aggregate=true"],
-}
 PEER_LOCAL = {
     *(
         "run.dir",
@@ -208,7 +112,8 @@ def test_every_shipped_choice_loads(group: str, name: str) -> None:
     overrides = [f"{group}={name}", *COMPANIONS.get((group, name), [])]
     config = compose(overrides)
     assert Manifest.from_json(config.manifest().to_json()) == config.manifest()
-    assert not config.warnings(overrides)
+    assert not config.warnings()
+    refuse_ignored(config, "train", overrides)
 
 
 def test_every_group_of_the_contract_is_shipped() -> None:
@@ -484,25 +389,6 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], t
     ("overrides", "text"),
     [
         (
-            ["outer=data_parallel", "outer.lr=0.5"],
-            "outer.lr has no effect with outer.method=data_parallel, which has no outer steps and no swarm",
-        ),
-        (
-            ["outer=data_parallel", "swarm.min_peers=2"],
-            "swarm has no effect with outer.method=data_parallel, which has no outer steps and no swarm",
-        ),
-        (
-            ["inner.schedule=constant", "inner.final_lr_ratio=0.2"],
-            "inner.final_lr_ratio has no effect with inner.schedule=constant",
-        ),
-        (["data.field=content"], "data.field has no effect with data.source=stdlib, which has no columns"),
-        (["data.split=test"], "data.split has no effect with data.source=stdlib, which has no splits"),
-        (
-            ["model=pretrained", "model.path=x", "model.model_type=gpt2"],
-            "model.model_type has no effect with model.path, whose directory says it",
-        ),
-        (["wandb.project=x"], "wandb.project has no effect with wandb.mode=disabled"),
-        (
             ["budget.tokens=9"],
             "budget.outer_steps=100 and budget.tokens=9 are both set; the first one reached ends the "
             "run (null switches one off)",
@@ -524,18 +410,13 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], t
         ),
     ],
 )
-def test_settings_without_effect_or_in_doubt_are_named_once(overrides: list[str], text: str) -> None:
-    assert compose(overrides).warnings(overrides) == [text]
+def test_settings_in_doubt_are_named_once(overrides: list[str], text: str) -> None:
+    assert compose(overrides).warnings() == [text]
 
 
 def test_an_address_that_a_peer_will_write_into_a_file_is_not_doubted() -> None:
     assert compose(["swarm.initial_peers=@runs/mine/address"]).warnings() == []
     assert message("swarm.initial_peers=@").startswith("swarm.initial_peers=@ is not valid; expected ")
-
-
-def test_what_a_preset_says_without_effect_is_not_held_against_the_user() -> None:
-    overrides = ["experiment=quickstart", "outer=data_parallel"]
-    assert compose(overrides).warnings(overrides) == []
 
 
 def test_a_group_of_settings_can_be_built_from_typed_values_alone() -> None:
@@ -544,6 +425,26 @@ def test_a_group_of_settings_can_be_built_from_typed_values_alone() -> None:
         OuterConfig.parse({"method": "diloco", "sync_every": 5, "lr": -1})
     with pytest.raises(ConfigError, match=r"^learning_rate is not a setting; did you mean lr\?$"):
         OuterConfig.parse({"method": "diloco", "sync_every": 5, "learning_rate": 1})
+
+
+@pytest.mark.parametrize(
+    ("outer", "modes"),
+    [
+        ({}, {"barrier", "lockstep", "judged_together"}),
+        ({"staggered": True}, {"barrier", "judged_together"}),
+        ({"overlap": 5}, {"barrier", "judged_together"}),
+        ({"overlap": 10}, {"barrier", "round_late", "judged_together"}),
+        ({"codec_up": "fp32"}, {"barrier", "lockstep"}),
+        ({"codec_up": "fp32", "robust": "clip"}, {"barrier", "lockstep", "judged_together"}),
+        ({"robust": "none"}, {"barrier", "lockstep"}),
+        ({"quorum": 1}, set()),
+        ({"quorum": 1, "robust": "clip"}, set()),
+    ],
+)
+def test_the_settings_of_the_outer_step_say_which_mode_they_are(outer: dict[str, Any], modes: set[str]) -> None:
+    settings = OuterConfig.parse({"method": "diloco", "sync_every": 10, **outer})
+    asked = ("barrier", "lockstep", "round_late", "judged_together")
+    assert {mode for mode in asked if getattr(settings, mode)} == modes
 
 
 def test_saved_configurations_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
@@ -557,6 +458,14 @@ def test_saved_configurations_that_cannot_be_used_are_one_line(tmp_path: Path) -
     assert message(base=text) == f"{text} is not a configuration; expected the config.yaml of a run directory"
     assert message(base=old).startswith("surprise is not a setting; ")
     assert "give its settings one by one" in message("experiment=smoke", base=old)
+
+
+def test_a_saved_configuration_of_an_earlier_version_still_loads(tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text(DEFAULT.to_yaml().replace("sim:\n", "sim:\n  mode: train\n"))
+    assert "mode: train" in saved.read_text()
+    assert compose(base=saved) == DEFAULT
+    assert message("sim.mode=toy").startswith("sim.mode is not a setting; ")
 
 
 def test_several_mistakes_are_counted() -> None:

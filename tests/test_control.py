@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -13,18 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_penalties import Pipe, framed
 
+from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Note
 from diloco.protocol.leases import LEAP
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, Receipt
-from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, State, Status
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, Status
+from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Penalties
-from diloco.swarm.conversations.context import Context
-from diloco.swarm.node.dht import DhtRecords
+from diloco.protocol.states import State
 from diloco.swarm.node.mesh import ControlMesh
-from diloco.swarm.node.options import RunSpec
-from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.streams import Traffic
 
 ME, OTHER, MANIFEST, DIGEST = "me", "other", "0" * 64, "1" * 64
 
@@ -44,17 +42,36 @@ class Listener:
     """A peer of a run of two fragments, and its mesh."""
 
     def __init__(self) -> None:
-        self.protocol = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2)
+        self.protocol, self.traffic = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2), Traffic()
         self.transport, self.notes = NoNetwork(), list[tuple[str, Mapping[str, object]]]()
-        self.context = Context(
-            self.protocol, SimpleNamespace(fragments=()), self.transport, "{}", Gate(),  # type: ignore[arg-type]
-            on_event=lambda kind, fields: self.notes.append((kind, fields)),
-        )  # fmt: skip
-        self.context.carry_out = self.carry_out
-        self.mesh = ControlMesh(self.context, DhtRecords(self.context), RunSpec("run", MANIFEST, "{}"))
+        self.mesh = ControlMesh(self.transport, self)  # type: ignore[arg-type]
 
-    def carry_out(self, actions: Sequence[Action]) -> None:
+    def do(self, actions: list[Action]) -> None:
         self.notes += [(action.kind, action.fields) for action in actions if isinstance(action, Note)]
+
+    def greeted(self, peer: str, hello: Hello) -> None:
+        self.do(self.protocol.connected(peer, hello, now()))
+
+    def heard(self, peer: str, message: Message) -> None:
+        self.do(self.protocol.heard(peer, message, now()))
+
+    def offended(self, peer: str, why: str) -> None:
+        self.do(self.protocol.offence(peer, why, now()))
+
+    def lost(self, peer: str, why: str) -> None:
+        self.do(self.protocol.lost(peer, now(), why))
+
+    async def refused(self, peer: str, reason: str) -> None: ...
+
+    def record(self) -> list[str]:
+        return []
+
+    def named(self, records: Mapping[str, object]) -> None: ...
+
+    def notify(self) -> None: ...
+
+    def objection(self, peer: str, hello: Hello) -> str | None:
+        return None
 
     def said(self, kind: str) -> list[Mapping[str, object]]:
         return [fields for one, fields in self.notes if one == kind]
@@ -76,7 +93,6 @@ def run(scene: Callable[[Listener], Awaitable[None]]) -> None:
         try:
             await scene(listener)
         finally:
-            await listener.context.tasks.close(5.0)
             await listener.mesh.close()
 
     asyncio.run(asyncio.wait_for(work(), 30))
@@ -110,8 +126,8 @@ GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
         (GARBAGE, "a frame is not valid msgpack"),
         (ENDLESS, "a frame of 4294967295 bytes is over the limit"),
         (framed(status(fragments=1)), "a status of 1 fragments, and the run has 2"),
-        (framed(claim(fragment=2)), "a word on fragment 2, and the run has 2"),
-        (framed(published(fragment=7)), "a word on fragment 7, and the run has 2"),
+        (framed(claim(fragment=2)), "a message about fragment 2, and the run has 2"),
+        (framed(published(fragment=7)), "a message about fragment 7, and the run has 2"),
         (framed(CONTRIBUTION), "a control stream does not carry Contribution"),
     ],
     ids=["schema", "length", "status", "claim", "published", "kind"],
@@ -142,7 +158,7 @@ def test_an_offence_on_a_control_stream_puts_its_peer_out_for_a_while_and_is_an_
         (GARBAGE, "a frame is not valid msgpack"),
         (framed(status()), "expected Hello, got Status"),
         (framed(Receipt()), "expected Hello, got Receipt"),
-        (framed(hello(claim(fragment=2))), "a word on fragment 2, and the run has 2"),
+        (framed(hello(claim(fragment=2))), "a message about fragment 2, and the run has 2"),
     ],
     ids=["schema", "status", "kind", "claim"],
 )
@@ -168,10 +184,21 @@ def test_a_stream_that_begins_with_an_offence_is_refused_with_the_reason(sent: b
 )
 def test_who_is_of_another_version_or_run_is_refused_and_not_punished(other: dict[str, object], why: str) -> None:
     async def scene(listener: Listener) -> None:
-        frame = msgpack.packb({**hello().model_dump(), **other})
+        frame = msgpack.packb({"kind": "hello", **hello().model_dump(), **other})
         [refusal] = await listener.hear(len(frame).to_bytes(4, "big") + frame)
         assert isinstance(refusal, Refusal) and refusal.reason.startswith(why)
         assert listener.said("penalty") == [] and listener.protocol.penalties.refusal(OTHER, now()) is None
+
+    run(scene)
+
+
+def test_a_kind_that_only_a_newer_peer_knows_is_skipped() -> None:
+    async def scene(listener: Listener) -> None:
+        frame = msgpack.packb({"kind": "trumpet", "loud": True})
+        await listener.hear(framed(hello()), len(frame).to_bytes(4, "big") + frame, framed(claim(term=3)))
+        lease = listener.protocol.leases.get(0)
+        assert lease is not None and lease.term > 3, "what came after it was heard"
+        assert listener.said("penalty") == []
 
     run(scene)
 

@@ -28,6 +28,17 @@ def test_digests_combine_upwards_under_labels() -> None:
     assert anchor_digest(parts) == sha256(b"diloco anchor\0" + raw)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_hash_the_parts_in_order(threads: int) -> None:
+    flat, before = torch.arange(4.0 * PART + 3), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        digests = part_digests(flat)
+    finally:
+        torch.set_num_threads(before)
+    assert digests == tuple(part_digest(flat[start:stop]) for start, stop in part_ranges(flat.numel()))
+
+
 def test_parts_can_be_checked_one_by_one() -> None:
     flat = torch.arange(2.0 * PART + 3)
     digests = part_digests(flat)
@@ -67,7 +78,7 @@ def test_hashing_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "ab", "g" * 64, "A" * 64, "a" * 63 + "\n", "a" * 66, " " * 64])
-def test_what_is_no_digest_is_refused(bad: str) -> None:
+def test_text_that_is_not_a_digest_is_refused(bad: str) -> None:
     for combine in (fragment_digest, anchor_digest):
         with pytest.raises(PayloadError, match="not a sha256 digest"):
             combine([sha256(b"a"), bad])

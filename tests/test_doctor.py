@@ -17,8 +17,8 @@ from diloco.config import Config, compose
 from diloco.errors import ConfigError, SwarmError
 from diloco.fit import doctor as module
 from diloco.fit.doctor import Check, Doctor
-from diloco.fit.machine import GIB, look_at_machine
-from diloco.fit.volunteer import Place
+from diloco.fit.machine import GIB, inspect_machine
+from diloco.fit.volunteer import PeerDirectory
 from diloco.protocol.messages.watching import ProbeReply
 from diloco.swarm.conversations.probe import Probed
 from diloco.swarm.visit.look import Found
@@ -41,7 +41,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(config.manifest().to_json()))
     monkeypatch.setattr(module, "try_to_listen", lambda *_: Rehearsal([PLACE], True, ""))
     monkeypatch.setattr(module, "step_seconds", lambda config: 0.25)
-    return Doctor(config, Place(0, tmp_path, tmp_path / "identity.key"), [PLACE])
+    return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
 
 
 def verdicts(doctor: Doctor) -> dict[str, Check]:
@@ -118,8 +118,8 @@ def test_a_machine_that_is_too_small_or_full_fails_here_and_not_there(
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
     healthy.addresses = []
     healthy.config = compose(["model=150m", "train.device=cpu"])
-    small = replace(look_at_machine("cpu"), device_bytes=GIB, main_bytes=GIB)
-    monkeypatch.setattr(module, "look_at_machine", lambda *_: small)
+    small = replace(inspect_machine("cpu"), device_bytes=GIB, main_bytes=GIB)
+    monkeypatch.setattr(module, "inspect_machine", lambda *_: small)
     found = verdicts(healthy)
     assert (found["disk"].verdict, found["memory"].verdict) == ("failed", "failed")
     assert "too small" in found["memory"].text and not found["memory"].swarm

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco.errors import ConfigError
-from diloco.outer.fragments import BLOCK, CHUNK, Fragment, Slice, chunks, gather_, partition, scatter_
+from diloco.outer.fragments import BLOCK, CHUNK, Fragment, Slice, chunks, gather_, gathered, partition, scatter_
 
 LAYOUTS = ("contiguous", "transposed", "channels_last", "every_other", "reversed_dims")
 
@@ -212,6 +212,18 @@ def test_gathering_a_transposed_weight_makes_no_copy_of_it_whole() -> None:
             out = torch.full((stop - start,), -1.0)
             gather_(out, fragment, start, stop, {"w": weight})
             assert out.tolist() == [0, 3, 1, 4, 2, 5][start:stop]
+
+
+def test_a_range_of_one_plain_parameter_is_read_in_place_and_any_other_is_gathered() -> None:
+    values = torch.arange(12.0)
+    parameters = {"plain": torch.nn.Parameter(values[:6].clone()), "half": values[6:8].half(), "turned": torch.eye(2).T}
+    (fragment,) = partition({name: value.numel() for name, value in parameters.items()}, 1)
+    buffer = torch.empty(12)
+    view = gathered(buffer[:4], fragment, 1, 5, parameters)
+    assert view.tolist() == [1, 2, 3, 4] and view.data_ptr() == parameters["plain"].data_ptr() + 4
+    for start, stop, expected in ((4, 8, [4, 5, 6, 7]), (6, 8, [6, 7]), (8, 12, [1, 0, 0, 1])):
+        out = gathered(buffer[: stop - start], fragment, start, stop, parameters)
+        assert out.tolist() == expected and out.data_ptr() == buffer.data_ptr()
 
 
 def test_scatter_rounds_to_the_parameters_dtype() -> None:

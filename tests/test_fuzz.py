@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco.config import OuterConfig
+from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.exchange import Exchange, Step
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import Lease
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Hello, Status
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
-from diloco.sim import faults
-from diloco.sim.arena import MANIFEST
-from diloco.sim.bare import Swarm
-from diloco.sim.faults import Fault, play, scenario, shrink
-from diloco.sim.lineage import Contributed, Lineage, Made, digest_of
-from diloco.sim.world import Clock, Violation
+from diloco.sim import faults, stage
+from diloco.sim.crowd import Crowd, Member
+from diloco.sim.faults import Fault, Scenario, scenario
+from diloco.sim.invariants import Violation, Watch, check_end
+from diloco.sim.lineage import Contributed, Lineage, Made, Total
+from diloco.sim.stage import Outcome, play, shrink
+from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from tests.protocol_helpers import MANIFEST, digest_of
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "fuzz_protocol"
 ASYNC = OuterConfig(method="diloco", sync_every=2, quorum=1, staleness_limit=10)
@@ -31,19 +37,20 @@ ASYNC = OuterConfig(method="diloco", sync_every=2, quorum=1, staleness_limit=10)
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", range(0, 160, 20))
+@pytest.mark.parametrize("first", range(0, 40, 5))
 def test_no_fault_schedule_breaks_an_invariant(first: int) -> None:
-    failed = {seed: why for seed in range(first, first + 20) if (why := play(scenario(seed)).violation) is not None}
+    failed = {seed: why for seed in range(first, first + 5) if (why := play(scenario(seed)).violation) is not None}
     assert failed == {}
 
 
-def test_the_same_seed_is_the_same_run_event_by_event() -> None:
-    traces: list[list[str]] = []
+def test_the_same_seed_is_the_same_run_line_by_line() -> None:
+    stories: list[list[str]] = []
     for seed in (3, 3, 4):
-        traces.append([])
-        outcome = play(scenario(seed), traces[-1].append)
-        assert outcome.violation is None and len(traces[-1]) > 100
-    assert traces[0] == traces[1] != traces[2]
+        stories.append([])
+        outcome = play(scenario(seed), stories[-1].append)
+        assert outcome.violation is None and len(stories[-1]) > 30
+        assert tuple(stories[-1]) == outcome.story
+    assert stories[0] == stories[1] != stories[2]
 
 
 def test_a_trace_changes_nothing() -> None:
@@ -53,71 +60,115 @@ def test_a_trace_changes_nothing() -> None:
 def test_schedules_have_all_kinds_of_faults_and_settings() -> None:
     plans = [scenario(seed) for seed in range(400)]
     assert {fault.kind for plan in plans for fault in plan.faults} == set(faults.KINDS)
-    assert {plan.fragments for plan in plans} == {1, 2, 3, 4}
     settings = [dict(plan.outer) for plan in plans]
-    assert sum(set(outer) == {"sync_every"} for outer in settings) > 100
-    for key in ("quorum", "staleness_limit", "overlap", "staggered", "grace_s", "grace_slack"):
+    assert {outer["fragments"] for outer in settings} == {1, 2, 3}
+    barrier = {"sync_every", "fragments", "lr", "momentum", "codec_up", "codec_down"}
+    assert sum(set(outer) <= barrier for outer in settings) > 100
+    for key in ("quorum", "staleness_limit", "overlap", "staggered", "grace_s", "grace_slack", "robust", "merge"):
         assert any(outer.get(key) for outer in settings), key
+    for trait in ("together", "loss", "executor_s", "units", "cold", "pieces", "closed"):
+        assert {bool(getattr(plan, trait)) for plan in plans} == {True, False}, trait
+    members = [member for plan in plans for member in plan.members]
+    assert any(member.lie != 1.0 for member in members) and any(member.boundary_s > 20 for member in members)
 
 
 def test_a_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash_is_wrong(plan: faults.Scenario) -> faults.Outcome:
+    def crash_is_wrong(plan: Scenario) -> Outcome:
         wrong = any(fault.kind == "crash" for fault in plan.faults)
-        return faults.Outcome(0, 0.0, [], "somebody crashed" if wrong else None)
+        return Outcome(0, 0.0, (), "somebody crashed" if wrong else None)
 
-    monkeypatch.setattr(faults, "play", crash_is_wrong)
-    crash, leave = Fault(9, "crash", 1, 1.0), Fault(5, "leave", 0, 1.0)
+    monkeypatch.setattr(stage, "play", crash_is_wrong)
+    crash, leave = Fault(9.0, 0, "crash", 1, 1.0), Fault(5.0, 0, "leave", 0, 1.0)
     assert shrink(replace(scenario(0), faults=(leave, crash, leave))).faults == (crash,)
 
 
-def test_the_script_plays_seeds_and_one_seed_with_its_trace() -> None:
+def test_the_script_plays_seeds_and_one_seed_with_its_story() -> None:
     def run(*arguments: str) -> str:
         command = [sys.executable, str(SCRIPT), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout + done.stderr
 
-    assert re.search(r"10/10 seeds, \d+ per second, \d+ events each, 0 violations", run("--seeds", "10", "--jobs", "1"))
-    trace = run("--first-seed", "3", "--trace")
-    assert "seed 3:" in trace and re.search(r"\d+\.\d{3} +\d+ a <- b Status \{", trace)
-    assert len(run("--first-seed", "3", "--trace", "--without", "0").splitlines()) != len(trace.splitlines())
+    found = run("--seeds", "3", "--jobs", "1")
+    assert re.search(r"3/3 seeds, [\d.]+ per second, \d+ virtual s each, 0 violations", found)
+    story = run("--first-seed", "3", "--trace")
+    assert "seed 3:" in story and re.search(r"\d+\.\d{3} a +claim \{", story)
 
 
 # -- the invariants see what is wrong ---------------------------------------------------------------------------------
 
 
 def test_a_contribution_in_two_versions_of_one_anchor_is_found() -> None:
-    lineage, twice = Lineage(), Contributed("a", 0)
+    lineage, twice, once = Lineage(), Contributed("a", 0), Contributed("b", 1)
     start, one, two = digest_of(0), digest_of(1), digest_of(2)
-    lineage.add(one, Made(start, 0, 1, "b", 1, ((twice, 0), (twice, 1))))
-    lineage.add(two, Made(one, 0, 2, "c", 2, ((twice, 0),)))
-    assert lineage.repeated(one) == [] and lineage.repeated(two) == [(twice, 0)]
-    assert lineage.merged(one, chunks=2) == {twice} and lineage.merged(one, chunks=3) == set()
+    lineage.add(one, Made(start, 0, 1, "b", 1, ((twice, 8),)))
+    lineage.add(two, Made(one, 0, 2, "c", 2, ((twice, 8), (once, 8))))
+    assert lineage.repeated(one) == [] and lineage.repeated(two) == [twice]
+    assert lineage.merged(one) == {twice} and lineage.merged(two) == {twice, once}
+    assert lineage.totals(two)["a"] == Total(2, 16, 1, 2)
+
+
+def crowd_of_two(loop: VirtualLoop) -> tuple[Crowd, Watch]:
+    """Two peers that have trained for a while."""
+    crowd = Crowd(loop, 0, {"sync_every": 2, "fragments": 2, "lr": 0.7, "momentum": 0.9})
+    watch = Watch(crowd)
+
+    async def begin() -> None:
+        for name in "ab":
+            crowd.start(Member(name), min_peers=2)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(10.0)
+
+    loop.run_until_complete(begin())
+    return crowd, watch
 
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda peer: peer.versions.__setitem__(0, 0), "go back|its anchor is at version 0"),
-        (lambda peer: peer.digests.__setitem__(0, digest_of("other")), "is not what its digest says"),
-        (lambda peer: peer.syncers.popitem(), "holds .* is syncer of"),
+        (lambda fragment: setattr(fragment, "digest", digest_of("other")), "is not what its digest says"),
+        (lambda fragment: setattr(fragment, "syncer", None), "holds .* is syncer of"),
     ],
 )
-def test_what_is_wrong_with_a_peer_is_found_at_its_next_event(spoil: object, says: str) -> None:
-    swarm = Swarm(0, fragments=2)
-    watch = faults.Watch(swarm)
-    swarm.check = watch.look
-    swarm.start("ab", min_peers=2, outer_steps=10**6)
-    swarm.run_for(10.0)
-    spoil(next(node.peer for node in swarm.alive_nodes() if 0 in node.peer.syncers))  # type: ignore[operator]
-    with pytest.raises(Violation, match=says):
-        swarm.run_for(10.0)
+def test_what_is_wrong_with_a_node_is_found(spoil: Callable[[Any], object], says: str) -> None:
+    with virtual_time() as loop:
+        crowd, _ = crowd_of_two(loop)
+        nodes = [life.node for life in crowd.members() if life.node is not None]
+        spoil(next(node.protocol.fragments[0] for node in nodes if 0 in node.protocol.syncers))
+        with pytest.raises(Violation, match=says):
+            loop.run_until_complete(asyncio.sleep(10.0))
 
 
-def test_clocks_differ_and_a_wake_comes_at_the_right_time() -> None:
-    clock = Clock(offset_s=100.0, rate=2.0)
-    assert clock.read(5.0) == 110.0
-    assert clock.until(120.0, 5.0) == pytest.approx(5.0, abs=1e-5)
-    assert clock.until(90.0, 5.0) == pytest.approx(0.0, abs=1e-5)
+def test_an_exception_that_nobody_takes_is_found() -> None:
+    async def fails() -> None:
+        raise ValueError("spilt")
+
+    with virtual_time() as loop:
+        crowd, watch = crowd_of_two(loop)
+        loop.create_task(fails())
+        loop.run_until_complete(asyncio.sleep(1.0))
+        with pytest.raises(Violation, match=r"nobody took ValueError\('spilt'\)"):
+            check_end(crowd, watch.lineage)
+
+
+def test_a_task_that_outlives_its_peer_is_found() -> None:
+    async def stays() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1.0)
+                if done:
+                    return
+
+    done: list[bool] = []
+    with virtual_time() as loop:
+        crowd, watch = crowd_of_two(loop)
+        with loop.owned_by(crowd.lives["a"].owner):
+            loop.create_task(stays())
+        loop.run_until_complete(asyncio.sleep(1.0))
+        crowd.crash("a")
+        loop.run_until_complete(asyncio.sleep(5.0))
+        with pytest.raises(Violation, match=r"a has ended .killed., and goes on with"):
+            check_end(crowd, watch.lineage)
+        done.append(True)
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------
@@ -144,12 +195,12 @@ def test_a_successor_does_not_merge_again_what_is_in_its_anchor(way: str) -> Non
     a.connected("b", hello_of("b", 0), 0.0)
     match way:
         case "record":
-            a.adopted(0, 1, digest_of(1), 1, 0.0, contributors={"b": 1})
+            a.adopted(0, 1, digest_of(1), 0.0, contributors={"b": 1})
         case "state":
-            a.adopted(0, 1, digest_of(1), 1, 0.0, shares={"b": Share(1, 1, 1, 1)})
+            a.adopted(0, 1, digest_of(1), 0.0, shares={"b": Share(1, 1, 1, 1)})
         case "checkpoint":
-            a.adopted(0, 1, digest_of(1), 1, 0.0)
-            a.restore_shares([{"b": Share(1, 1, 1, 1)}])
+            a.adopted(0, 1, digest_of(1), 0.0)
+            a.accounts.restore_shares([{"b": Share(1, 1, 1, 1)}])
     a.discovered(0.0)
     a.tick(100.0)
     a.connected("b", hello_of("b", 0), 100.0)
@@ -158,7 +209,7 @@ def test_a_successor_does_not_merge_again_what_is_in_its_anchor(way: str) -> Non
     verdict = a.offer("b", offer_of(0, a.syncers[0].term))
     assert not verdict.accepted and verdict.merged
     assert a.offer("b", offer_of(1, a.syncers[0].term)).accepted
-    assert a.merged(0) == {"b": 0}
+    assert a.accounts.merged(0) == {"b": 0}
 
 
 def test_a_peer_whose_syncer_died_knows_what_became_of_its_contribution() -> None:
@@ -182,7 +233,7 @@ def test_a_syncer_that_caught_up_does_not_know_its_version_by_the_contributors_o
     a.arrived("a", 0, 0.0)
     a.published(0, digest_of(1), {"a": 1}, 0.0)
     assert a.syncers[0].last_contributors == {"a"}
-    a.adopted(0, 2, digest_of("theirs"), 9, 1.0, shares={"c": Share(1, 5, 2, 2), "d": Share(1, 4, 1, 1)})
+    a.adopted(0, 2, digest_of("theirs"), 1.0, shares={"c": Share(1, 5, 2, 2), "d": Share(1, 4, 1, 1)})
     assert a.syncers[0].last_contributors == {"c"}
     assert a.offer("c", offer_of(1, term)).merged
 
@@ -223,9 +274,9 @@ def test_peers_that_wait_for_different_fragments_do_not_wait_for_each_other_for_
     for name in "bc":
         status = Status(state="training", versions=[0, 0])
         a.connected(name, hello_of(name, 0).model_copy(update={"status": status}), 0.0)
-    a.adopted(0, 1, digest_of("first"), 0, 0.0)
+    a.adopted(0, 1, digest_of("first"), 0.0)
     a.heard("b", Status(state="exchanging", versions=[1, 0]), 0.5)
-    a.heard("c", Status(state="exchanging", versions=[0, 1]), 0.5)
+    a.heard("c", Status(state="exchanging", versions=[0, 1]), 0.6)
     assert a.offer("c", offer_of(0, a.syncers[0].term)).accepted
 
     def merges(now: float) -> list[str]:

@@ -16,7 +16,7 @@ from diloco.admission.revocations import MAX_REVOKED
 from diloco.errors import ConfigError
 from diloco.protocol.messages import Message, Refusal, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
-from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Status
+from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Hello, Status
 from diloco.protocol.messages.watching import ManifestRequest
 from diloco.swarm.wire.gate import MAX_EVENTS, Gate, GuardedP2P, gate_for, watching
 from diloco.swarm.wire.transport import Disbelieved, Refused
@@ -136,10 +136,10 @@ def test_an_open_gate_lets_everybody_in_and_says_nothing() -> None:
 def test_a_host_that_says_it_trains_is_refused(key: RunKey) -> None:
     door, host = gate(key, "QmDoor"), gate(key, "QmHost", "host")
     asyncio.run(greet(door, "QmHost", host._greeting()))
-    hello = Status(state="training", versions=[1])
-    object.__setattr__(hello, "kind", "hello")
-    assert door.objection("QmHost", hello) is None
-    object.__setattr__(hello, "trains", True)
+    known: dict[str, Any] = {"wire_version": 1, "run_id": "run", "manifest_hash": "0" * 64, "name": "host", "peers": []}
+    known |= {"holds": True, "status": Status(state="training", versions=[1]), "claims": []}
+    assert door.objection("QmHost", Hello(trains=False, **known)) is None
+    hello = Hello(trains=True, **known)
     assert "role host does not allow training" in str(door.objection("QmHost", hello))
 
 

@@ -22,6 +22,7 @@ from diloco.config import compose
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
 from diloco.protocol.messages.bulk import InnerHeader
+from diloco.protocol.messages.control import Status
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
 from diloco.swarm.conversations import inner_state
@@ -135,7 +136,7 @@ def test_every_rank_of_an_island_has_what_its_first_was_given() -> None:
 
 
 def member(peer: str, state: str, pace: float, trains: bool = True) -> Any:
-    return SimpleNamespace(peer=peer, trains=trains, status=SimpleNamespace(state=state, steps_per_s=pace))
+    return SimpleNamespace(peer=peer, trains=trains, status=Status(state=state, versions=[0], steps_per_s=pace))
 
 
 def test_the_three_fastest_that_train_are_asked_and_then_nobody() -> None:

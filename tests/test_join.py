@@ -21,8 +21,15 @@ from diloco.cli.main import main
 from diloco.cli.stages import Stages
 from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
-from diloco.fit.machine import GIB, Machine, fit, look_at_machine, need_of, sequence_bytes
-from diloco.fit.volunteer import acquaintances, own_place, remember, set_aside, suited, volunteer
+from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need, sequence_bytes
+from diloco.fit.volunteer import (
+    fit_to_machine,
+    known_addresses,
+    lock_peer_directory,
+    move_aside,
+    remember_addresses,
+    volunteer_config,
+)
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.swarm.conversations.probe import Probed, ProbeServer, _callable
@@ -71,64 +78,64 @@ def test_what_a_volunteer_cannot_type_is_refused_before_anything_is_called(
 
 
 def test_two_joins_at_once_have_two_identities_and_the_next_one_has_the_first_again(own_home: Path) -> None:
-    with own_place() as first:
-        with own_place() as second:
+    with lock_peer_directory() as first:
+        with lock_peer_directory() as second:
             assert (first.number, second.number) == (0, 1)
             assert first.peer_id != second.peer_id
             assert second.name == second.peer_id[-6:]
-        with own_place() as third:
+        with lock_peer_directory() as third:
             assert third.peer_id == second.peer_id
-    with own_place() as again:
+    with lock_peer_directory() as again:
         assert (again.identity, again.peer_id) == (own_home / "peer-0" / "identity.key", first.peer_id)
 
 
 def test_a_key_that_is_named_is_used_by_one_process_only(tmp_path: Path) -> None:
     key = tmp_path / "mine.key"
-    with own_place(str(key)) as place:
-        assert place.identity == key
+    with lock_peer_directory(str(key)) as directory:
+        assert directory.identity == key
         with pytest.raises(ConfigError):
-            own_place(str(key)).__enter__()
+            lock_peer_directory(str(key)).__enter__()
 
 
 def test_peers_of_a_run_are_remembered_for_the_time_when_the_first_is_gone(own_home: Path) -> None:
     others = [f"/ip4/203.0.113.8/tcp/{port}/p2p/{OTHER}" for port in (1, 2)]
-    assert acquaintances([PLACE]) == []
-    remember("mine", [PLACE, others[0]])
-    remember("mine", [others[1]])
-    assert acquaintances([PLACE]) == [others[1], others[0]]
-    assert acquaintances([PLACE.replace(ID, OTHER[:-1] + "W")]) == []
+    assert known_addresses([PLACE]) == []
+    remember_addresses("mine", [PLACE, others[0]])
+    remember_addresses("mine", [others[1]])
+    assert known_addresses([PLACE]) == [others[1], others[0]]
+    assert known_addresses([PLACE.replace(ID, OTHER[:-1] + "W")]) == []
     (own_home / "peers.json").write_text('{"mine": ["nonsense"]}')
-    assert acquaintances([PLACE]) == []
+    assert known_addresses([PLACE]) == []
 
 
 def test_a_volunteer_takes_the_runs_half_from_the_swarm_and_keeps_its_own() -> None:
     theirs = compose(["experiment=quickstart", "outer.lr=0.5"]).manifest()
     mine = compose(["train.threads=1", "eval.every=3"])
-    with own_place() as place:
-        config = volunteer(mine, theirs, {"train.threads", "eval.every"}, place, [PLACE])
+    with lock_peer_directory() as directory:
+        config = volunteer_config(mine, theirs, {"train.threads", "eval.every"}, directory, [PLACE])
     assert config.manifest() == theirs
     assert (config.train.threads, config.eval.every) == (1, 3)
     assert config.swarm.initial_peers == (PLACE,)
     assert config.swarm.listen == ("/ip4/0.0.0.0/tcp/0",)
-    assert config.run.dir == place.directory / "runs" / "quickstart"
-    assert config.run.name == place.name
+    assert config.run.dir == directory.path / "runs" / "quickstart"
+    assert config.run.name == directory.name
 
 
 def test_a_volunteer_of_a_swarm_on_this_machine_is_not_open_to_others() -> None:
-    with own_place() as place:
+    with lock_peer_directory() as directory:
         local = f"/ip4/127.0.0.1/tcp/4100/p2p/{ID}"
-        config = volunteer(compose(), compose().manifest(), {"swarm.listen"}, place, [local])
+        config = volunteer_config(compose(), compose().manifest(), {"swarm.listen"}, directory, [local])
     assert config.swarm.listen == ("/ip4/127.0.0.1/tcp/0",)
     assert config.eval.every == 0
 
 
-def test_checkpoints_of_an_earlier_visit_are_set_aside(tmp_path: Path) -> None:
+def test_checkpoints_of_an_earlier_visit_are_moved_aside(tmp_path: Path) -> None:
     config = compose([f"run.dir={tmp_path}", "run.name=me"])
-    set_aside(config)
+    move_aside(config)
     for content in ("old", "new"):
         (tmp_path / "checkpoints" / "me").mkdir(parents=True)
         (tmp_path / "checkpoints" / "me" / "state").write_text(content)
-        set_aside(config)
+        move_aside(config)
     assert [file.name for file in (tmp_path / "checkpoints").iterdir()] == ["me.before"]
     assert (tmp_path / "checkpoints" / "me.before" / "state").read_text() == "new"
 
@@ -259,41 +266,34 @@ def test_a_machine_that_is_too_small_is_told_by_how_much() -> None:
     config = compose(["model=1b"])
     small = replace(ROOMY, device_bytes=8 * GIB, main_bytes=8 * GIB)
     with pytest.raises(ConfigError, match=r"1100M parameters: it needs \d+\.\d GiB of main memory, and 8\.0 GiB are"):
-        fit(need_of(config, small), small, 8)
+        fit_micro_batch(memory_need(config, small), small, 8)
 
 
 def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
-    need = replace(need_of(compose(), ROOMY), device_bytes=GIB, main_bytes=GIB, sequence_bytes=GIB)
-    assert [fit(need, replace(ROOMY, main_bytes=(2 + n) * GIB), 8) for n in (1, 2, 3, 4, 7, 8, 100)] == [
-        1,
-        2,
-        3,
-        4,
-        4,
-        8,
-        8,
-    ]
+    need = replace(memory_need(compose(), ROOMY), device_bytes=GIB, main_bytes=GIB, sequence_bytes=GIB)
+    for free, micro_batch in {1: 1, 2: 2, 3: 3, 4: 4, 7: 4, 8: 8, 100: 8}.items():
+        assert fit_micro_batch(need, replace(ROOMY, main_bytes=(2 + free) * GIB), 8) == micro_batch
     accelerator = replace(ROOMY, device=torch.device("cuda"), device_bytes=4 * GIB, main_bytes=GIB)
-    assert fit(need, accelerator, 8) == 3
+    assert fit_micro_batch(need, accelerator, 8) == 3
     with pytest.raises(ConfigError, match=r"it needs 1\.0 GiB of main memory, and 0\.5 GiB are free, 0\.5 GiB too"):
-        fit(need, replace(accelerator, main_bytes=GIB / 2), 8)
+        fit_micro_batch(need, replace(accelerator, main_bytes=GIB / 2), 8)
 
 
 def test_activations_are_counted_without_computing_and_grow_with_the_sequence() -> None:
     short, long = (sequence_bytes(compose([f"data.sequence_length={n}"])) for n in (64, 128))
     assert 1e5 < short < 1e8
     assert 1.9 * short < long < 4.1 * short
-    rough = need_of(compose(), ROOMY)
+    rough = memory_need(compose(), ROOMY)
     assert rough.sequence_bytes > sequence_bytes(compose())
 
 
 def test_the_machine_is_looked_at_and_what_was_typed_wins() -> None:
-    machine = look_at_machine("cpu")
+    machine = inspect_machine("cpu")
     assert 1 <= machine.threads <= machine.cores and machine.main_bytes > 0
     config = compose(["train.threads=7"])
-    chosen = suited(config, replace(machine, threads=2, bf16=True), 3, {"train.threads"})
+    chosen = fit_to_machine(config, replace(machine, threads=2, bf16=True), 3, {"train.threads"})
     assert (chosen.train.threads, chosen.train.precision, chosen.train.micro_batch) == (7, "bf16", 3)
-    assert suited(config, machine, config.inner.batch_size, set()).train.micro_batch is None
+    assert fit_to_machine(config, machine, config.inner.batch_size, set()).train.micro_batch is None
 
 
 def trainer(micro_batch: int | None) -> Trainer:

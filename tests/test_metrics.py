@@ -21,27 +21,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Contributor
-from diloco.rundir.metrics import (
-    AGGREGATE_EVERY_S,
+from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
+from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog
+from diloco.rundir.reporting import Finished, read_message, swarm_figures, to_wire
+from diloco.rundir.summary import (
     Evaluation,
-    JsonLines,
     PeerSummary,
-    Phases,
-    RunLog,
-    Seconds,
+    PhaseTimer,
     Summary,
     Tokens,
-    WandbLog,
     merge_peer_summaries,
-    peer_message,
-    prepare_run_directory,
-    read_json_lines,
-    write_atomic,
+    write_contributions,
     write_summary,
 )
-from diloco.rundir.reporting import swarm_figures
-from diloco.rundir.summary import write_contributions
 
 # --- Files ------------------------------------------------------------------------------------------------------------
 
@@ -185,7 +179,7 @@ def test_every_line_of_a_run_names_its_peer_and_time(tmp_path: Path) -> None:
 
 
 def test_an_event_cannot_pose_as_another_peer(tmp_path: Path) -> None:
-    with RunLog(tmp_path, "p0") as log, pytest.raises(AssertionError, match="belong to the line"):
+    with RunLog(tmp_path, "p0") as log, pytest.raises(AssertionError, match="has its own time and peer"):
         log.event("leave", peer="p1")
 
 
@@ -201,7 +195,7 @@ class Clock:
 
 def test_every_second_counts_in_exactly_one_phase() -> None:
     clock = Clock()
-    phases = Phases(clock=clock)
+    phases = PhaseTimer(clock=clock)
     clock.now = 5  # nothing runs yet
     assert phases.switch("compute") is None
     clock.now = 8
@@ -211,36 +205,36 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
             clock.now = 14
         clock.now = 15
     clock.now = 16
-    assert phases.seconds() == Seconds(compute=4, wait=4, comm=3, outer=0)  # the running phase is counted
+    assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=0)  # the running phase is counted
     assert phases.switch("outer") == "compute"
     clock.now = 17
     assert phases.switch(None) == "outer"
     clock.now = 99
-    assert phases.seconds() == Seconds(compute=4, wait=4, comm=3, outer=1)
+    assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=1)
     assert phases.seconds().total == 12
     assert phases.utilization == 4 / 12
 
 
 def test_a_phase_ends_with_its_block_even_if_that_fails() -> None:
     clock = Clock()
-    phases = Phases(clock=clock)
+    phases = PhaseTimer(clock=clock)
     with pytest.raises(KeyError), phases.during("comm"):
         clock.now = 2
         raise KeyError
     clock.now = 9
-    assert phases.seconds() == Seconds(comm=2)
+    assert phases.seconds() == PhaseSeconds(comm=2)
 
 
 def test_a_resumed_run_adds_to_the_seconds_of_its_earlier_sessions() -> None:
     clock = Clock()
-    phases = Phases(Seconds(compute=1, wait=2), clock)
+    phases = PhaseTimer(PhaseSeconds(compute=1, wait=2), clock)
     phases.switch("wait")
     clock.now = 4
-    assert phases.seconds() == Seconds(compute=1, wait=6)
+    assert phases.seconds() == PhaseSeconds(compute=1, wait=6)
 
 
 def test_utilization_of_nothing_is_zero() -> None:
-    assert Phases().utilization == 0.0
+    assert PhaseTimer().utilization == 0.0
 
 
 # --- Summary ----------------------------------------------------------------------------------------------------------
@@ -255,7 +249,7 @@ def single(name: str, processed: int, applied: int, loss: float | None, outer_st
         anchor_digest="ab12",
         bytes_sent=5,
         bytes_received=7,
-        seconds=Seconds(compute=3, wait=1),
+        seconds=PhaseSeconds(compute=3, wait=1),
     )
     return Summary(
         run_id="r",
@@ -308,13 +302,18 @@ def test_a_perplexity_that_does_not_exist_is_null(loss: float | None, perplexity
     assert Evaluation(loss).perplexity == perplexity
 
 
+def through_a_pipe(summary: Summary) -> Summary:
+    message = read_message(json.loads(json.dumps(to_wire(Finished("p0", 1.0, summary)))))
+    assert isinstance(message, Finished)
+    return message.summary
+
+
 def test_merging_adds_what_peers_did_and_takes_the_swarm_clock_from_the_furthest() -> None:
     parts = [
-        {"t": "summary", "peer": "p0", **peer_message(single("p0", 100, 170, 2.5, outer_steps=15))},
-        {"t": "summary", "peer": "p1", **peer_message(single("p1", 80, 175, 2.4, outer_steps=16))},
-        {"t": "summary", "peer": "p2", **peer_message(single("p2", 10, 0, None, outer_steps=17))},
+        through_a_pipe(single("p0", 100, 170, 2.5, outer_steps=15)),
+        through_a_pipe(single("p1", 80, 175, 2.4, outer_steps=16)),
+        through_a_pipe(single("p2", 10, 0, None, outer_steps=17)),
     ]
-    parts = json.loads(json.dumps(parts))  # they come through a pipe
     merged = merge_peer_summaries(parts, run_id="r", manifest_hash="m", mode="diloco", wall_s=11.0, exit=4)
     assert merged.tokens == Tokens(processed=190, applied=175, discarded=0, in_flight=15)
     assert (merged.outer_steps, merged.eval.loss, merged.heals, merged.takeovers) == (17, 2.4, 3, 6)
@@ -326,11 +325,10 @@ def test_merging_adds_what_peers_did_and_takes_the_swarm_clock_from_the_furthest
 def test_the_record_of_contributions_is_the_furthest_peer_s_and_a_table_for_any_spreadsheet(tmp_path: Path) -> None:
     rows = [Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3), Contributor("id2", "=SUM(A1)", 1, 10, 45, 2, 2)]
     parts = [
-        peer_message(replace(single("p0", 1, 1, None, outer_steps=3), contributions=rows)),
-        peer_message(replace(single("p1", 1, 1, None, outer_steps=2), contributions=rows[1:])),
-        peer_message(single("p2", 1, 1, None, outer_steps=4)),
+        through_a_pipe(replace(single("p0", 1, 1, None, outer_steps=3), contributions=rows)),
+        through_a_pipe(replace(single("p1", 1, 1, None, outer_steps=2), contributions=rows[1:])),
+        through_a_pipe(single("p2", 1, 1, None, outer_steps=4)),
     ]
-    parts = json.loads(json.dumps(parts))
     merged = merge_peer_summaries(parts, run_id="r", manifest_hash="m", mode="diloco", wall_s=11.0, exit=0)
     assert merged.contributions == rows and merged.to_json()["contributions"][0]["peer_id"] == "id1"
     write_contributions(tmp_path / "contributions.csv", merged.contributions)
@@ -346,17 +344,15 @@ counts = st.builds(Tokens, st.integers(0, 99), st.integers(0, 99), st.integers(0
 
 @given(st.lists(counts))
 def test_every_token_of_a_merged_summary_ends_in_exactly_one_place(parts: list[Tokens]) -> None:
-    messages = [{"tokens": vars(part)} for part in parts]
-    tokens = merge_peer_summaries(messages, run_id="", manifest_hash="", mode="", wall_s=0, exit=0).tokens
+    summaries = [Summary.from_message({"tokens": vars(part)}) for part in parts]
+    tokens = merge_peer_summaries(summaries, run_id="", manifest_hash="", mode="", wall_s=0, exit=0).tokens
     assert tokens.processed == tokens.applied + tokens.discarded + tokens.in_flight
     assert tokens.processed >= sum(part.processed for part in parts)
     assert min(vars(tokens).values()) >= 0
 
 
-def test_a_peer_that_was_killed_is_listed_with_what_is_known_of_it() -> None:
-    [peer] = merge_peer_summaries(
-        [{"peer": "p2", "tokens": 50, "bytes_sent": None}], run_id="", manifest_hash="", mode="", wall_s=0, exit=0
-    ).peers
+def test_a_message_without_most_of_its_fields_is_a_summary_of_zeros() -> None:
+    [peer] = Summary.from_message({"peer": "p2", "tokens": 50, "bytes_sent": None}).peers
     assert (peer.name, peer.tokens, peer.steps, peer.anchor_digest, peer.bytes_sent) == ("p2", 50, 0, None, 0)
 
 

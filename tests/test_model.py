@@ -250,7 +250,7 @@ def test_training_goes_on_from_a_directory_in_fp32(small: nn.Module, tmp_path: P
             settings(max_position_embeddings=16),
             "data.sequence_length: 32 tokens are more than the model's 16 positions; lower it or raise",
         ),
-        (settings(path="/nowhere"), "model.path: /nowhere is no directory; give one with config.json"),
+        (settings(path="/nowhere"), "model.path: /nowhere is no directory; give a directory with config.json"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_an_error_of_one_line(given: ModelConfig, message: str) -> None:
@@ -300,7 +300,7 @@ def _incomplete(directory: Path) -> None:
     ("damage", "message"),
     [
         (_without_config, "has no config.json; give a directory in Hugging Face format"),
-        (_without_weights, "has no *.safetensors; other weight formats are not read, convert it"),
+        (_without_weights, "has no *.safetensors; other weight formats are not read, convert them"),
         (_truncated, "cannot be loaded: "),
         (_bad_config, "cannot be loaded: "),
         (_incomplete, "lacks 1 of the model's weights, lm_head.weight first; use a complete checkpoint"),

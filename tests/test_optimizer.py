@@ -1,6 +1,10 @@
-"""The outer optimizer: against torch, in its special cases, and along trajectories worked out by hand."""
+"""The outer optimizers: against torch, in special cases, along trajectories worked out by hand, and their contract."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
@@ -8,9 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diloco.config import OuterConfig
+from diloco.config.groups import OuterOptimizerName, WindowedOptimizer
+from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK, chunks, gather_, partition, scatter_
-from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_, pseudo_gradient_
+from diloco.outer.optimizer import (
+    OPTIMIZERS,
+    OuterOptimizer,
+    OuterStep,
+    delayed_nesterov_,
+    mean_,
+    nesterov_,
+    optimizer,
+    pseudo_gradient_,
+)
+from diloco.outer.replica import Replica
 
 
 def gaussian(numel: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -260,3 +277,113 @@ def test_a_constant_pseudo_gradient_approaches_its_asymptotic_gain() -> None:
     assert gains[0] == pytest.approx(1.9, abs=1e-5)
     assert gains[9] == pytest.approx(6.86, abs=5e-3)
     assert gains[-1] == pytest.approx(10.0, abs=1e-3)
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------
+
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def outer_optimizer(name: str, **outer: object) -> OuterOptimizer:
+    settings = OuterConfig(method="diloco", sync_every=1, **outer)
+    return optimizer(settings.model_copy(update={"optimizer": name}))
+
+
+def stepped(one: OuterOptimizer, steps: Sequence[OuterStep], cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Master and momentum after these steps, taken part by part."""
+    numel = cuts[-1]
+    master, momentum = gaussian(numel, 0), torch.zeros(numel)
+    buffers = [torch.zeros(numel) for _ in range(one.num_buffers)]
+    for number, step in enumerate(steps):
+        delta = gaussian(numel, number + 1, 0.01)
+        before = delta.clone()
+        for start, stop in pairwise(cuts):
+            parts = [vector[start:stop] for vector in buffers]
+            one.step_(master[start:stop], momentum[start:stop], parts, delta[start:stop], step)
+        assert torch.equal(delta, before), "the pseudo-gradient is left as it is"
+    return master, momentum
+
+
+STEPS = [OuterStep(version, 2, delay=4, flush=version % 2 == 1) for version in range(6)]
+
+
+@every_optimizer
+def test_an_outer_optimizer_may_be_applied_part_by_part(name: str) -> None:
+    one = outer_optimizer(name, lr=0.5, momentum=0.5)
+    whole, parts = (stepped(one, STEPS, cuts) for cuts in ([0, 1000], [0, 1, 300, 1000]))
+    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+
+
+@every_optimizer
+def test_a_full_window_of_equal_contributions_without_momentum_is_one_step_of_the_learning_rate(name: str) -> None:
+    one = outer_optimizer(name, lr=0.5, momentum=0.0)
+    master, momentum, delta = torch.zeros(10), torch.zeros(10), torch.ones(10)
+    buffers = [torch.zeros(10) for _ in range(one.num_buffers)]
+    for flush in (False, True) if one.settings.windowed else (True,):
+        one.step_(master, momentum, buffers, delta, OuterStep(0, 2, 4 if one.settings.windowed else 1, flush))
+    torch.testing.assert_close(master, torch.full((10,), -0.5))
+
+
+@every_optimizer
+def test_a_backup_follows_the_momentum_of_every_optimizer_that_says_so(name: str) -> None:
+    one = outer_optimizer(name, lr=0.5, momentum=0.9)
+    master, momentum, followed = gaussian(50, 0), torch.zeros(50), torch.zeros(50)
+    buffers = [torch.zeros(50) for _ in range(one.num_buffers)]
+    for version in range(5):
+        before, step = master.clone(), OuterStep(version, 1)
+        one.step_(master, momentum, buffers, gaussian(50, version + 1), step)
+        if one.can_follow:
+            one.follow_(followed, master - before, step)
+            torch.testing.assert_close(followed, momentum, rtol=1e-4, atol=1e-4)
+        else:
+            with pytest.raises(NotImplementedError, match=name):
+                one.follow_(followed, master - before, step)
+
+
+def test_every_name_of_the_configuration_is_an_optimizer_and_the_other_way_round() -> None:
+    assert set(OPTIMIZERS) == set(get_args(OuterOptimizerName))
+    windowed = {name for name in OPTIMIZERS if outer_optimizer(name).settings.windowed}
+    assert windowed == set(get_args(WindowedOptimizer))
+    assert not any(OPTIMIZERS[name].can_follow for name in windowed), "updates within a window do not tell the momentum"
+
+
+def test_an_unknown_optimizer_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"outer\.optimizer=adam is not known; choose nesterov, delayed_nesterov"):
+        outer_optimizer("adam")
+
+
+def test_a_class_in_the_registry_is_all_that_a_new_optimizer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adam(OuterOptimizer):
+        name = "adam"
+        num_buffers = 1
+
+        def step_(
+            self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
+        ) -> None:
+            lr, beta = self.rates(step)
+            momentum.lerp_(delta, 1 - beta)
+            buffers[0].lerp_(delta.square(), 0.01)
+            count = step.version + 1
+            mean, square = momentum / (1 - beta**count), buffers[0] / (1 - 0.99**count)
+            master.addcdiv_(mean, square.sqrt() + 1e-8, value=-lr)
+
+    monkeypatch.setitem(OPTIMIZERS, "adam", Adam)
+    settings = OuterConfig(
+        method="diloco", sync_every=1, lr=0.1, momentum=0.9, codec_up="fp32", codec_down="fp32"
+    ).model_copy(update={"optimizer": "adam"})
+    parameters = {"w": gaussian(CHUNK + 5, 0)}
+    replica = Replica(parameters, partition({"w": CHUNK + 5}, 1), settings)
+    replica.hold(0)
+    reference = torch.nn.Parameter(replica.anchors[0].clone())
+    adam = torch.optim.Adam([reference], lr=0.1, betas=(0.9, 0.99))
+    assert not replica.can_stand_by
+    for version in range(3):
+        parameters["w"].sub_(gaussian(CHUNK + 5, version + 1))
+        reference.grad = replica.anchors[0] - parameters["w"]
+        adam.step()
+        for chunk in range(2):
+            replica.held[0].take(chunk, "peer", replica.encode(0, chunk), 1.0)
+        replica.held[0].merge_(OuterStep(version, 1), torch.empty(replica.update_nbytes(0), dtype=torch.uint8))
+        replica.load_local_()
+        torch.testing.assert_close(replica.anchors[0], reference.detach(), rtol=1e-4, atol=1e-4)

@@ -215,7 +215,7 @@ def test_an_offence_is_an_event_here_and_a_reason_there_and_its_peer_is_refused_
 ) -> None:
     async def scene() -> None:
         host = Host()
-        host.protocol._version_at[0] = (0, 0.0)
+        host.protocol.fragments[0].came_at = 0.0
         first = await host.serve(sent)
         assert isinstance(first[-1], Refusal) and re.search(why, first[-1].reason)
         assert "refused" in host.notes and "penalty" in host.notes

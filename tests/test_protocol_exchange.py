@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.protocol.exchange import Exchange, Step
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import Lease
 from diloco.protocol.messages.bulk import Verdict
-from diloco.sim.arena import MANIFEST
-from diloco.sim.lineage import digest_of
+from tests.protocol_helpers import MANIFEST, digest_of
 
 BASE = 5
 

@@ -7,10 +7,11 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.leases import LEAP, Lease, LeaseTable
-from diloco.protocol.messages.control import Claim
+from diloco.protocol.fragment import Fragment, Lease
+from diloco.protocol.leases import LEAP, LeaseTable
+from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.rendezvous import order
-from diloco.sim.lineage import digest_of
+from tests.protocol_helpers import digest_of
 
 
 def claim_of(peer: str, term: int, version: int, fragment: int = 0) -> tuple[str, Claim]:
@@ -19,7 +20,7 @@ def claim_of(peer: str, term: int, version: int, fragment: int = 0) -> tuple[str
 
 
 def table_of(*claims: tuple[str, Claim]) -> LeaseTable:
-    table = LeaseTable()
+    table = LeaseTable([Fragment(index, 0, digest_of(index)) for index in range(6)])
     for peer, claim in claims:
         table.claim(peer, claim)
     return table
@@ -87,7 +88,7 @@ def test_the_order_of_arrival_does_not_matter(arrived: list[tuple[str, Claim]], 
 
 @given(claims)
 def test_terms_never_fall(arrived: list[tuple[str, Claim]]) -> None:
-    table, highest = LeaseTable(), 0
+    table, highest = table_of(), 0
     for peer, claim in arrived:
         table.claim(peer, claim)
         if claim.fragment == 0:
@@ -95,20 +96,24 @@ def test_terms_never_fall(arrived: list[tuple[str, Claim]]) -> None:
         assert table.term(0) == highest
 
 
+def publication(fragment: int, term: int, version: int, digest: str) -> Published:
+    return Published(
+        fragment=fragment, term=term, version=version, digest=digest, contributors=["a"], applied_tokens=version
+    )
+
+
 def test_a_publication_counts_under_the_current_term_and_once() -> None:
     table = table_of(claim_of("a", 2, 3))
     digest = digest_of("new")
-    assert not table.published(1, 2, 4, digest)
-    assert not table.published(0, 1, 4, digest)
-    assert not table.published(0, 3, 4, digest)
-    assert not table.published(0, 2, 3, digest)
-    assert table.published(0, 2, 4, digest)
-    assert not table.published(0, 2, 4, digest_of("other"))
-    assert table.get(0) == Lease(0, "a", 2, 4, digest)
+    for fragment, term, version in ((1, 2, 4), (7, 2, 4), (0, 1, 4), (0, 3, 4), (0, 2, 3)):
+        assert not table.published(publication(fragment, term, version, digest))
+    assert table.published(publication(0, 2, 4, digest))
+    assert not table.published(publication(0, 2, 4, digest_of("other")))
+    assert table.get(0) == Lease(0, "a", 2, 4, digest, applied_tokens=4)
 
 
 def test_a_term_known_from_elsewhere_is_passed_over() -> None:
-    table = LeaseTable()
+    table = table_of()
     table.see_term(0, 5)
     table.see_term(0, 3)
     assert table.term(0) == 5
@@ -117,7 +122,7 @@ def test_a_term_known_from_elsewhere_is_passed_over() -> None:
 
 def test_there_is_a_next_term_whatever_others_claim() -> None:
     """Terms are numbers from the network; the one after the highest that is believed must be one that can be sent."""
-    table = LeaseTable()
+    table = table_of()
     assert not table.claim(*claim_of("a", 2**62 - 1, 0)) and not table.claim(*claim_of("a", LEAP + 1, 0))
     table.see_term(0, 2**62 - 1)
     assert table.term(0) == 0
@@ -129,3 +134,21 @@ def test_there_is_a_next_term_whatever_others_claim() -> None:
 def test_leases_of_a_peer_are_listed_by_fragment() -> None:
     table = table_of(*(claim_of("a", 1, 0, fragment) for fragment in (5, 1, 3)), claim_of("b", 1, 0, 2))
     assert [lease.fragment for lease in table.held_by("a")] == [1, 3, 5]
+
+
+@given(st.lists(st.tuples(claims, st.none() | st.integers(0, 1)), max_size=6))
+def test_what_is_counted_along_is_what_the_leases_say(steps: list[tuple[list[tuple[str, Claim]], int | None]]) -> None:
+    table = table_of()
+    for arrived, vacated in steps:
+        for peer, claim in arrived:
+            before, generation = table.get(claim.fragment), table.generation
+            table.claim(peer, claim)
+            after = table.get(claim.fragment)
+            same_holder = (before and before.holder) == (after and after.holder)
+            assert same_holder == (table.generation == generation)
+        if vacated is not None:
+            table.vacate(vacated)
+        leases = [lease for fragment in range(6) if (lease := table.get(fragment)) is not None]
+        for peer in "abc":
+            assert table.held_by(peer) == [lease for lease in leases if lease.holder == peer]
+            assert table.load(peer) == len(table.held_by(peer))

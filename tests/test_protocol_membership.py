@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +18,9 @@ from diloco.protocol.membership import (
     Member,
     Membership,
 )
-from diloco.protocol.messages.control import Hello, State, Status
-from diloco.sim.arena import MANIFEST
+from diloco.protocol.messages.control import Hello, Status
+from diloco.protocol.states import State
+from tests.protocol_helpers import MANIFEST
 
 
 def status_of(state: State = "training", inner_step: int = 0, steps_per_s: float = 0.0, *versions: int) -> Status:
@@ -62,7 +65,7 @@ def test_members_join_and_leave_once() -> None:
     assert members.join("b", hello_of(), 0.0) and members.join("a", hello_of(), 0.0)
     assert not members.join("b", hello_of(), 1.0)
     assert [member.peer for member in members.all()] == ["a", "b"] and len(members) == 2
-    assert members.remove("b") and not members.remove("b")
+    assert members.remove("b").peer == "b"
     assert "a" in members and "b" not in members and members.get("b") is None
 
 
@@ -163,6 +166,46 @@ def test_the_versions_a_round_began_from_outlast_what_arrives_during_the_exchang
     member.hear(status_of("training", 0, 0.0, 4, 4), 1.0)
     member.hear(status_of("exchanging", 8, 0.0, 4, 5), 2.0)
     assert member.round_versions == [4, 4]
+
+
+small = st.integers(0, 3)
+events = st.one_of(
+    st.tuples(st.just("join"), st.sampled_from("abcd"), st.tuples(small, small), st.sampled_from(["training", "done"])),
+    st.tuples(st.just("hear"), st.sampled_from("abcd"), st.tuples(small, small), st.sampled_from(["training", "done"])),
+    st.tuples(st.just("remove"), st.sampled_from("abcd"), st.none(), st.none()),
+)
+
+
+@given(st.lists(events, max_size=30))
+def test_what_is_counted_along_is_what_a_walk_over_all_members_finds(happened: list[Any]) -> None:
+    members = Membership()
+    for kind, peer, versions, state in happened:
+        there, generation = [m.peer for m in members.all() if not m.status.gone], members.generation
+        if kind == "join":
+            members.join(peer, hello_of(status=status_of(state, 0, 0.0, *versions)), 0.0)
+        elif peer in members:
+            if kind == "remove":
+                members.remove(peer)
+            else:
+                members.hear(peer, status_of(state, 0, 0.0, *versions), 0.0)
+        for fragment in (0, 1):
+            highest = max((m.status.versions[fragment] for m in members.all()), default=-1)
+            assert members.highest_version(fragment) == highest
+            for version in range(5):
+                able = [m.peer for m in members.all() if m.status.versions[fragment] >= version]
+                assert sorted(members.donors(fragment, version)) == able
+        if there != [m.peer for m in members.all() if not m.status.gone]:
+            assert members.generation > generation
+
+
+def test_a_peer_of_a_large_swarm_that_says_little_does_not_stall_by_that() -> None:
+    """Its heartbeats come every 15 s; one that is 6 s late must not put it out of the round."""
+    members = members_of(a=[0])
+    now = beat(members, "a", 15.0, 20)
+    member = members.get("a")
+    assert member is not None
+    member.hear(status_of("training", 1, 10.0), now)
+    assert not member.stalled(now + 21.0) and member.stalled(now + 50.0)
 
 
 def test_donors_have_the_version_and_the_latest_comes_first() -> None:

@@ -17,13 +17,18 @@ from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.keys import new_key
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
-from diloco.protocol import messages
-from diloco.protocol.messages import Message, Refusal, decode, encode, expect
-from diloco.protocol.messages.base import MAX_FRAME_BYTES, MAX_RANGES, MAX_UNIT_RANGES
+from diloco.protocol.messages import Message, Refusal, UnknownKind, decode, encode, expect
+from diloco.protocol.messages.base import (
+    EVERYBODY,
+    KINDS,
+    MAX_FRAME_BYTES,
+    MAX_RANGES,
+    MAX_UNIT_RANGES,
+    Place,
+)
 from diloco.protocol.messages.bulk import (
     MAX_MOMENTS,
     MAX_PARTS,
-    Anchor,
     Contribution,
     InnerHeader,
     InnerRequest,
@@ -59,6 +64,7 @@ from diloco.protocol.messages.watching import (
     SnapshotReply,
     SnapshotRequest,
 )
+from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.shares import MAX_NAME_BYTES, MAX_SHARES, Share, short_name
 
 digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -282,6 +288,11 @@ def pack(fields: object) -> bytes:
     return bytes(msgpack.packb(fields, use_bin_type=True))
 
 
+def fields_of(message: Message) -> dict[str, Any]:
+    """What its frame holds, with the fields that have their default."""
+    return {"kind": message.kind, **message.model_dump()}
+
+
 def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (field, the fields with that one wrong), also for the messages inside a message."""
     for key, value in fields.items():
@@ -318,14 +329,36 @@ def test_every_message_comes_through_unchanged(message: Message) -> None:
 
 
 def test_there_is_an_example_of_every_kind() -> None:
-    kinds = {Message, *Message.__subclasses__(), *Anchor.__subclasses__()}
-    assert {type(example) for example in EXAMPLES} == {kind for kind in kinds if "kind" in kind.model_fields}
+    assert {type(example) for example in EXAMPLES} == set(KINDS.values())
+
+
+def test_admission_lets_each_role_begin_these_conversations() -> None:
+    may = {role: {kind for kind, message in KINDS.items() if role in message.roles} for role in EVERYBODY}
+    assert may["observer"] == {"greeting", "manifest_request", "snapshot_request", "probe", "dial_back"}
+    assert may["host"] - may["observer"] == {"hello", "state_request", "part_request"}
+    assert may["worker"] - may["host"] == {"contribution", "unit_request", "inner_request"}
+    assert may["worker"] == {kind for kind, message in KINDS.items() if message.place.begins}
+
+
+def test_a_message_that_begins_a_stream_names_its_roles_and_no_two_have_one_name() -> None:
+    before = dict(KINDS)
+    with pytest.raises(AssertionError, match="names no roles"):
+
+        class _Nobodys(Message, kind="nobodys", place=Place.REQUEST):
+            pass
+
+    with pytest.raises(AssertionError, match="two messages are called status"):
+
+        class _Twin(Message, kind="status"):
+            pass
+
+    assert before == KINDS
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.kind)
 def test_one_wrong_field_refuses_the_message(example: Message) -> None:
     assert decode(encode(example)) == example
-    for field, broken in corruptions(example.model_dump()):
+    for field, broken in corruptions(fields_of(example)):
         try:
             accepted = decode(pack(broken))
         except PayloadError as error:
@@ -336,17 +369,26 @@ def test_one_wrong_field_refuses_the_message(example: Message) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.kind)
 def test_a_missing_or_an_extra_field_refuses_the_message(example: Message) -> None:
-    fields = example.model_dump()
+    fields = fields_of(example)
     required = [key for key, info in type(example).model_fields.items() if info.is_required()]
     for key in [*required, "kind"]:
         refusal_of(pack({name: value for name, value in fields.items() if name != key}))
     assert "extra" in refusal_of(pack({**fields, "extra": 1}))
-    assert "status.extra" in refusal_of(pack({**HELLO.model_dump(), "status": {**STATUS.model_dump(), "extra": 1}}))
+    assert "status.extra" in refusal_of(pack({**fields_of(HELLO), "status": {**STATUS.model_dump(), "extra": 1}}))
 
 
-@pytest.mark.parametrize("kind", ["", "Status", "stat", None, 1, [], {}, b"status", "x" * 100_000])
-def test_an_unknown_kind_is_refused_in_a_short_line(kind: object) -> None:
-    assert len(refusal_of(pack({**STATUS.model_dump(), "kind": kind}))) < 500
+@pytest.mark.parametrize("kind", ["", "a b", "x\n", "é", None, 1, [], {}, b"status", "x" * 100_000])
+def test_what_cannot_be_a_kind_is_refused_in_a_short_line(kind: object) -> None:
+    with pytest.raises(PayloadError) as caught:
+        decode(pack({**STATUS.model_dump(), "kind": kind}))
+    assert len(str(caught.value)) < 500 and type(caught.value) is PayloadError
+
+
+def test_a_kind_that_a_newer_peer_may_know_is_refused_and_is_no_offence() -> None:
+    with pytest.raises(UnknownKind, match="messages of kind trumpet are not known here; install the same"), offences():
+        decode(pack({"kind": "trumpet", "loud": True}))
+    with pytest.raises(Offence), offences():
+        decode(pack({"kind": "status", "loud": True}))
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_parsed() -> None:
@@ -370,8 +412,8 @@ def test_the_largest_inner_state_has_a_header_that_fits_a_frame() -> None:
     assert len(encode(header)) < MAX_FRAME_BYTES / 2
     for key, value in (("names", "x" * 33), ("names", ""), ("numels", 1), ("steps", 1)):
         too_much = [value] * (1 if len(str(value)) > 32 else count + 1)
-        refusal_of(pack({**header.model_dump(), key: too_much}))
-    refusal_of(pack({**header.model_dump(), "steps": [0]}))
+        refusal_of(pack({**fields_of(header), key: too_much}))
+    refusal_of(pack({**fields_of(header), "steps": [0]}))
 
 
 def test_the_shares_of_all_peers_fit_a_frame_beside_the_parts_of_the_largest_fragment() -> None:
@@ -381,7 +423,7 @@ def test_the_shares_of_all_peers_fit_a_frame_beside_the_parts_of_the_largest_fra
     anchor = {"fragment": 1, "version": 2**31, "digest": D, "applied_tokens": 2**61, "open": open_}
     listed = PartList(**anchor, parts=parts, shares=dict.fromkeys(peers, share))
     assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
-    refusal_of(pack({**listed.model_dump(), "shares": dict.fromkeys([*peers, "one more"], share)}))
+    refusal_of(pack({**fields_of(listed), "shares": dict.fromkeys([*peers, "one more"], share)}))
     Record(
         fragment=1, term=1, version=1, digest_before=D, digest=D, contributors=dict.fromkeys(peers, 1), applied_tokens=1
     )
@@ -391,13 +433,13 @@ def test_a_list_of_parts_is_neither_empty_nor_longer_than_a_frame() -> None:
     listed = PartList(fragment=1, version=2, digest=D, applied_tokens=3, parts=[D] * MAX_PARTS)
     assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
     for parts in ([], [D] * (MAX_PARTS + 1), [D, D[1:]]):
-        assert refusal_of(pack({**listed.model_dump(), "parts": parts})).startswith("a message does not fit its schema")
+        assert refusal_of(pack({**fields_of(listed), "parts": parts})).startswith("a message does not fit its schema")
 
 
 @pytest.mark.parametrize("unit", [[1, 1], [2, 1], [1], [1, 2, 3], [-1, 2], [0, 2**62], [0.0, 1], [True, 2], ["0", 1]])
 def test_a_range_of_sequences_is_two_ascending_numbers(unit: list[object]) -> None:
     for example, field in ((STATUS, "units"), (CLAIM, "open"), (UnitGrant(units=[]), "units")):
-        refusal_of(pack({**example.model_dump(), field: [[4, 5], unit]}))
+        refusal_of(pack({**fields_of(example), field: [[4, 5], unit]}))
 
 
 def test_nobody_has_or_leaves_open_more_ranges_than_a_peer_can_keep_track_of() -> None:
@@ -407,16 +449,16 @@ def test_nobody_has_or_leaves_open_more_ranges_than_a_peer_can_keep_track_of() -
         (UnitRequest(manifest_hash=D, wanted=1, has=[]), "has", MAX_UNIT_RANGES),
         (CLAIM, "open", MAX_RANGES),
     ):
-        decode(pack({**example.model_dump(), field: ranges[:limit]}))
-        refusal_of(pack({**example.model_dump(), field: ranges[: limit + 1]}))
+        decode(pack({**fields_of(example), field: ranges[:limit]}))
+        refusal_of(pack({**fields_of(example), field: ranges[: limit + 1]}))
     for wanted in (0, 2**20 + 1):
-        refusal_of(pack({**UnitRequest(manifest_hash=D, wanted=1, has=[]).model_dump(), "wanted": wanted}))
+        refusal_of(pack({**fields_of(UnitRequest(manifest_hash=D, wanted=1, has=[])), "wanted": wanted}))
 
 
 def test_a_hello_of_another_wire_version_is_refused_by_that_whatever_else_is_in_it() -> None:
     text = "wire version 1 there does not fit 3 here; install the same diloco version on both sides"
     for other in ({}, {"status": 5}, {"unknown": 1}):
-        assert refusal_of(pack({**HELLO.model_dump(), "wire_version": 1, **other})) == text
+        assert refusal_of(pack({**fields_of(HELLO), "wire_version": 1, **other})) == text
 
 
 @given(st.binary(max_size=200))
@@ -452,7 +494,7 @@ def test_any_other_structure_is_refused(structure: object) -> None:
     [
         pack(msgpack.Timestamp(1, 2)),
         pack(msgpack.ExtType(5, b"data")),
-        pack({**STATUS.model_dump(), "tokens": msgpack.Timestamp(1, 2)}),
+        pack({**fields_of(STATUS), "tokens": msgpack.Timestamp(1, 2)}),
         pack({1: 2}),
         b"\x91" * 100_000,  # nested deeper than any parser should follow
         b"\xdd\xff\xff\xff\xff" * 1000,  # lists that announce four billion items
@@ -470,7 +512,7 @@ def test_a_long_list_of_wrong_items_costs_one_error(field: str, items: list[obje
     [example] = [example for example in EXAMPLES if field in type(example).model_fields]
     fields = example.model_dump()
     with pytest.raises(ValidationError) as caught:
-        messages._adapter.validate_python({**fields, field: items * 1000})
+        type(example).model_validate({**fields, field: items * 1000})
     assert caught.value.error_count() <= 5  # those of one item
 
 

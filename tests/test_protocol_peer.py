@@ -8,17 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.config import OuterConfig
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
+from diloco.config import WIRE_VERSION, OuterConfig
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.leases import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, State, Status
-from diloco.protocol.peer import CLAIM_PATIENCE_S, WIRE_VERSION, Peer
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
+from diloco.protocol.peer import Peer
 from diloco.protocol.rendezvous import assign, order
-from diloco.sim.arena import MANIFEST
-from diloco.sim.lineage import digest_of
+from diloco.protocol.shares import Share
+from diloco.protocol.states import STATES, State, may_follow
+from diloco.protocol.succession import CLAIM_PATIENCE_S
+from tests.protocol_helpers import MANIFEST, digest_of
 
 FRAGMENTS = 2
 ME, OTHER = order("ab", 0)  # fragment 0 is mine by rendezvous order
@@ -199,7 +202,7 @@ def test_a_fragment_is_claimed_at_the_highest_version_that_anyone_has() -> None:
     actions = peer.connected(OTHER, hello_of(behind, holds=False), 0.0)
     assert of_type(CatchUp, actions) == [] and of_type(CatchUp, peer.tick(1.0)) == []  # asked for at the first hello
     assert [lease.fragment for lease in peer.leases.held_by(ME)] == [1]
-    actions = peer.adopted(0, 4, digest_of("four"), 100, 1.0)
+    actions = peer.adopted(0, 4, digest_of("four"), 1.0, shares={"x": Share(4, 100, 1, 4)})
     assert said(Claim, actions) == [claim_of(0, version=4, digest=digest_of("four"), applied_tokens=100)]
     assert of_type(Hold, actions) == [Hold(0, 1)] and peer.applied_tokens == 100
 
@@ -239,7 +242,7 @@ def test_a_syncer_that_caught_up_says_where_it_stands_now() -> None:
     """Others take what the syncer said last for the version to agree with, and would wait for it for ever."""
     peer = pair()
     assert of_type(CatchUp, peer.heard(OTHER, status_of(versions=[7, 0]), 1.0)) == [CatchUp(0, (OTHER,), outer=False)]
-    actions = peer.adopted(0, 7, digest_of("seven"), 0, 2.0)
+    actions = peer.adopted(0, 7, digest_of("seven"), 2.0)
     assert said(Claim, actions) == [claim_of(0, version=7, digest=digest_of("seven"))]
     assert peer.syncers[0].version == 7 and peer.agrees(0)
 
@@ -250,7 +253,7 @@ def test_contributions_are_collected_anew_when_the_anchor_they_refer_to_is_repla
     peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
     assert peer.offer(OTHER, contribution(peer, 0)).accepted
     peer.arrived(OTHER, 0, 1.0)
-    peer.adopted(0, 0, digest_of("healed"), 0, 2.0)
+    peer.adopted(0, 0, digest_of("healed"), 2.0)
     lease = peer.leases.get(0)
     assert lease is not None and lease.digest == digest_of("healed")
     assert of_type(Merge, peer.lost("x", 3.0, "reset")) == []
@@ -261,7 +264,7 @@ def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
     peer = pair()
     actions = peer.heard(OTHER, status_of("leaving"), 1.0)
     assert of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=True)] and of_type(Hold, actions) == []
-    assert of_type(Hold, peer.adopted(1, 0, DIGESTS[1], 0, 2.0)) == [Hold(1, 2)]
+    assert of_type(Hold, peer.adopted(1, 0, DIGESTS[1], 2.0)) == [Hold(1, 2)]
 
     peer = pair()
     peer.heard(OTHER, status_of("leaving"), 1.0)
@@ -344,7 +347,7 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
         Receipt(),
         Verdict(accepted=True),
     ]:
-        assert peer.heard(OTHER, message, 1.0) == [], message
+        assert peer.heard(OTHER, message, 1.0) in ([], [Wake(1.0 + TICK_S)]), message
     assert (peer.hello(), [peer.leases.get(f) for f in range(FRAGMENTS)]) == before
 
 
@@ -390,7 +393,7 @@ def test_a_peer_is_ready_when_it_agrees_with_every_syncer() -> None:
     peer = make(min_peers=2, digests=[DIGESTS[0], digest_of("mine")])
     actions = peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 0.0)
     assert peer.state == "starting" and of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=False)]
-    actions = peer.adopted(1, 0, DIGESTS[1], 0, 1.0)
+    actions = peer.adopted(1, 0, DIGESTS[1], 1.0)
     assert peer.state == "ready" and peer.heals == 0
     assert [status.state for status in said(Status, actions) if isinstance(status, Status)] == ["starting", "ready"]
 
@@ -400,9 +403,9 @@ def test_a_ready_peer_follows_publications_until_it_trains() -> None:
     digest = digest_of("one")
     published = Published(fragment=1, term=1, version=1, digest=digest, contributors=[], applied_tokens=0)
     peer.heard(OTHER, status_of(versions=[0, 1]), 1.0)
-    assert of_type(CatchUp, peer.heard(OTHER, published, 1.0)) == [CatchUp(1, (OTHER,), outer=False)]
+    assert of_type(CatchUp, peer.heard(OTHER, published, 1.1)) == [CatchUp(1, (OTHER,), outer=False)]
     assert peer.state == "starting"
-    peer.adopted(1, 1, digest, 0, 2.0)
+    peer.adopted(1, 1, digest, 2.0)
     assert peer.state == "ready"
 
     peer = pair()
@@ -453,6 +456,88 @@ def test_the_first_round_is_as_short_as_the_others_are_ahead() -> None:
     assert peer.first_position() == 9
 
 
+# -- how often --------------------------------------------------------------------------------------------------------
+
+
+def crowd(others: int, **settings: object) -> Peer:
+    """A peer that trains among many, of whom the first holds fragment 0 and the second fragment 1."""
+    peer = make(newcomer=True, **settings)
+    for number in range(others):
+        claims = [claim_of(number)] if number < FRAGMENTS else []
+        peer.connected(f"x{number:04d}", hello_of(status_of("training"), claims, holds=number < FRAGMENTS), 0.0)
+    peer.discovered(0.0)
+    peer.enter("training", 0.0)
+    return peer
+
+
+def test_messages_that_come_together_are_acted_upon_together() -> None:
+    peer = pair()
+    peer.tick(1.0)
+    ahead = status_of(versions=[5, 0])
+    assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 4) == [Wake(1.0 + TICK_S)]
+    assert peer.heard(OTHER, ahead, 1.0 + TICK_S / 2) == []
+    assert of_type(CatchUp, peer.tick(1.0 + TICK_S)) == [CatchUp(0, (OTHER,), outer=False)]
+
+
+def test_what_ends_a_wait_is_acted_upon_at_once() -> None:
+    """Losses, claims and arrivals, however short the time since the last tick."""
+    peer = pair(mine=0)
+    peer.heard(OTHER, status_of("exchanging"), 0.5)
+    peer.enter("exchanging", 1.0)
+    for name in (OTHER, ME):
+        assert peer.offer(name, contribution(peer, 0)).accepted
+    assert of_type(Merge, peer.arrived(ME, 0, 1.0)) == []
+    assert len(of_type(Merge, peer.arrived(OTHER, 0, 1.0))) == 1
+    peer = pair(mine=0)
+    peer.heard(OTHER, status_of("exchanging"), 0.5)
+    peer.enter("exchanging", 1.0)
+    assert peer.offer(ME, contribution(peer, 0)).accepted
+    assert of_type(Merge, peer.arrived(ME, 0, 1.0)) == []
+    assert len(of_type(Merge, peer.lost(OTHER, 1.0, "connection reset"))) == 1
+    peer = pair()
+    peer.tick(1.0)
+    assert of_type(Release, peer.heard(OTHER, claim_of(0, term=2), 1.0)) == [Release(0)]
+
+
+def test_in_a_large_swarm_changes_are_told_together_and_none_is_forgotten() -> None:
+    peer = crowd(int(STATUSES_PER_S))  # a status a second
+    assert said(Status, peer.adopted(0, 1, digest_of("one"), 5.0)) == [peer.status()]
+    actions = peer.adopted(1, 1, digest_of("one"), 5.2) + peer.enter("exchanging", 5.4)
+    assert said(Status, actions) == [] and of_type(Wake, actions) == [Wake(6.0)]
+    assert said(Status, peer.tick(5.9)) == []
+    assert said(Status, peer.tick(6.0)) == [peer.status()]
+    assert peer.status().versions == [1, 1] and said(Status, peer.tick(7.0)) == []
+    assert said(Status, peer.enter("leaving", 6.1)) == [peer.status()], "others act upon it"
+
+
+def test_in_a_large_swarm_heartbeats_are_rare() -> None:
+    peer = crowd(int(4 * HEARTBEATS_PER_S))
+    beats = [now for now in range(1, 10) if said(Status, peer.heartbeat(float(now), (now, 2 * now)))]
+    assert beats == [1, 5, 9]
+    figures = peer.status(figures=True).figures
+    assert figures is not None and (figures.bytes_sent, figures.bytes_received) == (9, 18)
+    assert all(said(Status, pair().heartbeat(now / 2)) for now in range(4)), "few peers: whenever the owner asks"
+
+
+@pytest.mark.parametrize("before", STATES)
+@pytest.mark.parametrize("state", STATES)
+def test_a_state_is_entered_as_the_table_says(before: State, state: State) -> None:
+    peer = make(min_peers=9)
+    peer.state = before
+    if may_follow(state, before):
+        told = said(Status, peer.enter(state, 0.0))
+        assert isinstance(told[0], Status) and told[0].state == state
+    else:
+        with pytest.raises(AssertionError, match=f"{state} does not follow {before}"):
+            peer.enter(state, 0.0)
+
+
+def test_who_has_left_does_not_come_back() -> None:
+    for gone in ("leaving", "done"):
+        assert STATES[gone].gone and not any(may_follow(state, gone) for state in STATES if state != gone)
+    assert all(may_follow(gone, state) for state in STATES if not STATES[state].gone for gone in ("leaving", "done"))
+
+
 # -- the syncer's side ------------------------------------------------------------------------------------------------
 
 
@@ -492,9 +577,9 @@ def test_only_the_control_fragment_moves_the_clock() -> None:
         peer.arrived("x", fragment, 1.0)
         peer.published(fragment, digest_of(), {"x": 9}, 2.0)
     assert peer.applied_tokens == 9
-    peer.adopted(1, 5, digest_of(5), 500, 3.0)
+    peer.adopted(1, 5, digest_of(5), 3.0, shares={"x": Share(5, 500, 1, 5)})
     assert peer.applied_tokens == 9
-    peer.adopted(0, 5, digest_of(5), 500, 3.0)
+    peer.adopted(0, 5, digest_of(5), 3.0, shares={"x": Share(5, 500, 1, 5)})
     assert peer.applied_tokens == 500
 
 
@@ -534,9 +619,9 @@ def test_a_fragment_that_is_lost_during_its_merge_is_not_published() -> None:
 
 def test_an_anchor_replaced_at_its_version_is_a_heal() -> None:
     peer = pair(versions=[0, 3])
-    peer.adopted(1, 3, DIGESTS[1], 0, 1.0)
+    peer.adopted(1, 3, DIGESTS[1], 1.0)
     assert peer.heals == 0
-    peer.adopted(1, 3, digest_of("right"), 0, 2.0)
+    peer.adopted(1, 3, digest_of("right"), 2.0)
     assert peer.heals == 1
-    peer.adopted(1, 4, digest_of("next"), 0, 3.0)
+    peer.adopted(1, 4, digest_of("next"), 3.0)
     assert peer.heals == 1

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.config import WIRE_VERSION
 from diloco.protocol import shares as module
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.shares import MAX_NAME_BYTES, OTHERS, Contributor, Share, Shares, credited, short_name
 
 D = "0" * 64
@@ -54,18 +55,18 @@ def hello(name: str, fragments: int) -> Hello:
 def test_a_peer_shows_steps_and_tokens_of_the_control_fragment_and_bytes_of_all() -> None:
     peer = Peer("me", "mine", "run", D, [D] * 3, newcomer=True, payload_bytes=[100, 10, 1])
     peer.connected("other", hello("theirs\n" + "x" * 99, 3), 0.0)
-    peer.adopted(0, 1, D, 30, 0.0, contributors={"me": 10, "other": 20})
-    peer.adopted(0, 2, D, 50, 0.0, contributors={"other": 20})
-    peer.adopted(1, 1, D, 0, 0.0, contributors={"me": 10, "other": 20, "late": 1})
+    peer.adopted(0, 1, D, 0.0, contributors={"me": 10, "other": 20})
+    peer.adopted(0, 2, D, 0.0, contributors={"other": 20})
+    peer.adopted(1, 1, D, 0.0, contributors={"me": 10, "other": 20, "late": 1})
     name = "theirs" + "x" * 18
-    assert peer.shares(0)["other"].name == name
-    assert peer.contributions() == [
+    assert peer.accounts.shares(0)["other"].name == name
+    assert peer.accounts.contributions() == [
         Contributor("other", name, 2, 40, 210, 1, 2),
         Contributor("me", "mine", 1, 10, 110, 1, 1),
     ]
     peer.lost("other", 1.0, "gone")
-    assert [row.name for row in peer.contributions()] == [name, "mine"], "it is known by name when it is gone"
-    assert peer.merged(0) == {"me": 0, "other": 1}
+    assert [row.name for row in peer.accounts.contributions()] == [name, "mine"], "it is known by name when it is gone"
+    assert peer.accounts.merged(0) == {"me": 0, "other": 1}
 
 
 def claim(term: int, version: int, applied_tokens: int) -> Claim:
@@ -77,7 +78,7 @@ def test_the_swarm_clock_goes_back_when_versions_die_with_their_syncer(successor
     peer = Peer("me", "mine", "run", D, [D], newcomer=True)
     peer.connected("syncer", hello("syncer", 1), 0.0)
     peer.heard("syncer", claim(1, 0, 0), 0.0)
-    peer.adopted(0, 1, D, 10, 0.0, contributors={"me": 10})
+    peer.adopted(0, 1, D, 0.0, contributors={"me": 10})
     for version, clock in ((1, 10), (2, 30), (3, 50)):  # the last two nobody else has got
         said = Published(fragment=0, term=1, version=version, digest=D, contributors=["syncer"], applied_tokens=clock)
         peer.heard("syncer", said, 1.0)
@@ -95,7 +96,7 @@ def test_the_swarm_clock_goes_back_when_versions_die_with_their_syncer(successor
 
 def test_the_record_of_a_history_that_won_replaces_the_own_one() -> None:
     peer = Peer("me", "mine", "run", D, [D], newcomer=True)
-    peer.adopted(0, 1, D, 30, 0.0, contributors={"me": 30})
+    peer.adopted(0, 1, D, 0.0, contributors={"me": 30})
     theirs = {"a": Share(3, 9, 1, 3), "b": Share(2, 4, 2, 3, "bert")}
-    peer.adopted(0, 3, D, 13, 0.0, shares=theirs)
-    assert peer.shares(0) == theirs and peer.applied_tokens == 13, "the clock is what is in the anchor"
+    peer.adopted(0, 3, D, 0.0, shares=theirs)
+    assert peer.accounts.shares(0) == theirs and peer.applied_tokens == 13, "the clock is what is in the anchor"

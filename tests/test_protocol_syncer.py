@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from diloco.config import OuterConfig
 from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
 from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.messages.control import State, Status
+from diloco.protocol.messages.control import Status
+from diloco.protocol.states import State
 from diloco.protocol.syncer import Close, Syncer
-from diloco.sim.arena import CHUNKS, MANIFEST
+from tests.protocol_helpers import CHUNKS, MANIFEST
 
 TERM, VERSION = 3, 7
 

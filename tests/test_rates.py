@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.outer.optimizer import nesterov_
-from diloco.outer.rates import dylu_steps, gain, lr_at, momentum_at
+from diloco.outer.rates import dylu_steps, lr_at, momentum_at
 
 PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-def test_gain_is_what_nesterov_does_with_a_constant_delta(momentum: float) -> None:
-    master, velocity = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    for rounds in range(1, 40):
-        before = float(master)
-        nesterov_(master, velocity, torch.ones(1, dtype=torch.float64), 0.7, momentum)
-        assert (before - float(master)) / 0.7 == pytest.approx(gain(momentum, rounds), rel=1e-12)
-
-
-def test_gain_has_the_figures_of_the_papers() -> None:
-    assert gain(0.9, 1) == pytest.approx(1.9)
-    assert gain(0.9, 10) == pytest.approx(6.86, abs=5e-3)
-    assert gain(0.9, 20) < 9.0 <= gain(0.9, 21)
 
 
 def test_the_momentum_warms_up_with_an_effective_rate_that_rises_linearly() -> None:

@@ -12,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+READMES = [ROOT / "README.md"] + [
+    one for room in ("configs", "diloco", "scripts") for one in (ROOT / room).rglob("README.md")
+]
 
 
 def block(name: str) -> str:
@@ -40,18 +43,46 @@ def test_the_swarm_loop_runs_and_learns() -> None:
     assert "exchanges 3 " in done.stdout
 
 
-def test_every_module_of_the_package_stands_in_the_tree_of_its_readme() -> None:
-    tree = (ROOT / "diloco" / "README.md").read_text().split("## Tree")[1]
-    for module in sorted((ROOT / "diloco").rglob("*.py")):
-        if module.name not in ("__init__.py", "__main__.py"):
-            assert re.search(rf"\b{module.name}\b", tree), (
-                f"{module.relative_to(ROOT)} is not in the tree of diloco/README.md"
-            )
+def tree(text: str) -> set[str]:
+    """Paths of the files and folders (with a slash) in a drawn tree: four characters per level, `name  # role`."""
+    paths: set[str] = set()
+    above: list[str] = []
+    for line in filter(None, text.splitlines()):
+        drawn = re.fullmatch(r"((?:│   |    )*(?:[├└]── )?)([\w.]+/?) +# \S.*", line)
+        assert drawn is not None, f"not a line of a tree: {line}"
+        depth = 0 if not drawn[1] else len(drawn[1]) // 4
+        above[depth:] = [drawn[2].rstrip("/")]
+        paths.add("/".join(above) + drawn[2][len(drawn[2].rstrip("/")) :])
+    return paths
 
 
-def test_every_command_of_the_readme_exists() -> None:
+def test_the_tree_in_the_readme_of_the_package_is_the_tree() -> None:
+    root = ROOT / "diloco"
+    drawn = (root / "README.md").read_text().split("## Tree")[1].split("```")[1]
+    files = {module for module in root.rglob("*.py") if module.name != "__init__.py"}
+    folders = {module.parent for module in root.rglob("__init__.py")} - {root}
+    there = {str(module.relative_to(root)) for module in files} | {f"{one.relative_to(root)}/" for one in folders}
+    missing, gone = sorted(there - tree(drawn)), sorted(tree(drawn) - there)
+    assert not missing and not gone, f"not in the tree: {missing}; only in the tree: {gone}"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: str(readme.relative_to(ROOT)))
+def test_every_link_of_a_readme_leads_to_a_file_and_a_heading(readme: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", readme.read_text()):
+        path, _, heading = target.partition("#")
+        file = readme.parent / path if path else readme
+        assert file.exists(), target
+        headings = [re.sub(r"[^\w\- ]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in titles(file)]
+        assert not heading or heading in headings, target
+
+
+def titles(file: Path) -> list[str]:
+    return [line for line in file.read_text().splitlines() if line.startswith("#")] if file.suffix == ".md" else []
+
+
+def test_every_command_of_the_readmes_exists_and_each_is_explained() -> None:
     from diloco.cli.main import cli
 
-    for command in set(re.findall(r"diloco (local|train|host|eval|generate|export|[a-z]+) ", README)):
-        used = f"`diloco {command} " in README or f"\ndiloco {command} " in README
-        assert command in cli.commands or not used, command
+    used = {one for readme in READMES for one in re.findall(r"(?:`|\n)diloco ([a-z]+)\b", readme.read_text())}
+    assert used and used <= cli.commands.keys(), used - cli.commands.keys()
+    assert cli.commands.keys() <= used, f"in no README: {cli.commands.keys() - used}"

@@ -203,7 +203,8 @@ def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
     assert syncer.anchors[0][:CHUNK].unique().tolist() == [-(1 + 3 + 2 * 5) / 4]
     assert syncer.anchors[0][CHUNK:].unique().tolist() == [-(1 + 3) / 2]
     assert broken.apply_update_(0, update) == whole.apply_update_(0, update) == syncer.digest(0)
-    assert not syncer.outer[0].total.any() and set(syncer.outer[0].weights) == {0.0}, "the next round starts anew"
+    for part in syncer.held[0].sums:
+        assert not part.total.any() and part.weight == 0.0, "the next round starts anew"
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -218,14 +219,15 @@ def test_an_invalid_payload_leaves_the_sum_and_the_anchor_as_they_were() -> None
     peers = alike(2)
     syncer = peers[0]
     syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
-    total = syncer.outer[0].total.clone()
+    [part] = syncer.held[0].sums
+    total = part.total.clone()
     nan = torch.full((21,), float("nan")).view(torch.uint8)
     for payload in (nan, nan[:-4], torch.zeros(21 * 4 + 1, dtype=torch.uint8)):
         with pytest.raises(PayloadError):
             syncer.fold(0, 0, payload, 1.0)
         with pytest.raises(PayloadError):
             peers[1].apply_update_(0, payload)
-    assert torch.equal(syncer.outer[0].total, total) and syncer.outer[0].weights == [1.0]
+    assert torch.equal(part.total, total) and part.weight == 1.0
     assert peers[1].digest(0) == syncer.digest(0)
 
 
@@ -256,10 +258,10 @@ def test_a_held_fragment_restarts_from_its_new_anchor_with_the_momentum_there_is
     fetched = torch.arange(21.0)
     peer.anchors[0].copy_(fetched)
     peer.restart(0)
-    state = peer.outer[0]
+    state = peer.held[0]
     assert torch.equal(state.master, fetched)
     assert state.master.data_ptr() != peer.anchors[0].data_ptr()
-    assert not state.total.any() and state.weights == [0.0]
+    assert not state.sums[0].total.any() and state.sums[0].weight == 0.0
     assert torch.equal(state.momentum, torch.ones(21))
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from diloco.config import WIRE_VERSION, Config, compose
 from diloco.errors import CheckpointError
 from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
 from diloco.rundir.files import check_same_run
-from diloco.rundir.summary import Seconds
 from diloco.swarm.node.saved import Saved
 from diloco.train.session import Session
 from tests.test_rounds import ME, OTHER, StubHost
@@ -28,10 +28,10 @@ SHARES = {ME: Share(1, 10, 1, 1, "mine"), OTHER: Share(1, 20, 1, 1)}
 def saved_by(host: StubHost, config: Config) -> None:
     """Write what a node has at a boundary, as the training loop does."""
     model = nn.Linear(2, 2)
-    saved = asyncio.run(host.anchors.snapshot(copies=True))
+    saved = asyncio.run(host.rounds.snapshot(copies=True))
     sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, saved=lambda: saved)
     stream: Any = SimpleNamespace(state=dict)
-    Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, Seconds(), (0, 0))
+    Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, PhaseSeconds(), (0, 0))
 
 
 def loaded(config: Config) -> Saved:
@@ -49,15 +49,17 @@ def host_of(saved: Saved | None = None) -> StubHost:
     """A node that goes on from there, alone: within the staleness limit it takes contributions from older versions."""
 
     async def make() -> StubHost:
-        return StubHost(OTHER, saved=saved, quorum=1, staleness_limit=4)
+        return StubHost(OTHER, quorum=1, staleness_limit=4)
 
     host = asyncio.run(make())
     if saved is None:
-        host.protocol.adopted(0, 1, host.protocol.digests[0], 30, 0.0, shares=SHARES)
-        host.own_tokens.was_applied(0, 10)
+        host.protocol.adopted(0, 1, host.protocol.digests[0], 0.0, shares=SHARES)
+        host.rounds.restore({0: 10})
     else:
-        host.protocol.versions = list(saved.versions)
-        host.protocol.restore_shares(saved.shares)
+        for fragment, version in zip(host.protocol.fragments, saved.versions, strict=True):
+            fragment.version = version
+        host.protocol.accounts.restore_shares(saved.shares)
+        host.rounds.restore(saved.applied)
     host.protocol.members.remove(OTHER)
     host.protocol.leases.vacate(0)
     for now in (100.0, 110.0):
@@ -84,7 +86,7 @@ def test_when_everything_was_down_nothing_is_merged_again_and_the_record_goes_on
     host = host_of(saved)
     assert verdict_on(host, 0).merged and not verdict_on(host, 0).accepted
     assert verdict_on(host, 1).accepted
-    assert [(row.peer_id, row.tokens) for row in host.protocol.contributions()] == [(OTHER, 20), (ME, 10)]
+    assert [(row.peer_id, row.tokens) for row in host.protocol.accounts.contributions()] == [(OTHER, 20), (ME, 10)]
 
 
 def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -> None:
@@ -97,7 +99,7 @@ def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -
     assert "shares" in json.loads(file.read_text())["state"]
     saved = session.outer()
     assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
-    assert host_of(saved).protocol.contributions() == []
+    assert host_of(saved).protocol.accounts.contributions() == []
 
 
 def test_a_run_directory_of_an_older_wire_version_is_gone_on_with(config: Config) -> None:
@@ -115,7 +117,7 @@ def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config:
     async def scene() -> None:
         won = host.state(5, torch.full((6,), 3.0))
         host.client.answers = {1: won}
-        await host.anchors.catch_up(0, [OTHER])
+        await host.rounds.catch_up(0, [OTHER], outer=False)
 
     asyncio.run(scene())
-    assert host.protocol.versions == [5] and host.own_tokens.take_lost() == 10 and "discarded" in host.notes
+    assert host.protocol.versions == [5] and host.rounds._lost_tokens == 10 and "discarded" in host.notes

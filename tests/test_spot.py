@@ -23,7 +23,6 @@ from diloco.config import OuterConfig, compose
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.outer.robust import rule_of
 from diloco.protocol.ledger import Units
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Close, Syncer
@@ -73,8 +72,10 @@ class Version:
 
     def failing(self) -> list[str]:
         close = Close(self.syncer.fragment, 0, dict.fromkeys(self.peers, 1), ())
-        judged = self.replica.judge(self.syncer.fragment, self.syncer.weights(self.peers))
-        return asyncio.run(self.checks.failing(self, close, self.syncer, *judged))  # type: ignore[arg-type]
+        held = self.replica.held[self.syncer.fragment]
+        assert held.staged is not None
+        judged = held.judge(self.syncer.weights(self.peers))
+        return asyncio.run(self.checks.failing(self, close, self.syncer, held.staged, judged))  # type: ignore[arg-type]
 
 
 # -- the score --------------------------------------------------------------------------------------------------------
@@ -217,14 +218,13 @@ def test_a_check_needs_contributions_that_are_judged_together() -> None:
         compose(["outer=async", "outer.spot_check=0.5"])
 
 
-def test_what_is_judged_together_is_what_the_rules_stage() -> None:
+def test_a_check_is_possible_where_contributions_are_judged_together() -> None:
     ways = itertools.product(("auto", "none", "clip", "trimmed_mean", "centered_clip"), ("fp32", "int8"), (None, 2))
     for robust, codec_up, quorum in ways:
         settings = {"method": "diloco", "sync_every": 1, "robust": robust, "codec_up": codec_up, "quorum": quorum}
         if quorum and robust in ("trimmed_mean", "centered_clip"):
             continue
-        stages = rule_of(OuterConfig.parse(settings)) not in ("none", "recent")
-        if stages:
+        if OuterConfig.parse(settings).judged_together:
             OuterConfig.parse({**settings, "spot_check": 0.5})
         else:
             with pytest.raises(ConfigError, match="spot_check"):

@@ -22,15 +22,17 @@ from swarm_helpers import ROOT, Crowd, command, diloco, eventually, free_port
 
 from diloco.cli import status as cli_status
 from diloco.cli.panels import render
+from diloco.config import WIRE_VERSION
 from diloco.config.address import Address
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol import snapshot as schema
 from diloco.protocol.messages import Message, Refusal, encode
-from diloco.protocol.messages.control import Figures, Hello, Published, State, Status
+from diloco.protocol.messages.control import Figures, Hello, Published, Status
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, SnapshotReply
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
-from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
+from diloco.protocol.states import State
+from diloco.swarm.conversations.watch import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
 
@@ -134,7 +136,7 @@ def test_a_loss_that_is_none_is_not_told(loss: float) -> None:
 def test_what_a_peer_gave_stays_on_the_books_when_it_is_gone_and_tokens_balance() -> None:
     peer, recorder = joined(node()), Recorder()
     told(peer, recorder, status(tokens=170, discarded=30), 1.0)
-    peer.adopted(0, 1, "2" * 64, 100, 2.0, contributors={OTHER: 100})
+    peer.adopted(0, 1, "2" * 64, 2.0, contributors={OTHER: 100})
     peer.lost(OTHER, 3.0, "reset")
     ledger = recorder.snapshot(peer, TEXT, 4.0).ledger
     [row] = ledger.contributions

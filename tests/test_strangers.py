@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from diloco.swarm.conversations.bulk import BULK
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
@@ -23,11 +24,12 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
-from diloco.swarm.visit.look import fetch_manifest
+from diloco.swarm.node.mesh import CONTROL
+from diloco.swarm.visit.look import look
 from diloco.swarm.visit.revoke import revoke
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
-from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, together
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]
@@ -224,7 +226,7 @@ def test_a_fake_swarm_is_not_believed_by_who_is_invited(club: Club, members: lis
     try:
         for fake, reason in zip(fakes, ("signed by another key", "is not believed"), strict=True):
             with pytest.raises(SwarmError, match=reason):
-                fetch_manifest([fake.address], Gate(Admission(club.token()), "observer"))
+                look([fake.address], gate=Gate(Admission(club.token()), "observer"))
             with pytest.raises(SwarmError, match=reason):
                 club.member(fake.address).start()
     finally:

@@ -86,14 +86,12 @@ def test_a_summary_ends_a_peer_with_a_line_even_within_the_same_step() -> None:
     ]
 
 
-def test_addresses_and_events_are_lines_of_their_own() -> None:
+def test_addresses_and_notes_are_lines_of_their_own() -> None:
     view, file, _ = make(terminal=False)
     view.update({"t": "ready", "peer": "p0", "peer_id": "12D3", "address": "/ip4/127.0.0.1/tcp/1/p2p/12D3"})
-    view.update({"t": "event", "peer": "p1", "time": 3.0, "kind": "heal", "fragment": 2})
     view.note("one\ntwo")
     assert file.getvalue().splitlines() == [
         "[  0.0s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",
-        "[  0.0s] p1 heal fragment=2",
         "[  0.0s] one two",
     ]
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
-from diloco.outer.eager import eager_, gossip_
-from diloco.outer.lossy import error_feedback_, keep_unsent_
-from diloco.outer.merge import add_directions_, radial_directional_
-from diloco.outer.optimizer import delayed_nesterov_, mean_, nesterov_
+from diloco.outer.eager import eager_
+from diloco.outer.fragments import partition
+from diloco.outer.optimizer import OuterStep, delayed_nesterov_, mean_, nesterov_, optimizer
 from diloco.outer.rates import lr_at, momentum_at
+from diloco.outer.rda import add_directions_, radial_directional_
+from diloco.outer.replica import Replica
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Syncer
 
@@ -126,17 +127,20 @@ def test_nesterov_on_the_radial_directional_average() -> None:
 #   e = (2, 2.25, 0)     + delta = (6, 5.25, -3.5)  sends   6     at 0    ( 0, 10,    15.25)
 #   e = (0, 2.625, -1.75)+ delta = (4, 5.625,-5.25) sends   5.625 at 1    ( 0, 4.375, 15.25)
 def test_sparse_with_error_feedback() -> None:
-    wire, delta = codec("topk"), torch.tensor([4.0, 3.0, -3.5])
-    payload = torch.empty(wire.nbytes(3), dtype=torch.uint8)
-    master, momentum, residual = torch.full((3,), 10.0), torch.zeros(3), torch.zeros(3)
-    for expected in ([6.0, 10.0, 10.0], [6.0, 10.0, 15.25], [0.0, 10.0, 15.25], [0.0, 4.375, 15.25]):
-        error_feedback_(residual, delta, 0.5)
-        wire.encode(residual, payload)
-        keep_unsent_(residual, payload, wire)
-        total = torch.zeros(3)
-        wire.accumulate_(total, payload, 1.0)
-        nesterov_(master, momentum, total, 1.0, 0.0)
-        assert master.tolist() == expected
+    settings = OuterConfig(
+        method="diloco", sync_every=1, codec_up="topk", error_feedback=0.5, momentum=0, lr=1, codec_down="fp32"
+    )
+    peer = Replica({"w": torch.full((3,), 10.0)}, partition({"w": 3}, 1), settings)
+    peer.hold(0)
+    for version, expected in enumerate(([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])):
+        peer.parameters["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
+        peer.capture(0)
+        peer.held[0].take(0, "peer", peer.encode(0, 0), 1.0)
+        update = torch.empty(peer.update_nbytes(0), dtype=torch.uint8)
+        peer.held[0].merge_(OuterStep(version, 1), update, peer.held[0].judge({"peer": 1.0}))
+        peer.release_capture(0)
+        peer.load_local_()
+        assert peer.anchors[0].tolist() == expected
 
 
 # -- without a barrier ------------------------------------------------------------------------------------------------
@@ -160,10 +164,12 @@ def test_naive_async_nesterov() -> None:
 #   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
 #   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
 def test_fedbuff() -> None:
-    master, momentum = full(10.0), full(0.0)
+    fedbuff = optimizer(OuterConfig(method="diloco", sync_every=1, optimizer="fedbuff", lr=0.5, momentum=0.5))
+    master, momentum, window = full(10.0), full(0.0), full(0.0)
     pairs = [DELTAS[:2], DELTAS[2:]] * 2
     for pair, expected in zip(pairs, [9.775, 9.0625, 8.70625, 7.928125], strict=True):
-        nesterov_(master, momentum, merged(pair, [1.0, 1.0]), 0.5, 0.5)
+        for delta, flush in zip(pair, (False, True), strict=True):
+            fedbuff.step_(master, momentum, [window], full(delta), OuterStep(0, 1, delay=2, flush=flush))
         assert_all(master, expected)
 
 
@@ -181,10 +187,13 @@ def test_fedbuff() -> None:
     ],
 )
 def test_delayed_nesterov(c: float, golden: list[float]) -> None:
-    master, momentum, buffer = full(10.0), full(0.0), full(0.0)
+    delayed = optimizer(
+        OuterConfig(method="diloco", sync_every=1, optimizer="delayed_nesterov", lr=0.5, momentum=0.5, delay_c=c)
+    )
+    master, momentum, window = full(10.0), full(0.0), full(0.0)
     for push, expected in enumerate(golden):
-        delta, flush = full(DELTAS[push % 4]), push % 4 == 3
-        delayed_nesterov_(master, momentum, buffer, delta, lr=0.5, beta=0.5, pushes=1, delay=4, flush=flush, c=c)
+        step = OuterStep(push, 1, delay=4, flush=push % 4 == 3)
+        delayed.step_(master, momentum, [window], full(DELTAS[push % 4]), step)
         assert_all(master, expected)
 
 
@@ -228,16 +237,3 @@ def test_eager_updates() -> None:
             eager_(shadow, velocity, previous, full(delta), peers=2, lr=0.5, beta=0.5)
             assert_all(anchor + shadow, place)
         mean = full(0.4)
-
-
-# Gossip, a pair at 10 and 6 with pseudo-gradients 0.2 and 0.6; alpha, beta and gamma 0.5, so that beta * mean = 0.2.
-#   mean 8       m1 =        - 0.2 + 0.5 * -2 = -1.2   8.8        m2 =        - 0.2 + 0.5 * 2 = 0.8    6.8
-#   mean 7.8     m1 = -0.6   - 0.2 + 0.5 * -1 = -1.3   7.5        m2 =  0.4   - 0.2 + 0.5 * 1 = 0.7    7.5
-#   mean 7.5     m1 = -0.65  - 0.2            = -0.85  6.65       m2 =  0.35  - 0.2           = 0.15   7.65
-def test_gossip() -> None:
-    pair = [(full(10.0), full(0.0)), (full(6.0), full(0.0))]
-    for expected in ([8.8, 6.8], [7.5, 7.5], [6.65, 7.65]):
-        mean = (pair[0][0] + pair[1][0]) / 2
-        for (parameters, momentum), place in zip(pair, expected, strict=True):
-            gossip_(parameters, momentum, full(0.4), mean, alpha=0.5, beta=0.5, gamma=0.5)
-            assert_all(parameters, place)

@@ -9,88 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.config import OuterConfig
+from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Broadcast, Note
 from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import Contribution, Record, StateHeader
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
-from diloco.protocol.peer import CONTROL_FRAGMENT, WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
 from diloco.rundir.checkpoint import Checkpoint
-from diloco.sim.arena import CHUNKS, MANIFEST
-from diloco.sim.bare import BareNode, Swarm
-from diloco.sim.lineage import digest_of
-from diloco.swarm.conversations.units import LeasedData
+from diloco.swarm.conversations.units import Reserve
 from diloco.train.session import Session
+from tests.protocol_helpers import MANIFEST, digest_of
 from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
 
 seeds = st.integers(0, 10**9)
-BATCH = {"batch_size": 2, "outer_steps": 6}
-
-
-def dealer_of(swarm: Swarm) -> BareNode:
-    """The syncer of the control fragment."""
-    [node] = [node for node in swarm.alive_nodes() if CONTROL_FRAGMENT in node.peer.syncers]
-    return node
-
-
-def merged_units(swarm: Swarm) -> list[Units]:
-    """What each contribution that is in the surviving control fragment was learned from."""
-    digest = swarm.alive_nodes()[0].peer.digests[CONTROL_FRAGMENT]
-    return [swarm.learned_from[whose] for whose in swarm.lineage.merged(digest, CHUNKS)]
-
-
-def twice(swarm: Swarm) -> int:
-    """Sequences that are in the model more than once."""
-    merged = merged_units(swarm)
-    return sum(map(count, merged)) - count(union(*merged))
-
-
-@given(seeds)
-@settings(max_examples=20)
-def test_peers_that_live_train_on_disjoint_units_that_leave_no_gap(seed: int) -> None:
-    swarm = Swarm(seed, min_peers=3, break_rate=0.1, **BATCH)
-    swarm.start("abc")
-    swarm.run_to_the_end()
-    assert twice(swarm) == 0
-    applied = union(*merged_units(swarm))
-    ledger = dealer_of(swarm).peer.dealer.ledger
-    assert ledger is not None
-    assert count(applied) >= 3 * 6 * 2 * 4 * 0.5  # the rest, right after the start or a broken stream, is their own
-    assert union(applied, ledger.open) == [(0, ledger.cursor)] and not intersection(applied, ledger.open)
-
-
-@given(seeds, st.booleans())
-@settings(max_examples=40)
-def test_units_of_the_dead_are_handed_out_again_and_nothing_is_applied_twice(seed: int, deals: bool) -> None:
-    swarm = Swarm(seed, min_peers=4, break_rate=0.1, **BATCH)
-    swarm.start("abcd")
-    swarm.run_for(4.0 + seed % 40 / 10)
-    dealer = dealer_of(swarm)
-    victim = dealer if deals else next(node for node in swarm.alive_nodes() if node is not dealer)
-    swarm.kill(victim.name)
-    swarm.run_to_the_end()
-    ledger = dealer_of(swarm).peer.dealer.ledger
-    assert ledger is not None
-    applied = union(*merged_units(swarm))
-    assert twice(swarm) == 0
-    assert not intersection(applied, ledger.open)
-    assert not difference([(0, ledger.cursor)], union(applied, ledger.open))
-    assert not intersection(victim.reserve.all, ledger.free)  # they go before any new ones
-
-
-def test_a_simulated_swarm_with_lossy_quorums_applies_nothing_twice() -> None:
-    outer = OuterConfig(method="diloco", sync_every=4, quorum=1, grace_s=1.0, staleness_limit=4)
-    for seed in range(8):
-        swarm = Swarm(seed, min_peers=3, break_rate=0.1, outer=outer, **BATCH)
-        swarm.start("abc")
-        swarm.run_for(5.0)
-        swarm.kill(dealer_of(swarm).name)
-        swarm.run_to_the_end()
-        assert twice(swarm) == 0
 
 
 # -- one peer, by hand ------------------------------------------------------------------------------------------------
@@ -120,8 +55,8 @@ def take_over(peer: Peer) -> Ledger:
     for now in (2.0, 6.0, 9.0):
         peer.heard("b", peer.members.get("b").status, now)  # type: ignore[union-attr]
         peer.tick(now)
-    assert peer.dealer.ledger is not None
-    return peer.dealer.ledger
+    assert peer.accounts.dealer.ledger is not None
+    return peer.accounts.dealer.ledger
 
 
 def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
@@ -150,11 +85,11 @@ def said(actions: list[Action]) -> Published:
 
 def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> None:
     peer = follower()
-    assert peer.lease_units("b", 4, []) is None
+    assert peer.accounts.lease_units("b", 4, []) is None
     take_over(peer)
-    assert peer.lease_units("b", 4, []) == [(0, 4)]
-    assert peer.lease_units("a", 4, []) == [(4, 8)]
-    assert peer.lease_units("stranger", 4, []) is None
+    assert peer.accounts.lease_units("b", 4, []) == [(0, 4)]
+    assert peer.accounts.lease_units("a", 4, []) == [(4, 8)]
+    assert peer.accounts.lease_units("stranger", 4, []) is None
     assert said(contribute(peer, "b", [(0, 2)])).model_dump(include={"cursor", "open"}) == {
         "cursor": 8,
         "open": [[2, 8]],
@@ -164,15 +99,15 @@ def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> 
     peer.connected("s2", hello_of("s2", 1), 10.0)
     claim = Claim(fragment=0, term=9, version=1, digest=peer.digests[0], cursor=9, open=[[2, 9]])
     peer.heard("s2", claim, 10.0)
-    assert peer.lease_units("b", 4, []) is None and peer.dealer.cursor_at(1) == (9, [(2, 9)])
+    assert peer.accounts.lease_units("b", 4, []) is None and peer.accounts.dealer.cursor_at(1) == (9, [(2, 9)])
 
 
 def test_a_successor_hands_out_what_the_dead_had_and_not_what_the_living_have() -> None:
     peer = follower(version=3, cursor=16, open=[[4, 16]])
-    peer.units = [(4, 8)]
+    peer.accounts.units = [(4, 8)]
     peer.heard("b", Status(state="training", versions=[3], units=[[10, 12], [20, 24]]), 0.5)
     take_over(peer)
-    assert peer.lease_units("b", 14, [(10, 12), (20, 24)]) == [(8, 10), (12, 20), (24, 28)]
+    assert peer.accounts.lease_units("b", 14, [(10, 12), (20, 24)]) == [(8, 10), (12, 20), (24, 28)]
 
 
 @pytest.mark.parametrize("heard", ["published", "record", "state"])
@@ -186,10 +121,12 @@ def test_what_a_version_holds_is_not_handed_out_again_whoever_still_claims_it(he
         case "published":
             peer.heard("s", Published(term=1, contributors=["b"], **named, **word), 0.6)
         case "record":
-            peer.hear_data_cursor(Record(term=1, digest_before=digest_of(0), contributors={"b": 1}, **named, **word))
+            peer.accounts.hear_data_cursor(
+                Record(term=1, digest_before=digest_of(0), contributors={"b": 1}, **named, **word)
+            )
         case "state":
-            peer.hear_data_cursor(StateHeader(outer=False, **named, **word))
-    peer.adopted(0, 1, digest_of(1), 1, 0.7, contributors={"b": 1})
+            peer.accounts.hear_data_cursor(StateHeader(outer=False, **named, **word))
+    peer.adopted(0, 1, digest_of(1), 0.7, contributors={"b": 1})
     ledger = take_over(peer)
     assert ledger.open == [(4, 8)] and ledger.leased == {"b": [(4, 8)]}
 
@@ -207,26 +144,26 @@ def test_a_version_that_died_with_its_author_takes_no_units_with_it() -> None:
 def test_units_in_a_contribution_that_is_here_are_not_handed_out_when_its_sender_dies() -> None:
     peer = follower()
     take_over(peer)
-    assert peer.lease_units("b", 8, []) == [(0, 8)]
+    assert peer.accounts.lease_units("b", 8, []) == [(0, 8)]
     header = Contribution(
         manifest_hash=MANIFEST, fragment=0, term=peer.syncers[0].term, base_version=0, steps=1, tokens=1, units=[[0, 4]]
     )
     peer.enter("exchanging", 9.0)
     assert peer.offer("b", header).accepted
     peer.lost("b", 9.5, "connection reset")
-    assert peer.lease_units("a", 6, []) == [(4, 10)]
+    assert peer.accounts.lease_units("a", 6, []) == [(4, 10)]
     peer.published(0, digest_of(1), {"a": 1}, 10.0)  # it never became whole
-    assert peer.lease_units("a", 4, [(4, 10)]) == [(0, 4)]
+    assert peer.accounts.lease_units("a", 4, [(4, 10)]) == [(0, 4)]
 
 
 def test_units_of_one_that_was_given_up_and_comes_back_are_its_again_or_counted() -> None:
     peer = follower()
     take_over(peer)
-    assert peer.lease_units("b", 8, []) == [(0, 8)]
+    assert peer.accounts.lease_units("b", 8, []) == [(0, 8)]
     peer.lost("b", 9.0, "silent")
-    assert peer.lease_units("a", 4, []) == [(0, 4)]
+    assert peer.accounts.lease_units("a", 4, []) == [(0, 4)]
     peer.connected("b", hello_of("b", units=[(0, 8)]), 9.5)
-    assert peer.dealer.ledger is not None and peer.dealer.ledger.leased["b"] == [(4, 8)]
+    assert peer.accounts.dealer.ledger is not None and peer.accounts.dealer.ledger.leased["b"] == [(4, 8)]
     assert twice_noted(contribute(peer, "b", [(2, 8)])) == [2]
     assert twice_noted(contribute(peer, "a", [(0, 2)])) == []
 
@@ -235,15 +172,15 @@ def test_one_message_does_not_use_up_the_list() -> None:
     peer = follower()
     take_over(peer)
     peer.heard("b", Status(state="training", versions=[0], units=[[2**60, 2**61]]), 9.5)
-    assert peer.lease_units("b", 4, []) == [(0, 4)]
-    assert peer.dealer.ledger is not None and peer.dealer.ledger.cursor == 4
+    assert peer.accounts.lease_units("b", 4, []) == [(0, 4)]
+    assert peer.accounts.dealer.ledger is not None and peer.accounts.dealer.ledger.cursor == 4
 
 
 def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
     peer = Peer("a", "a", "run", MANIFEST, [digest_of(7)], versions=[7])
-    peer.restore_data_cursor((12, [(2, 4), (8, 12)]))
+    peer.accounts.restore_data_cursor((12, [(2, 4), (8, 12)]))
     peer.tick(0.0)
-    assert peer.lease_units("a", 8, []) == [(2, 4), (8, 14)]
+    assert peer.accounts.lease_units("a", 8, []) == [(2, 4), (8, 14)]
 
 
 # -- what a peer has --------------------------------------------------------------------------------------------------
@@ -253,7 +190,7 @@ def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
     st.lists(st.tuples(st.sampled_from(["add", "take", "send", "settle", "forget"]), st.integers(1, 9)), max_size=60)
 )
 def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(steps: list[tuple[str, int]]) -> None:
-    reserve, ledger = LeasedData(), Ledger()
+    reserve, ledger = Reserve(), Ledger()
     reserve.expect(8)
     taken: list[Units] = []
     sent: Units = []
@@ -272,7 +209,7 @@ def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(st
                 sent = reserve.send()
                 assert sent == difference(union(*taken), settled)
             case "settle":
-                reserve.drop(sent)
+                reserve.settle(sent)
                 ledger.apply("a", sent)  # what is discarded instead may come back with the next grant
                 settled = union(settled, sent)
             case "forget":
@@ -282,7 +219,7 @@ def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(st
 
 
 def test_a_reserve_has_no_more_pieces_than_can_be_told() -> None:
-    reserve = LeasedData()
+    reserve = Reserve()
     reserve.add([(2 * number, 2 * number + 1) for number in range(100)])
     assert len(reserve.all) == MAX_UNIT_RANGES and reserve.take(MAX_UNIT_RANGES + 1) is None
     assert reserve.take(MAX_UNIT_RANGES) is not None

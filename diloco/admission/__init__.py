@@ -1,25 +1,27 @@
-"""Who may take part in a closed run, decided by signatures alone: no server, no list that somebody has to keep.
+"""Who may take part in a closed run. Signatures alone decide: there is no server and no list to maintain.
 
-    run key (its owner) --signs--> grant, one for each invitation --names--> invitation key, which the token carries
-    invitation key --signs--> peer id and role = credential, the only thing that is ever shown to others
+    run key         signs    a grant, one for each invitation; the grant names an invitation key
+    token           holds    the grant and the private half of the invitation key: this is the invitation
+    invitation key  signs    a peer id and a role; grant and signature are the credential that a peer shows to others
 
 - `keys.py`         the run key as a file
-- `invitation.py`   grants, tokens, credentials: bytes and back
-- `revocations.py`  the owner's signed list of what counts no more
-- `gatekeeper.py`   `Admission`: what one peer concludes from all that
+- `invitation.py`   grants, tokens and credentials: to bytes and back
+- `revocations.py`  the owner's signed list of revoked invitations and peers
+- `gatekeeper.py`   `Admission`: what one peer concludes from these
 
-A token is a secret, because it holds the invitation key; it stays with whom it was given to. A credential is none: it
-is bound to one libp2p identity, which the transport authenticates, so whoever overhears it can do nothing with it.
+A token is a secret, because it holds the invitation key: its user shows it to nobody. A credential is no secret. It is
+bound to one libp2p identity, which the transport authenticates, and an eavesdropper cannot use it.
 
-What no signature can do: a token that two machines have is used by both until some peer has seen both, which then
-refuses the second. Peers connect to all others and put their credentials into the DHT, so that is soon.
+Signatures cannot prevent that two machines use the same token. Both can, until a peer has seen both credentials; from
+then on it refuses the second. All peers connect to each other and publish their credentials in the DHT, which makes
+this time short. README.md in this folder says what an attacker can and cannot do.
 """
 
 from __future__ import annotations
 
-from diloco.admission.gatekeeper import ALLOWED, Admission
+from diloco.admission.gatekeeper import Admission
 from diloco.admission.invitation import ROLES, Credential, Grant, Role, Token, issue
 from diloco.admission.keys import RunKey
 from diloco.admission.revocations import Revoked
 
-__all__ = ["ALLOWED", "ROLES", "Admission", "Credential", "Grant", "Revoked", "Role", "RunKey", "Token", "issue"]
+__all__ = ["ROLES", "Admission", "Credential", "Grant", "Revoked", "Role", "RunKey", "Token", "issue"]

@@ -1,30 +1,27 @@
-"""What one peer concludes from the credentials of others. Sans-IO: `now` is Unix time, and is passed in."""
+"""Decides which peers may take part, by their credentials. Sans-IO: the caller passes `now`, Unix time."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from diloco.admission.invitation import Credential, Grant, Role, Token
 from diloco.admission.revocations import Revoked
 from diloco.errors import PayloadError
 
-__all__ = ["ALLOWED", "Admission"]
+__all__ = ["Admission"]
 
-TOLERANCE_S = 60  # clocks of honest peers differ by less; `doctor` and joining check that
-MAX_OBSERVERS = 256  # remembered; who looks at a swarm may do so from a new identity each time
-
-_READING = frozenset({"greeting", "manifest_request", "snapshot_request", "probe", "dial_back"})
-_HOLDING = _READING | {"hello", "state_request", "part_request"}
-ALLOWED: dict[Role, frozenset[str] | None] = {"worker": None, "host": _HOLDING, "observer": _READING}
-"""The kinds of message with which a peer of each role may begin a stream; None is any."""
+TOLERANCE_S = 60  # clocks of honest peers differ by less: `doctor` and `join` check it
+MAX_OBSERVERS = 256  # admitted at a time; an observer may come with a new identity each time
 
 
 class Admission:
-    """The door of a closed run, as one of its peers keeps it.
+    """One peer's record of who has been admitted to a closed run.
 
     Args:
         token: this peer's own invitation; it names the run and the run key.
 
-    A peer is in once it has shown a good credential, until that expires or is revoked. `admit` and `revoke` say no by a
-    reason or False; untrusted input never raises here.
+    A peer is admitted by a valid credential, until the credential expires or is revoked. Untrusted input never raises:
+    `admit` returns a reason to refuse, `revoke` returns False.
     """
 
     def __init__(self, token: Token) -> None:
@@ -36,7 +33,7 @@ class Admission:
         self._users: dict[str, str] = {}  # token id -> the first peer that used it
 
     def admit(self, peer: str, text: str, now: float) -> str | None:
-        """Let an authenticated peer in by its credential; returns the reason, with the remedy, why it is not."""
+        """Admit an authenticated peer by its credential; returns None, or why it is refused, with the remedy."""
         if not text:
             return "this run admits invited peers only; ask its owner for a link, or give swarm.token=@FILE"
         try:
@@ -50,7 +47,7 @@ class Admission:
         return reason
 
     def witness(self, peer: str, text: str, now: float) -> None:
-        """Somebody published this credential of a peer, which shows who uses that token; the peer is not in by that."""
+        """Note which peer uses a token, from a credential in the DHT. This does not admit the peer."""
         try:
             credential = Credential.from_text(text)
         except PayloadError:
@@ -58,24 +55,23 @@ class Admission:
         self._objection(peer, credential, now)
 
     def role_of(self, peer: str, now: float) -> Role | None:
-        """The role of a peer that is in, else None."""
+        """The role of an admitted peer; None for any other."""
         credential = self._admitted.get(peer)
         if credential is None or self._lapsed(peer, credential.grant, now) is not None:
             return None
         return credential.role
 
-    def objection(self, peer: str, kind: str, now: float) -> str | None:
-        """Why this peer may not begin a stream with a message of this kind; None when it may."""
+    def objection(self, peer: str, what: str, roles: Collection[Role], now: float) -> str | None:
+        """Why this peer may not do `what`, which peers in these roles may do; None when it may."""
         role = self.role_of(peer, now)
         if role is None:
             return self.admit(peer, "", now)
-        allowed = ALLOWED[role]
-        if allowed is None or kind in allowed:
+        if role in roles:
             return None
-        return f"an invitation for role {role} does not allow {kind}; ask the owner of the run for another one"
+        return f"an invitation for role {role} does not allow {what}; ask the owner of the run for another one"
 
     def expel(self, now: float) -> dict[str, str]:
-        """Put out whoever may be in no longer; returns the reasons by peer."""
+        """Remove all peers whose credential has expired or was revoked; returns the reasons by peer."""
         out = {
             peer: reason
             for peer, credential in self._admitted.items()
@@ -86,14 +82,14 @@ class Admission:
         return out
 
     def revoke(self, revoked: Revoked) -> bool:
-        """Take in a list; True when it is the owner's and newer than the one here."""
+        """Adopt a revocation list. Returns False if the owner did not sign it or if it is not newer than ours."""
         if revoked.number <= self.revoked.number or not revoked.signed_by(self.run_key, self.run_id):
             return False
         self.revoked = revoked
         return True
 
     def lapsed(self, me: str, now: float) -> str | None:
-        """Why this peer itself may be in no longer."""
+        """Why this peer's own invitation no longer counts; None while it does."""
         return self._lapsed(me, self.token.grant, now)
 
     def _objection(self, peer: str, credential: Credential, now: float) -> str | None:

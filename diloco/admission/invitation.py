@@ -1,11 +1,11 @@
-"""Grants, tokens and credentials: small, versioned, and with exactly one way to write each.
+"""Grants, tokens and credentials: small, versioned, and each with exactly one encoding.
 
     grant       version, run key, invitation key, role, expiry, run id, bound peer id (or none); signed by the run key
     token       grant + private half of the invitation key: the text in an invitation
-    credential  grant + role + signature of the invitation key over role and peer id: what a peer shows to others
+    credential  grant + role + signature of the invitation key over role and peer id: a peer shows it to others
 
-Each is urlsafe base64 without padding. A reader accepts only what a writer would write, so that a flipped bit anywhere
-is noticed: in the text, in what the run key signed, or in a key that no longer fits.
+Each is urlsafe base64 without padding. A reader accepts only the exact text that a writer makes. Therefore every
+flipped bit is noticed: in the text, by the signature of the run key, or because the two halves of a key do not match.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from diloco.errors import ConfigError, PayloadError
 __all__ = ["MAX_CHARACTERS", "ROLES", "Credential", "Grant", "Role", "Token", "issue"]
 
 Role = Literal["worker", "host", "observer"]
-ROLES: tuple[Role, ...] = get_args(Role)  # from the most powerful down; their order is on the wire
+ROLES: tuple[Role, ...] = get_args(Role)  # from the most powerful to the least; the wire has the index
 
 VERSION = 1
-MAX_CHARACTERS = 1024  # of a token or a credential; real ones have about 300
+MAX_CHARACTERS = 1024  # the longest token or credential that is read; real ones have about 300
 _HEAD = struct.Struct(f">B{KEY_BYTES}s{KEY_BYTES}sBQ")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PEER = re.compile(r"[1-9A-HJ-NP-Za-km-z]{8,100}|")
@@ -38,13 +38,13 @@ _GRANT_CONTEXT, _PROOF_CONTEXT = b"diloco grant\0", b"diloco credential\0"
 
 @dataclass(frozen=True)
 class Grant:
-    """What the owner of a run allows to whoever holds the private half of `invitation_key`.
+    """What the owner of a run allows to the holder of the private half of `invitation_key`.
 
     Attributes:
         run_key, invitation_key: public keys (32 bytes each).
-        role: the most that it allows.
+        role: the most powerful role that it allows.
         expires_at: Unix time, in whole seconds.
-        peer: the only peer that may use it; empty: the first that does.
+        peer: the only peer that may use it; if empty, the first peer that uses it keeps it.
     """
 
     run_key: bytes
@@ -57,12 +57,12 @@ class Grant:
 
     @property
     def token_id(self) -> str:
-        """By which it is named in lists and logs: 16 hexadecimal digits."""
+        """Its name in lists and logs: 16 hexadecimal digits."""
         return self.invitation_key[:8].hex()
 
     @property
     def signed(self) -> bool:
-        """Whether the run key that it names signed it."""
+        """Whether `run_key` signed it."""
         return verify(self.run_key, _GRANT_CONTEXT + self._body(), self.signature)
 
     def _body(self) -> bytes:
@@ -75,18 +75,18 @@ class Grant:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> tuple[Grant, bytes]:
-        """Reads untrusted bytes: the grant, whose signature is not verified here, and what follows it.
+        """Reads untrusted bytes; returns the grant, its signature not yet verified, and the bytes that follow it.
 
         Raises:
-            PayloadError: they are no grant, or one of another version.
+            PayloadError: the bytes are no grant, or a grant of another version.
         """
         if len(raw) < _HEAD.size or raw[0] != VERSION:
-            raise PayloadError(f"it is of version {raw[0]}, this diloco knows {VERSION}" if raw else "it is empty")
+            raise PayloadError(f"it has version {raw[0]}, this diloco reads {VERSION}" if raw else "it is empty")
         _, run_key, invitation_key, role, expires_at = _HEAD.unpack_from(raw)
         run_id, rest = _read_short(raw[_HEAD.size :])
         peer, rest = _read_short(rest)
         if role >= len(ROLES) or not _RUN_ID.fullmatch(run_id) or not _PEER.fullmatch(peer):
-            raise PayloadError("it has a role, a run or a peer that cannot be")
+            raise PayloadError("its role, run id or peer id is impossible")
         if len(rest) < SIGNATURE_BYTES:
             raise PayloadError("it is cut short")
         grant = cls(run_key, invitation_key, ROLES[role], expires_at, run_id, peer, rest[:SIGNATURE_BYTES])
@@ -95,33 +95,33 @@ class Grant:
 
 @dataclass(frozen=True)
 class Credential:
-    """A grant as one peer uses it: in this role, which is not above the grant's, and from this identity alone."""
+    """A grant in the use of one peer: for one role, at most the grant's, and for one identity."""
 
     grant: Grant
     role: Role
     proof: bytes
 
     def proves(self, peer: str) -> bool:
-        """Whether both signatures are good and the second one is for this peer."""
+        """Whether both signatures are valid, and the invitation key signed this peer's id."""
         proven = verify(self.grant.invitation_key, _proof_of(self.role, peer), self.proof)
         return proven and self.grant.signed and ROLES.index(self.role) >= ROLES.index(self.grant.role)
 
     def to_text(self) -> str:
-        """As it is on the wire."""
+        """Its text on the wire."""
         return _to_text(self.grant.to_bytes() + bytes([ROLES.index(self.role)]) + self.proof)
 
     @classmethod
     def from_text(cls, text: str) -> Credential:
-        """Reads untrusted text; `PayloadError` says what is wrong with it. No signature is verified here."""
+        """Reads untrusted text and verifies no signature. `PayloadError` says what is wrong."""
         grant, rest = Grant.from_bytes(_from_text(text))
         if len(rest) != 1 + SIGNATURE_BYTES or rest[0] >= len(ROLES):
-            raise PayloadError("it does not end where it should")
+            raise PayloadError("it has the wrong length")
         return cls(grant, ROLES[rest[0]], rest[1:])
 
 
 @dataclass(frozen=True)
 class Token:
-    """An invitation. Its text is a secret: keep it out of logs, and out of the arguments of a command where you can."""
+    """An invitation. Its text is a secret: keep it out of logs and, where possible, out of command lines."""
 
     grant: Grant
     _seed: bytes
@@ -130,17 +130,17 @@ class Token:
         return f"Token({self.grant.token_id})"
 
     def to_text(self) -> str:
-        """As it is in an invitation; the secret is at the end."""
+        """Its text in an invitation; the secret is at the end."""
         return _to_text(self.grant.to_bytes() + self._seed)
 
     def credential(self, peer: str, role: Role | None = None) -> str:
-        """Text that proves to others that this peer was invited, in the role of the token or in one below."""
+        """Text that proves to others that this peer was invited, in the token's role or in a less powerful one."""
         role = role or self.grant.role
         return Credential(self.grant, role, _key(self._seed).sign(_proof_of(role, peer))).to_text()
 
     @classmethod
     def from_text(cls, text: str) -> Token:
-        """Reads what a user typed; `ConfigError` says what is wrong, without repeating it."""
+        """Reads a token that a user typed; `ConfigError` says what is wrong without repeating the token."""
         try:
             grant, seed = Grant.from_bytes(_from_text(text))
         except PayloadError as error:
@@ -152,20 +152,20 @@ class Token:
 
     @classmethod
     def read(cls, setting: str) -> Token:
-        """A token, or `@FILE` with one or with a whole link in it, as `swarm.token` takes it."""
+        """Reads the value of `swarm.token`: a token, or `@FILE`, a file with a token or a whole link."""
         if not setting.startswith("@"):
             return cls.from_text(setting)
         try:
             with Path(setting[1:]).open(encoding="utf-8") as file:
                 text = file.read(16 * MAX_CHARACTERS).strip()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ConfigError(f"swarm.token={setting} cannot be read: {why}; name a file with a token") from None
         return cls.from_text(text.rpartition("?token=")[2])
 
 
 def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "") -> Token:
-    """A new invitation to a run; `ConfigError` when a value cannot be in one."""
+    """A new invitation to a run; `ConfigError` if the run id or the peer id is not one."""
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"--run={run_id} is no run id; expected 1 to 64 letters, digits, '.', '_' or '-'")
     if not _PEER.fullmatch(peer):
@@ -207,7 +207,7 @@ def _from_text(text: str) -> bytes:
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
-        raise PayloadError("it has characters that are not in any") from None
-    if _to_text(raw) != text:  # the last character of base64 has bits that nobody reads
-        raise PayloadError("it is not as it was written")
+        raise PayloadError("it has characters that are not base64") from None
+    if _to_text(raw) != text:  # some bits of the last character have no meaning
+        raise PayloadError("its last character is wrong")
     return raw

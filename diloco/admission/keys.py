@@ -1,4 +1,4 @@
-"""The run key: an Ed25519 key pair whose public half defines who may invite to a run, and whose private half does."""
+"""The run key: an Ed25519 key pair. Its private half signs invitations to a run, its public half verifies them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ MAX_FILE_BYTES = 4096
 
 
 class RunKey:
-    """The private half. Whoever has the file can invite and revoke; a run cannot change its key."""
+    """The private half. Anybody who has the file can invite and revoke; a run cannot change its key."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
 
     @property
     def public(self) -> bytes:
-        """The 32 bytes that verify what this key signs."""
+        """The public half: the 32 bytes that verify signatures of this key."""
         return self._private.public_key().public_bytes_raw()
 
     def sign(self, what: bytes) -> bytes:
-        """64 bytes; the same for the same content."""
+        """The signature, 64 bytes; equal content has equal signatures."""
         return self._private.sign(what)
 
     @classmethod
     def create(cls, path: Path) -> RunKey:
-        """Make a key and write it, readable by its owner only; `ConfigError` when the file exists or cannot be."""
+        """Make a key and write it to a file that only its owner can read.
+
+        Raises:
+            ConfigError: the file exists or cannot be written.
+        """
         key = cls(new_key())
         text = key._private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -52,13 +56,17 @@ class RunKey:
 
     @classmethod
     def read(cls, path: Path, setting: str = "swarm.key_path") -> RunKey:
-        """The key in a file that `create` (or openssl) wrote; `ConfigError`, which names the setting, for another."""
+        """The key in a file that `create` (or openssl) wrote.
+
+        Raises:
+            ConfigError: the file is unreadable or holds no run key; the text names `setting`.
+        """
         try:
             with path.open("rb") as file:
                 private = serialization.load_pem_private_key(file.read(MAX_FILE_BYTES), password=None)
         except OSError as error:
             raise ConfigError(f"{setting}={path} cannot be read: {error.strerror}; diloco keygen makes a key") from None
-        except (ValueError, TypeError):  # TypeError: it has a password
+        except (ValueError, TypeError):  # TypeError: the file has a password
             private = None
         if not isinstance(private, Ed25519PrivateKey):
             raise ConfigError(f"{setting}={path} holds no run key; diloco keygen makes one")
@@ -66,12 +74,12 @@ class RunKey:
 
 
 def new_key() -> Ed25519PrivateKey:
-    """A key from the system's random numbers."""
+    """A new key from the system's random numbers."""
     return Ed25519PrivateKey.generate()
 
 
 def verify(public: bytes, what: bytes, signature: bytes) -> bool:
-    """Whether the owner of a public key signed this; any bytes may be given."""
+    """Whether `signature` is valid for `what` under this public key. All three may be arbitrary bytes."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, what)
     except (InvalidSignature, ValueError):

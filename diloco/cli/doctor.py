@@ -28,10 +28,10 @@ def run(config: Config, address: Address | None, as_json: bool, typed: Collectio
     waiting = contextlib.nullcontext() if as_json or not console.is_terminal else console.status("checking")
     with waiting:
         from diloco.fit.doctor import Doctor  # torch takes seconds
-        from diloco.fit.volunteer import own_place
+        from diloco.fit.volunteer import lock_peer_directory
 
-        with own_place(config.swarm.identity_path) as place:
-            doctor = Doctor(config, place, () if address is None else address.peers, typed)
+        with lock_peer_directory(config.swarm.identity_path) as directory:
+            doctor = Doctor(config, directory, () if address is None else address.peers, typed)
             checks = []
             for check in doctor.checks():
                 checks.append(check)

@@ -52,6 +52,6 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
             parameters[name].copy_(values)
     else:
         numels = {name: parameter.numel() for name, parameter in parameters.items()}
-        for fragment in partition(numels, config.outer.fragments):
+        for fragment in partition(numels, config.outer.fragments, config.outer.pattern):
             scatter_(parameters, fragment, 0, fragment.numel, anchors[str(fragment.index)])
     models.save(model, out, tokenizer)

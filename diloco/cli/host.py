@@ -12,6 +12,7 @@ from rich.console import Console
 from diloco.cli.notice import say_who_can_join
 from diloco.cli.table import LiveView
 from diloco.config import Config
+from diloco.rundir.reporting import Ready
 from diloco.train.host import Host
 
 __all__ = ["run"]
@@ -31,9 +32,8 @@ def run(config: Config) -> int:
         ):
             say_who_can_join(console, config, host.manifest.run.key)
             node, first = host.node, not config.swarm.initial_peers
-            ready = {"address": host.address, "addresses": node.addresses, "advice": node.node.advice, "first": first}
-            command = config.joining_command
-            view.update({"t": "ready", "peer": name, "time": time.time(), "command": command, **ready})
+            addresses, advice = tuple(node.addresses), node.node.advice or ""
+            view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
             while not stop.wait(0.5):
                 view.update({"peer": name, "time": time.time(), **host.status()})
     finally:

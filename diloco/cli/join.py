@@ -23,6 +23,7 @@ from diloco.cli.table import LiveView, human_bytes, human_count
 from diloco.config import Config
 from diloco.config.address import Address
 from diloco.errors import SwarmError
+from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
 
 __all__ = ["run"]
 
@@ -47,43 +48,49 @@ def run(config: Config, address: Address, typed: Collection[str]) -> int:
 
 def _prepare(config: Config, address: Address, typed: Collection[str], stages: Stages, stack: ExitStack) -> Config:
     """All that can be found wrong before anything big is fetched."""
-    from diloco.fit.volunteer import own_place, remember, set_aside, suited, volunteer
+    from diloco.fit.volunteer import (
+        fit_to_machine,
+        lock_peer_directory,
+        move_aside,
+        remember_addresses,
+        volunteer_config,
+    )
     from diloco.swarm.visit.look import check_clock, parse_manifest
 
-    place = stack.enter_context(own_place(config.swarm.identity_path))
+    directory = stack.enter_context(lock_peer_directory(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
     imports.start()
-    found = _look(config, address, place.identity, stages)
+    found = _look(config, address, directory.identity, stages)
     stages.go_to("manifest")
     manifest = parse_manifest(found.manifest_text)
     warning = check_clock(found)
     seeds = found.addresses or list(address.peers)
-    remember(manifest.run.id, found.addresses)
+    remember_addresses(manifest.run.id, found.addresses)
     stages.show(f"{manifest.run.id}: {manifest.model.name} on {manifest.data.source}, {manifest.outer.method}")
-    config = volunteer(config, manifest, typed, place, seeds)
+    config = volunteer_config(config, manifest, typed, directory, seeds)
     stages.go_to("machine")
     stages.show("loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
-    from diloco.fit.machine import fit, look_at_machine, need_of
+    from diloco.fit.machine import fit_micro_batch, inspect_machine, memory_need
 
-    machine = look_at_machine(config.train.device, config.train.threads)
+    machine = inspect_machine(config.train.device, config.train.threads)
     batch_size = config.inner.batch_size
-    micro_batch = fit(need_of(config, machine), machine, batch_size)
-    config = suited(config, machine, micro_batch, typed)
+    micro_batch = fit_micro_batch(memory_need(config, machine), machine, batch_size)
+    config = fit_to_machine(config, machine, micro_batch, typed)
     parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
-    second = f", peer {place.number + 1} of this machine (the first one runs)" if place.number else ""
+    second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
     stages.show(
         f"{machine.name}, {_count(machine.threads, 'thread')}, {config.train.precision}, "
         f"batch of {batch_size}{parts}{second}"
     )
     if warning is not None:
         Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
-    set_aside(config)
+    move_aside(config)
     return config
 
 
 def _look(config: Config, address: Address, identity: Path, stages: Stages) -> Any:
-    from diloco.fit.volunteer import acquaintances
+    from diloco.fit.volunteer import known_addresses
     from diloco.swarm.visit.look import look
     from diloco.swarm.wire.gate import watching
 
@@ -96,7 +103,7 @@ def _look(config: Config, address: Address, identity: Path, stages: Stages) -> A
     try:
         return look(address.peers, identity, on_connected=connected, gate=gate)
     except SwarmError as error:
-        others = acquaintances(address.peers)
+        others = known_addresses(address.peers)
         if stages.name != "connect" or not others:
             raise
         stages.show(f"nobody answers there; calling {len(others)} more that were in this run before")
@@ -149,33 +156,32 @@ class _Arrival:
         self._stack = stack
         self._discarded = 0
 
-    def __call__(self, message: Mapping[str, Any]) -> None:
-        kind = message["t"]
-        if kind == "ready" and not message["advice"]:
+    def __call__(self, said: Said) -> None:
+        message = read_message(said)
+        if message is None or (isinstance(message, Ready) and not message.advice):
             return  # a guest need not invite others
-        if self._stages.name is not None and kind != "ready":
-            if kind == "stage":
-                self._arrive(message)
-            elif kind == "status" and message["state"] in ("training", "leaving", "done", "left"):
+        if self._stages.name is not None and isinstance(message, Stage):
+            self._arrive(message)
+        if self._stages.name is not None and isinstance(message, Status):
+            if message.state in ("training", "leaving", "done", "left"):
                 self._contribute(message)
-            if kind == "status":
-                return
+            return
         self._view.update(message)
 
-    def _arrive(self, message: Mapping[str, Any]) -> None:
-        self._stages.go_to(message["stage"])
-        if message["stage"] == "state":
-            received, wanted = message["received"], message["wanted"]
-            self._stages.show(f"{human_bytes(received)} received", received / max(wanted, 1))
+    def _arrive(self, message: Stage) -> None:
+        self._stages.go_to(message.stage)
+        if message.stage == "state":
+            self._stages.show(f"{human_bytes(message.received)} received", message.received / max(message.wanted, 1))
 
-    def _contribute(self, message: Mapping[str, Any]) -> None:
+    def _contribute(self, message: Status) -> None:
         self._stages.go_to("first contribution")
-        step, target = message["inner_step"], max(message["target_steps"], 1)
-        lost, self._discarded = message["discarded"] > self._discarded, message["discarded"]
+        step, target = message.inner_step or 0, max(message.target_steps or 0, 1)
+        discarded = message.discarded or 0
+        lost, self._discarded = discarded > self._discarded, discarded
         self._stages.show(f"inner step {step} of {target}", step / target)
-        left = message["state"] != "training"
-        if left or (message["exchanged"] and not lost):
-            self._stages.show("" if left else f"in outer step {message['version']}")
+        left = message.state != "training"
+        if left or (message.exchanged and not lost):
+            self._stages.show("" if left else f"in outer step {message.version}")
             if not left:
                 self._stages.advance()
             self._stages.close()

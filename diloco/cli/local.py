@@ -20,10 +20,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rich.console import Console
 
@@ -33,6 +33,7 @@ from diloco.config import Config
 from diloco.errors import DilocoError, SwarmError, UnsavedError
 from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.plot import plot_losses
+from diloco.rundir.reporting import Finished, Message, Ready, Status, read_message
 from diloco.rundir.summary import Summary, merge_peer_summaries, write_contributions, write_summary
 
 __all__ = ["run"]
@@ -46,11 +47,14 @@ class _Child:
     process: subprocess.Popen[str]
     log: Path
     log_start: int  # bytes that earlier sessions wrote
-    messages: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    ready: bool = False
+    summary: Summary | None = None
 
-    @property
-    def summary(self) -> Mapping[str, Any] | None:
-        return self.messages.get("summary")
+    def hear(self, message: Message) -> None:
+        """Remembers the messages that decide how the run ends."""
+        if isinstance(message, Finished):
+            self.summary = message.summary
+        self.ready = self.ready or isinstance(message, Ready)
 
     def complaint(self) -> str | None:
         """The one-line error that the peer ended with."""
@@ -83,7 +87,7 @@ def _run(config: Config) -> int:
     title = f"{config.run.id}: {len(names)} peers, {config.model.name} on {config.data.source}, {config.outer.method}"
     console = Console()
     say_who_can_join(console, config, config.run.key)
-    said: queue.Queue[tuple[_Child, Mapping[str, Any] | None]] = queue.Queue()
+    said: queue.Queue[tuple[_Child, Message | None]] = queue.Queue()
     with contextlib.ExitStack() as stack:
         children: list[_Child] = []
         stop = stack.enter_context(_signals(children))  # before the first peer, which would not hear of a Ctrl+C else
@@ -97,13 +101,13 @@ def _run(config: Config) -> int:
         return _conclude(config, children, bool(stop), time.monotonic() - began_at, console)
 
 
-def _follow(children: list[_Child], said: queue.Queue[tuple[_Child, Mapping[str, Any] | None]], view: LiveView) -> None:
+def _follow(children: list[_Child], said: queue.Queue[tuple[_Child, Message | None]], view: LiveView) -> None:
     """Show what the peers say until all have ended; a peer that fails before it trains ends the others."""
     running = {child.name for child in children}
     while running:
         child, message = said.get()
         if message is not None:
-            child.messages[str(message.get("t"))] = message
+            child.hear(message)
             view.update(message)
             continue
         running.discard(child.name)
@@ -111,9 +115,9 @@ def _follow(children: list[_Child], said: queue.Queue[tuple[_Child, Mapping[str,
         if code == 0:
             continue
         state = "killed" if code < 0 else "failed"
-        view.update({"t": "status", "peer": child.name, "state": state})
+        view.update(Status(child.name, state=state))
         view.note(f"{child.name} {state}: {child.complaint() if code > 0 else signal.Signals(-code).name}")
-        if code > 0 and "ready" not in child.messages:
+        if code > 0 and not child.ready:
             for other in children:
                 other.process.terminate()
 
@@ -122,12 +126,12 @@ def _conclude(config: Config, children: list[_Child], stopped: bool, wall_s: flo
     run_dir = config.run.dir
     summaries = [child.summary for child in children if child.summary is not None]
     # Ctrl+C while a peer still starts has nothing to lose.
-    failed = [c for c in children if c.process.returncode > 0 and not (stopped and "ready" not in c.messages)]
+    failed = [c for c in children if c.process.returncode > 0 and not (stopped and not c.ready)]
     complaint = next((child for child in failed if child.summary is None), None)
     code = 0 if complaint is None else complaint.process.returncode
     if not summaries and complaint is None and not stopped:
         raise SwarmError(f"every peer was killed; run the same command again to go on from {run_dir}/checkpoints")
-    if any(summary["outer_steps"] for summary in summaries):
+    if any(summary.outer_steps for summary in summaries):
         manifest_hash = config.manifest().hash()
         mode = config.outer.method
         summary = merge_peer_summaries(
@@ -169,7 +173,7 @@ def _peer(
     base: Path,
     index: int,
     names: list[str],
-    said: queue.Queue[tuple[_Child, Mapping[str, Any] | None]],
+    said: queue.Queue[tuple[_Child, Message | None]],
 ) -> Iterator[_Child]:
     """One peer process; whatever happens here, it does not outlive this context."""
     name, count = names[index], len(names)
@@ -215,11 +219,12 @@ def _peer(
         process.wait()
 
 
-def _listen(child: _Child, output: IO[str], said: queue.Queue[tuple[_Child, Mapping[str, Any] | None]]) -> None:
+def _listen(child: _Child, output: IO[str], said: queue.Queue[tuple[_Child, Message | None]]) -> None:
     for line in output:
         with contextlib.suppress(ValueError):
-            message = json.loads(line)
-            if isinstance(message, dict):
+            content = json.loads(line)
+            message = read_message(content) if isinstance(content, dict) else None
+            if message is not None:
                 said.put((child, message))
     said.put((child, None))
 

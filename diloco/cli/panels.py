@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.table import state_style
-from diloco.protocol.snapshot import FragmentRow, PeerRow, Phases, Round, Snapshot
+from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
+from diloco.protocol.snapshot import FragmentRow, PeerRow, Round, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
 
 __all__ = ["render"]
@@ -113,9 +114,8 @@ def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
     ]
 
 
-def _busy(seconds: Phases | None) -> str:
-    total = 0.0 if seconds is None else seconds.compute + seconds.wait + seconds.comm + seconds.outer
-    return "-" if seconds is None or not total else f"{seconds.compute / total:.0%}"
+def _busy(seconds: PhaseSeconds | None) -> str:
+    return "-" if seconds is None or not seconds.total else f"{seconds.utilization:.0%}"
 
 
 def _fragments(fragments: Sequence[FragmentRow], names: Mapping[str, str], console: Console, rows: int) -> Table:
@@ -141,12 +141,7 @@ def _rounds(snapshot: Snapshot, console: Console) -> Table:
     columns += [Column("compute"), Column("wait"), Column("exchange"), Column("outer", 2), Column("closed")]
 
     def cells(row: Round) -> list[Cell]:
-        phases = row.seconds
-        spent = (
-            ["-"] * 4
-            if phases is None
-            else [f"{value:.2f} s" for value in (phases.compute, phases.wait, phases.comm, phases.outer)]
-        )
+        spent = ["-"] * len(PHASES) if row.seconds is None else [f"{value:.2f} s" for value in astuple(row.seconds)]
         merged = Text(str(row.merged), style="yellow" if row.merged < row.participating else "")
         ago = f"{human_seconds(max(0.0, snapshot.run.at - row.closed_at))} ago"
         return [str(row.version), str(row.live), str(row.participating), merged, str(row.staleness), *spent, ago]

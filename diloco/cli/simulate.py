@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 
 from diloco.cli.table import LiveView
 from diloco.config import Config
+from diloco.rundir.reporting import Said, read_message
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
 
@@ -23,13 +22,15 @@ def run(config: Config) -> int:
     console = Console()
     peers = config.local.peers
     title = f"{config.run.id}: {peers} simulated peers, {config.outer.method}"
-    names = [f"p{index}" for index in range(peers)] if config.sim.mode == "train" else ["swarm"]
+    names = [f"p{index}" for index in range(peers)]
     at_s = 0.0
 
-    def listen(message: Mapping[str, Any]) -> None:
+    def listen(said: Said) -> None:
         nonlocal at_s
-        at_s = message["time"]
-        view.update(message)
+        message = read_message(said)
+        if message is not None:
+            at_s = message.time
+            view.update(message)
 
     # Lines are a record of the run and carry its time; who looks at a bar wants to know when it is over.
     clock = time.monotonic if console.is_terminal else lambda: at_s

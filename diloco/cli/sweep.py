@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from diloco.cli.compare import show
 from diloco.cli.members import Member, Processes, ended_before, read_json, read_members
-from diloco.config import Config, compose
+from diloco.config import Config, compose, refuse_ignored
 from diloco.config.sweeps import Axis, grid, hydra_multirun, parse_axes, require_plugin
 from diloco.errors import ConfigError, DilocoError, UnsavedError
 from diloco.rundir.compare import plot_runs, read_runs
@@ -60,7 +60,7 @@ def run(
             raise ConfigError(f"{one.key}={one.text}: each member has a directory of its own; set --dir")
     if launcher is not None or sweeper != "grid":
         return _with_hydra(command, parsed, base, directory, sweeper, launcher, dry_run)
-    composed = [(arguments, chosen, compose(arguments, base=base)) for arguments, chosen in grid(parsed)]
+    composed = [(arguments, chosen, _checked(command, arguments, base)) for arguments, chosen in grid(parsed)]
     directory = directory or _directory(overrides, composed[0][2])
     width = len(str(len(composed) - 1))
     members = [
@@ -72,12 +72,18 @@ def run(
         for member in ended:
             click.echo(f"{member.state:<8} diloco {' '.join(member.arguments(directory, base))}")
         return 0
-    for warning in dict.fromkeys(text for arguments, _, config in composed for text in config.warnings(arguments)):
-        click.echo(f"diloco: warning: {warning}", err=True)
+    for doubt in dict.fromkeys(text for _, _, config in composed for text in config.warnings()):
+        click.echo(f"diloco: warning: {doubt}", err=True)
     prepare_run_directory(directory)
     with exclusive(directory):
         ended = _run_all(ended, directory, base, jobs)
         return _conclude(command, overrides, ended, directory)
+
+
+def _checked(command: str, arguments: Sequence[str], base: Path | None) -> Config:
+    config = compose(arguments, base=base)
+    refuse_ignored(config, command, [one for one in arguments if not one.lstrip("+").startswith("run.dir=")])
+    return config
 
 
 # -- what there is to do -----------------------------------------------------------------------------------------------
@@ -264,10 +270,10 @@ def _with_hydra(
     fixed = [one for one in parsed if isinstance(one, str) and one not in options]
     axes = [one for one in parsed if isinstance(one, Axis)]
     first = [f"{axis.key}={axis.values[0]}" for axis in axes]
-    config = compose([*fixed, *first], base=base)
+    config = _checked(command, [*fixed, *first], base)
     for axis in axes:
         for value in axis.values:
-            compose([*fixed, *first, f"{axis.key}={value}"], base=base)
+            _checked(command, [*fixed, *first, f"{axis.key}={value}"], base)
     place = (directory or _directory(fixed, config)).absolute()
     if dry_run:
         click.echo(f"{sweeper} chooses {', '.join(f'{axis.key}={axis.text}' for axis in axes)} in {place}")

@@ -1,17 +1,14 @@
 """What a terminal shows of a running swarm: a live table and a progress bar; elsewhere, lines of a stable format.
 
-It is fed with the supervisor messages of `diloco train run.report=true`, one dict each. Fields that are unknown are
-ignored and fields that are missing keep their last value: a display must never end a run.
+It shows the messages of `rundir.reporting`. A value that is missing keeps its last one: a display must never end a run.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -22,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.invite import invitation
+from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message
+from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count, human_seconds, plain
 
 __all__ = ["LiveView", "human_bytes", "human_count", "human_seconds", "state_style"]
@@ -103,33 +102,34 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, message: Mapping[str, Any]) -> None:
-        """Takes one supervisor message: ready, status, event or summary; others are ignored."""
-        kind, peer = message.get("t"), plain(message.get("peer", "?"))
-        if kind == "ready":
-            address = plain(message.get("address", "?"))
-            if self._live is None or not self._ready:  # one address is enough to join by; lines are for the record
-                self.note(f"{peer} ready" + (f" at {address}" if address else ""))
-            if message.get("advice"):
-                self.note(f"{peer}: {plain(message['advice'])}")
-            if message.get("first"):
-                addresses = [plain(one) for one in message.get("addresses") or [address]]
-                first, *rest = invitation(addresses, plain(message.get("command", "diloco join")))
-                self.note(first)
-                for line in rest:  # to copy, so nothing stands before it and nothing breaks it
-                    self._console.print(Text(line), soft_wrap=True)
-            self._ready = True
-        elif kind in ("event", "events"):
-            known = {"t", "peer", "time", "kind"}
-            fields = " ".join(f"{key}={plain(value)}" for key, value in message.items() if key not in known)
-            self.note(f"{peer} {plain(message.get('kind', 'event'))} {fields}".rstrip())
-        elif kind in ("status", "summary"):
+    def update(self, said: Said) -> None:
+        """Shows a message: `Ready`, `Status` or `Finished`; others are ignored."""
+        message = read_message(said)
+        if isinstance(message, Ready):
+            self._show_ready(message)
+        elif isinstance(message, Status | Finished):
+            peer = plain(message.peer)
             row = self._rows.setdefault(peer, _Row(peer, line_at=self._clock()))
-            self._fill(row, message)
-            if kind == "summary":
-                row.state = "done" if not message.get("exit") else "failed"
+            if isinstance(message, Status):
+                self._fill(row, message)
+            else:
+                self._finish(row, message.summary)
             if self._live is None:
-                self._line(row, always=kind == "summary")
+                self._line(row, always=isinstance(message, Finished))
+
+    def _show_ready(self, message: Ready) -> None:
+        peer, address = plain(message.peer), plain(message.address)
+        if self._live is None or not self._ready:  # lines are a record; a terminal needs one address only
+            self.note(f"{peer} ready" + (f" at {address}" if address else ""))
+        if message.advice:
+            self.note(f"{peer}: {plain(message.advice)}")
+        if message.first:
+            addresses = [plain(one) for one in message.addresses or [message.address]]
+            first, *rest = invitation(addresses, plain(message.command))
+            self.note(first)
+            for line in rest:  # for copying: nothing stands before it, and it is not broken
+                self._console.print(Text(line), soft_wrap=True)
+        self._ready = True
 
     def note(self, text: str) -> None:
         """A line of its own, above the table: what happened once and is not a state."""
@@ -139,27 +139,24 @@ class LiveView:
         else:
             self._console.print(Text(line, style="dim"), soft_wrap=True)
 
-    def _fill(self, row: _Row, message: Mapping[str, Any]) -> None:
-        row.state = plain(message.get("state", row.state))
-        numbers = {name: _number(message.get(name)) for name in vars(row)}
-        if numbers["inner_step"] is None:
-            numbers["inner_step"] = _number(message.get("steps"))
-        evaluation = message.get("eval")
-        if isinstance(evaluation, Mapping):
-            numbers["eval_loss"] = _number(evaluation.get("loss"))
-        if message.get("t") == "summary":
-            numbers["version"] = _number(message.get("outer_steps"))
-        for name in ("loss", "eval_loss", "tokens_per_s", "bytes_sent", "bytes_received"):
-            if numbers[name] is not None:
-                setattr(row, name, numbers[name])
-        for name in ("version", "inner_step"):
-            if (value := numbers[name]) is not None and math.isfinite(value):
-                setattr(row, name, int(value))
-        total = _number(message.get("outer_steps"))
-        if self._total is None and message.get("t") == "status" and total is not None and math.isfinite(total):
-            self._total = int(total)
+    def _fill(self, row: _Row, status: Status) -> None:
+        row.state = plain(status.state) or row.state
+        for name in ("version", "inner_step", "loss", "eval_loss", "tokens_per_s", "bytes_sent", "bytes_received"):
+            value = getattr(status, name)
+            if value is not None:
+                setattr(row, name, value)
+        if self._total is None:
+            self._total = status.outer_steps
         if self._first is None and row.version is not None and row.state == "training":
             self._first = (self._clock(), row.version)
+
+    def _finish(self, row: _Row, summary: Summary) -> None:
+        [peer] = summary.peers
+        row.state = "done" if summary.exit == 0 else "failed"
+        row.version, row.inner_step = summary.outer_steps, peer.steps
+        row.eval_loss = row.eval_loss if summary.eval.loss is None else summary.eval.loss
+        row.bytes_sent = peer.bytes_sent or row.bytes_sent
+        row.bytes_received = peer.bytes_received or row.bytes_received
 
     # --- Lines --------------------------------------------------------------------------------------------------------
 
@@ -253,13 +250,6 @@ class LiveView:
 def state_style(state: str) -> str:
     """How a state is coloured."""
     return _STYLES.get(state, "")
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    except OverflowError:
-        return None
 
 
 def _loss(value: float | None) -> str:

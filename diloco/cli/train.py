@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 
 from diloco.cli.notice import say_who_can_join
 from diloco.cli.table import LiveView
 from diloco.config import Config
+from diloco.rundir.reporting import Ready, Said, json_lines, read_message
 from diloco.train.run import run as train
 
 __all__ = ["run"]
@@ -19,8 +18,6 @@ __all__ = ["run"]
 def run(config: Config) -> int:
     """Train as one peer; returns the exit code."""
     if config.run.report:
-        from diloco.rundir.reporting import json_lines
-
         return train(config, json_lines).exit
     logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
     console = Console()
@@ -28,10 +25,10 @@ def run(config: Config) -> int:
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
     with LiveView(console, [name], config.budget.outer_steps, title) as view:
 
-        def show(message: Mapping[str, Any]) -> None:
-            if message["t"] == "ready":  # what is refused before that is one line
+        def show(said: Said) -> None:
+            if isinstance(read_message(said), Ready):  # an error before that stands alone, in one line
                 say_who_can_join(console, config, config.run.key)
-            view.update(message)
+            view.update(said)
 
         summary = train(config, show)
     loss = summary.eval.loss

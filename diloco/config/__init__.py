@@ -4,16 +4,18 @@
 
 - `base.py`      the run-owned and the peer-local half as types
 - `groups.py`, `peer_local.py`   every setting of the run, and of one peer: type, range, meaning
-- `schema.py`    `Config`, checks across groups, warnings
+- `schema.py`    `Config`, checks across groups, doubts
 - `manifest.py`  `Manifest`: canonical JSON, hash, differences, untrusted input
 - `compose.py`   Hydra composition, unknown keys and choices
-- `describe.py`, `messages.py`   the schema in words: help and one-line errors
+- `effect.py`     settings that nothing reads in a command or beside others
+- `explain.py`   the schema in words: help and one-line errors
 """
 
 from __future__ import annotations
 
 from diloco.config.base import PeerLocal, RunOwned
 from diloco.config.compose import choices, compose, help_text
+from diloco.config.effect import refuse_ignored, refuse_run_owned
 from diloco.config.groups import (
     BudgetConfig,
     DataConfig,
@@ -63,4 +65,6 @@ __all__ = [
     "compose",
     "flatten",
     "help_text",
+    "refuse_ignored",
+    "refuse_run_owned",
 ]

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
+from diloco.config.explain import Expected, explain
 from diloco.errors import ConfigError
 
 __all__ = [
     "Directory",
-    "Expected",
     "Multiaddr",
     "Name",
     "NotEmpty",
@@ -43,8 +42,6 @@ class Settings(BaseModel):
     @classmethod
     def parse(cls: type[_Settings], values: Mapping[str, Any]) -> _Settings:
         """Like `model_validate`, for values that somebody typed: raises ConfigError with one line."""
-        from diloco.config.messages import explain  # which is written in terms of this module
-
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -57,13 +54,6 @@ class RunOwned(Settings):
 
 class PeerLocal(Settings):
     """Settings of one peer: devices, paths, addresses, logging. They never leave it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a value must be, in words, where the type alone does not say it; for errors and `--cfg help`."""
-
-    text: str
 
 
 def _to_text(value: Any) -> Any:

@@ -20,13 +20,15 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from diloco.config.describe import accepts, expected, leaves
+from diloco.config.explain import accepts, expected, explain, leaves, nearest, show, unknown_key
 from diloco.config.manifest import Manifest, flatten
-from diloco.config.messages import explain, nearest, show, unknown_key
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-__all__ = ["choices", "compose", "help_text"]
+__all__ = ["choices", "compose", "help_text", "settings_of"]
+
+# Settings of earlier versions that say nothing about a run: a saved configuration may still name them.
+RETIRED = ("sim.mode",)
 
 
 class _Override(NamedTuple):
@@ -86,6 +88,13 @@ def choices() -> dict[str, tuple[str, ...]]:
     """The groups of `configs/` and the names that can be chosen in each, sorted."""
     folders = sorted(path for path in _directory().iterdir() if path.is_dir())
     return {folder.name: tuple(sorted(path.stem for path in folder.glob("*.yaml"))) for folder in folders}
+
+
+def settings_of(group: str, name: str) -> list[str]:
+    """The settings that a choice holds itself, such as ["swarm.listen"] for `swarm=network`."""
+    content = OmegaConf.load(_directory() / group / f"{name}.yaml")
+    assert isinstance(content, DictConfig), f"{group}/{name}.yaml holds no settings"
+    return [f"{group}.{key}" for key in map(str, content) if key != "defaults"]
 
 
 def help_text() -> str:
@@ -182,6 +191,10 @@ def _rebase(base: Path, chosen: Mapping[str, str | None]) -> DictConfig:
         raise ConfigError(f"{base} is not YAML: {_first_line(error)}") from None
     if not isinstance(saved, DictConfig) or saved.keys().isdisjoint(Config.model_fields):
         raise ConfigError(f"{base} is not a configuration; expected the config.yaml of a run directory")
+    for key in RETIRED:
+        group, _, name = key.partition(".")
+        if isinstance(saved.get(group), DictConfig):
+            saved[group].pop(name, None)
     groups = {group: name for group, name in chosen.items() if name is not None}
     if groups:
         fresh = _compose_files(groups)

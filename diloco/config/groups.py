@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from diloco.config.base import Expected, Name, RunOwned, Tuple
+from diloco.config.base import Name, RunOwned, Tuple
+from diloco.config.explain import Expected
 from diloco.config.peer_local import DataPlace, RunPlace
 
 __all__ = [
@@ -27,8 +28,19 @@ __all__ = [
     "RunIdentity",
 ]
 
-CodecName = Literal["fp32", "fp16", "int8", "e3m0"]
-CodecUp = Literal["fp32", "fp16", "int8", "e3m0", "stat2", "topk"]
+# What `diloco/outer` implements. A new codec, merge rule or outer optimizer is a new name in one of these.
+WideCodec = Literal["fp32", "fp16"]  # more than a byte per value
+NarrowCodec = Literal["int8", "e3m0"]
+LossyCodec = Literal["stat2", "topk"]  # for contributions only
+CodecDown = Literal[WideCodec, NarrowCodec]
+CodecUp = Literal[WideCodec, NarrowCodec, LossyCodec]
+Average = Literal["mean", "rda"]
+AveragedJudge = Literal["clip"]  # says what each contribution counts in outer.merge's average
+OwnJudge = Literal["trimmed_mean", "centered_clip"]  # takes the place of outer.merge=mean
+Judge = Literal[AveragedJudge, OwnJudge]
+SteppedOptimizer = Literal["nesterov"]  # a momentum step per version
+WindowedOptimizer = Literal["delayed_nesterov", "fedbuff"]  # a momentum step per outer.delay contributions
+OuterOptimizerName = Literal[SteppedOptimizer, WindowedOptimizer]
 RunKeyText = Annotated[
     str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("64 hexadecimal digits, as diloco keygen prints them")
 ]
@@ -160,8 +172,11 @@ class InnerConfig(RunOwned):
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of inner.lr (cosine).")
 
 
+Rule = Literal["recent", "none", "clip", "trimmed_mean", "centered_clip"]
+
+
 class OuterConfig(RunOwned):
-    """What happens every `sync_every` inner steps."""
+    """What happens every `sync_every` inner steps. Ask the properties, not the settings, which mode a run is in."""
 
     method: Literal["diloco", "data_parallel"] = Field(
         description="diloco: pseudo-gradients and outer steps; data_parallel: gradients averaged in every inner step."
@@ -207,10 +222,10 @@ class OuterConfig(RunOwned):
     weights: Literal["tokens", "uniform", "tokens2_per_step"] = Field(
         "tokens", description="What a contribution weighs in the mean."
     )
-    merge: Literal["mean", "rda"] = Field(
+    merge: Average = Field(
         "mean", description="mean: weighted mean; rda: mean direction with the mean norm, piece by piece."
     )
-    robust: Literal["auto", "none", "clip", "trimmed_mean", "centered_clip"] = Field(
+    robust: Literal["auto", "none", Judge] = Field(
         "auto",
         description="Of more than 3 contributions: clip: long ones shortened, reversed ones left out; auto: clip where "
         "payloads are small; none: all count as they are.",
@@ -227,7 +242,7 @@ class OuterConfig(RunOwned):
         le=1,
         description="Part of the contributions whose loss is computed before and after; what raises it is left out.",
     )
-    optimizer: Literal["nesterov", "delayed_nesterov", "fedbuff"] = Field(
+    optimizer: OuterOptimizerName = Field(
         "nesterov", description="nesterov: a step per version; the others: momentum once in `delay` contributions."
     )
     lr: float = Field(0.7, gt=0, le=10, description="Outer (Nesterov) learning rate.")
@@ -245,7 +260,22 @@ class OuterConfig(RunOwned):
         0.0, ge=0, le=1, description="Decay of what codec_up lost and is sent in later rounds; 0 forgets it."
     )
     codec_up: CodecUp = Field("int8", description="Encoding of the pseudo-gradients that peers send.")
-    codec_down: CodecName = Field("int8", description="Encoding of the updates that syncers publish.")
+    codec_down: CodecDown = Field("int8", description="Encoding of the updates that syncers publish.")
+
+    @property
+    def barrier(self) -> bool:
+        """Whether a version waits for every live peer; else a quorum closes it."""
+        return self.quorum is None
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all peers exchange all fragments at one barrier, and take no inner step meanwhile."""
+        return self.barrier and not self.staggered and not self.overlap
+
+    @property
+    def round_late(self) -> bool:
+        """Whether an update is adopted when the next pseudo-gradient is sent, a whole round after its own."""
+        return self.overlap == self.sync_every
 
     @field_validator("lr_by_peers", mode="before")
     @classmethod
@@ -258,11 +288,28 @@ class OuterConfig(RunOwned):
             raise ValueError(problem)
         return self
 
+    @property
+    def judging(self) -> Literal["none", "recent", Judge]:
+        """How a syncer guards a version against bad contributions: what `robust` comes to with the other settings.
 
-def _judged_together(outer: OuterConfig) -> bool:
-    """Whether a syncer keeps contributions until the version closes; `outer.robust.rule_of` says how it judges them."""
-    automatic = outer.robust == "auto" and outer.codec_up not in ("fp32", "fp16")
-    return outer.quorum is None and (automatic or outer.robust in ("clip", "trimmed_mean", "centered_clip"))
+        `recent` folds each contribution in as it arrives, clipped by the norms of those before it. The judges need all
+        contributions of a version together, so the syncer keeps their payloads until the version closes. That is cheap
+        where a value takes a byte or less, so `auto` does it there; and it is impossible where a version has a quorum,
+        as that may close with one contribution.
+        """
+        if self.robust == "auto":
+            return "clip" if self.barrier and self.codec_up not in get_args(WideCodec) else "recent"
+        return "recent" if self.robust == "clip" and not self.barrier else self.robust
+
+    @property
+    def judged_together(self) -> bool:
+        """Whether a syncer keeps the contributions to a version until it closes, instead of folding each into a sum."""
+        return self.judging not in ("none", "recent")
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
+        return self.optimizer in get_args(WindowedOptimizer)
 
 
 def _contradictions(outer: OuterConfig) -> Iterator[str]:
@@ -273,13 +320,12 @@ def _contradictions(outer: OuterConfig) -> Iterator[str]:
 
 def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
     """When contributions are due, and which a version waits for."""
-    a_round_late = outer.overlap == outer.sync_every
-    if a_round_late and (outer.staggered or outer.quorum is not None or outer.mixing):
+    if outer.round_late and (outer.staggered or not outer.barrier or outer.mixing):
         yield (
             f"outer.overlap={outer.overlap}, a whole round, goes with neither outer.staggered, outer.quorum nor "
             "outer.mixing; drop them, or lower it"
         )
-    if outer.eager and not a_round_late:
+    if outer.eager and not outer.round_late:
         yield f"outer.eager=true needs updates that are a round late; set outer.overlap={outer.sync_every}"
     if outer.overlap > outer.sync_every:
         yield (
@@ -292,18 +338,18 @@ def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
             "steps; lower it"
         )
     for key in ("grace_s", "grace_slack"):
-        if getattr(outer, key) and outer.quorum is None:
+        if getattr(outer, key) and outer.barrier:
             yield f"outer.{key}={getattr(outer, key)} needs a quorum after which it begins; set outer.quorum"
     if outer.grace_s and outer.grace_slack:
         yield f"outer.grace_s={outer.grace_s} excludes outer.grace_slack={outer.grace_slack}; set one of them to 0"
     if outer.grace_slack and not outer.overlap:
         yield f"outer.grace_slack={outer.grace_slack} is a part of outer.overlap, which is 0; set outer.overlap"
-    if outer.staleness_limit and outer.quorum is None:
+    if outer.staleness_limit and outer.barrier:
         yield (
             f"outer.staleness_limit={outer.staleness_limit} has no effect when a version waits for every peer; "
             "set outer.quorum, or drop it"
         )
-    if outer.dylu and (outer.staggered or outer.quorum is None):
+    if outer.dylu and (outer.staggered or outer.barrier):
         yield "outer.dylu=true needs peers that do not wait for each other; set outer.quorum, and outer.staggered=false"
 
 
@@ -311,16 +357,16 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
     """What a contribution counts, and what a version is made of."""
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
-    if outer.robust in ("trimmed_mean", "centered_clip"):
-        if outer.quorum is not None:
+    if outer.robust in get_args(OwnJudge):
+        if not outer.barrier:
             yield (
                 f"outer.robust={outer.robust} needs all contributions of a version together, and outer.quorum="
                 f"{outer.quorum} may close one without; choose outer.robust=clip, or drop the quorum"
             )
-        if outer.merge == "rda":
+        if outer.merge != "mean":
             yield f"outer.robust={outer.robust} goes with outer.merge=mean only; choose outer.robust=clip"
-    if outer.spot_check and not _judged_together(outer):
-        remedy = "outer.robust=clip" if outer.quorum is None else "outer.quorum=null"
+    if outer.spot_check and not outer.judged_together:
+        remedy = "outer.robust=clip" if outer.barrier else "outer.quorum=null"
         yield (
             f"outer.spot_check={outer.spot_check} needs all contributions of a version together, and outer.robust="
             f"{outer.robust}, outer.codec_up={outer.codec_up}, outer.quorum={outer.quorum} fold them in as they come; "
@@ -330,9 +376,13 @@ def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
         yield f"outer.error_feedback={outer.error_feedback} has no effect with outer.codec_up=fp32; set it to 0"
     if outer.delay is not None and outer.delay_c * outer.delay > 1:
         yield f"outer.delay_c={outer.delay_c} is over 1/{outer.delay}, one part of outer.delay; lower it"
-    if outer.optimizer == "nesterov" and (outer.delay is not None or outer.delay_c):
-        key = "delay_c" if outer.delay_c else "delay"
-        yield f"outer.{key}={getattr(outer, key)} has no effect with outer.optimizer=nesterov; drop it"
+    if not outer.windowed and outer.delay is not None:
+        yield f"outer.delay={outer.delay} has no effect with outer.optimizer={outer.optimizer}; drop it"
+    if outer.optimizer != "delayed_nesterov" and outer.delay_c:
+        yield (
+            f"outer.delay_c={outer.delay_c} has no effect with outer.optimizer={outer.optimizer}; "
+            "drop it, or set outer.optimizer=delayed_nesterov"
+        )
     for peers, lr in outer.lr_by_peers.items():
         if not peers.isdigit() or int(peers) < 1 or not 0 < lr <= 10:
             yield f"outer.lr_by_peers has {peers}: {lr}; expected a number of peers and a learning rate up to 10"

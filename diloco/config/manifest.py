@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from diloco.config.base import RunOwned
+from diloco.config.explain import explain, show
 from diloco.config.groups import BudgetConfig, DataRecipe, InnerConfig, ModelConfig, OuterConfig, RunIdentity
-from diloco.config.messages import explain, show
 from diloco.errors import ConfigError
 
 __all__ = ["MAX_MANIFEST_CHARACTERS", "WIRE_VERSION", "Manifest", "check_model_fits_data", "flatten"]

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from diloco.config.base import Directory, Expected, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
+from diloco.config.base import Directory, Multiaddr, Name, NotEmpty, PeerAddress, PeerLocal, Tuple
+from diloco.config.explain import Expected
 
 __all__ = [
     "CheckpointConfig",
@@ -88,7 +89,6 @@ class LocalConfig(PeerLocal):
 class SimConfig(PeerLocal):
     """`diloco simulate`: what stands for time and for the network."""
 
-    mode: Literal["train", "toy"] = Field("train", description="train: real compute; toy: a quadratic, for thousands.")
     step_s: Annotated[tuple[Seconds, ...], Tuple, NotEmpty] = Field(
         (1.0,), description="Virtual seconds of an inner step, one for all peers or one per peer."
     )

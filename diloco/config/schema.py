@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
 from diloco.config.base import RunOwned, Settings
+from diloco.config.explain import explain
 from diloco.config.groups import (
     BudgetConfig,
     DataConfig,
@@ -26,7 +27,6 @@ from diloco.config.groups import (
     RunIdentity,
 )
 from diloco.config.manifest import Manifest, check_model_fits_data
-from diloco.config.messages import explain
 from diloco.config.peer_local import (
     CheckpointConfig,
     EvalConfig,
@@ -103,19 +103,9 @@ class Config(Settings):
         """The configuration as YAML with every key; `compose(base=FILE)` reads it back."""
         return OmegaConf.to_yaml(OmegaConf.create(self.model_dump(mode="json")))
 
-    def warnings(self, overrides: Sequence[str] = ()) -> list[str]:
-        """One line per setting that works but is probably not meant.
-
-        `overrides` are the arguments as the user typed them: a typed setting that has no effect in the chosen mode is
-        named, while the same value from a preset is not.
-        """
-        typed = {override.lstrip("+").partition("=")[0] for override in overrides}
-        unused = [
-            f"{key} has no effect {reason}"
-            for key, reason in _without_effect(self)
-            if any(one == key or one.startswith(f"{key}.") for one in typed)
-        ]
-        return [*unused, *_doubtful(self)]
+    def warnings(self) -> list[str]:
+        """One line per setting that works but is probably not meant."""
+        return list(_doubtful(self))
 
 
 _Half = TypeVar("_Half", bound=RunOwned)
@@ -123,28 +113,6 @@ _Half = TypeVar("_Half", bound=RunOwned)
 
 def _half(kind: type[_Half], whole: Settings) -> _Half:
     return kind.model_validate({name: getattr(whole, name) for name in kind.model_fields})
-
-
-def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields (key, reason) of the settings that nothing reads in the chosen mode."""
-    if config.outer.method == "data_parallel":
-        for key in (
-            *(f"outer.{name}" for name in OuterConfig.model_fields if name not in ("method", "sync_every")),
-            "swarm",
-        ):
-            yield key, "with outer.method=data_parallel, which has no outer steps and no swarm"
-    if config.inner.schedule == "constant":
-        yield "inner.final_lr_ratio", "with inner.schedule=constant"
-    if config.data.source in ("stdlib", "text"):
-        yield "data.field", f"with data.source={config.data.source}, which has no columns"
-    if config.data.source != "hub":
-        yield "data.split", f"with data.source={config.data.source}, which has no splits"
-    if config.model.path is not None:
-        yield "model.model_type", "with model.path, whose directory says it"
-    if config.wandb.mode == "disabled":
-        yield "wandb.project", "with wandb.mode=disabled"
-        yield "wandb.entity", "with wandb.mode=disabled"
-        yield "wandb.aggregate", "with wandb.mode=disabled"
 
 
 def _doubtful(config: Config) -> Iterator[str]:

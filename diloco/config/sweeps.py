@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco.config.compose import choices
-from diloco.config.messages import show
+from diloco.config.explain import show
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
-"""A snapshot as options of ECharts and rows of tables: pure functions, made once per snapshot for all pages."""
+"""Turns a snapshot into options for ECharts and rows for tables. Pure functions; called once for all pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco.protocol.snapshot import PeerRound, Phases, Snapshot
+from diloco.protocol.snapshot import PeerRound, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
 
 __all__ = [
@@ -23,7 +23,7 @@ COLOURS = ["#3b82f6", "#10b981", "#f59e0b", "#8b5cf6", "#ef4444", "#06b6d4", "#e
 PHASES = {"compute": "#10b981", "wait": "#f59e0b", "exchange": "#8b5cf6"}
 QUIET = "#808892"  # readable on white and on black
 FAINT = "rgba(128, 136, 146, 0.25)"
-ROUNDS = 4  # of each peer in the timeline
+ROUNDS = 4  # per peer in the timeline
 EVENTS = 60
 BARS = 16
 LATE_S = 5.0
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def loss_by_tokens(snapshot: Snapshot) -> Options:
-    """The newest point at each reading of the swarm clock."""
+    """Loss over the swarm clock: the newest point at each clock value."""
     newest = {point.tokens: point for point in snapshot.loss}
     points = list(newest.values())
     most = max(newest, default=0)
@@ -45,13 +45,13 @@ def loss_by_tokens(snapshot: Snapshot) -> Options:
 
 
 def loss_by_time(snapshot: Snapshot) -> Options:
-    """All points."""
+    """Loss over time: all points."""
     x = [round(point.at * 1000) for point in snapshot.loss]
     return _loss(x, [(p.loss, p.low, p.high) for p in snapshot.loss], {"type": "time"})
 
 
 def _loss(x: Sequence[float], losses: Sequence[tuple[float, float, float]], axis: Options) -> Options:
-    """The mean over the peers as a line, lowest and highest as thin ones."""
+    """Three lines: the mean over the peers, and thinner the lowest and the highest peer."""
 
     def line(name: str, index: int, width: float, opacity: float) -> Options:
         return {
@@ -88,7 +88,7 @@ def _loss(x: Sequence[float], losses: Sequence[tuple[float, float, float]], axis
 
 
 def fragment_map(snapshot: Snapshot) -> Options:
-    """Which syncer holds which fragments: an area per syncer, a tile per fragment with its version."""
+    """A treemap with an area per syncer, and in it a tile for each fragment that it holds, with the version."""
     names = snapshot.names()
     held: dict[str, list[Row]] = {}
     for row in snapshot.fragments:
@@ -129,7 +129,7 @@ def fragment_map(snapshot: Snapshot) -> Options:
 
 
 def timeline(snapshot: Snapshot) -> Options:
-    """The last rounds of each peer as consecutive bars; the axis ends where the newest round ended."""
+    """The last rounds of each peer as consecutive bars; the axis ends when the newest round ended."""
     names = snapshot.names()
     rounds: dict[str, list[PeerRound]] = {row.peer_id: [] for row in snapshot.peers}
     for row in snapshot.timeline:
@@ -138,7 +138,7 @@ def timeline(snapshot: Snapshot) -> Options:
     rounds = {peer: rows[-ROUNDS:] for peer, rows in rounds.items() if rows}
     peers = sorted(rounds, key=lambda peer: names[peer], reverse=True)
     end = max((row.ended_at for rows in rounds.values() for row in rows), default=0.0)
-    begin = min((rows[0].ended_at - _total(rows[0].seconds) for rows in rounds.values()), default=end)
+    begin = min((rows[0].ended_at - rows[0].seconds.total for rows in rounds.values()), default=end)
     bars = [_bars(rounds[peer], begin) for peer in peers]
     series = [
         {
@@ -176,26 +176,21 @@ def timeline(snapshot: Snapshot) -> Options:
 
 
 def _bars(rows: Sequence[PeerRound], begin: float) -> list[float]:
-    """Gap, compute, wait and exchange of each round, from the beginning of the axis on; always `ROUNDS` of them."""
+    """Seconds of gap, compute, wait and exchange in each of the last `ROUNDS` rounds; missing rounds are zeros."""
     values, at = [], begin
     for row in rows:
         phases = row.seconds
-        gap = max(0.0, row.ended_at - _total(phases) - at)
+        gap = max(0.0, row.ended_at - phases.total - at)
         values += [gap, phases.compute, phases.wait, phases.comm + phases.outer]
         at = max(at, row.ended_at)
     return values + [0.0] * (4 * ROUNDS - len(values))
 
 
-def _total(phases: Phases) -> float:
-    return phases.compute + phases.wait + phases.comm + phases.outer
-
-
 def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[Row]:
-    """Rows of the table of peers; `paces` has the history of a peer."""
+    """Rows of the table of peers; `paces(peer_id)` returns its recent tokens per second, from old to new."""
     names = snapshot.names()
     rows = []
     for peer in snapshot.peers:
-        total = 0.0 if peer.seconds is None else _total(peer.seconds)
         history = paces(peer.peer_id)
         row = {
             "id": peer.peer_id,
@@ -208,7 +203,7 @@ def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[R
             "pace": round(peer.steps_per_s, 2),
             "history": sparkline(history, BARS) if any(history) else "",
             "loss": None if peer.loss is None else round(peer.loss, 3),
-            "busy": "-" if peer.seconds is None or not total else f"{peer.seconds.compute / total:.0%}",
+            "busy": "-" if peer.seconds is None or not peer.seconds.total else f"{peer.seconds.utilization:.0%}",
             "tokens": human_count(peer.tokens),
             "sent": human_bytes(peer.bytes_sent),
             "received": human_bytes(peer.bytes_received),
@@ -219,7 +214,7 @@ def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[R
 
 
 def fragment_rows(snapshot: Snapshot) -> list[Row]:
-    """Rows of the table of fragments."""
+    """Rows of the table of fragments, with names of peers for their ids."""
     names = snapshot.names()
 
     def called(peer: str | None) -> str:
@@ -256,7 +251,7 @@ def contribution_rows(snapshot: Snapshot) -> list[Row]:
 
 
 def event_rows(snapshot: Snapshot) -> list[Row]:
-    """The newest events first, with names for ids."""
+    """Rows of the table of events, the newest first, with names of peers for their ids."""
     names, rows = snapshot.names(), []
     for index, event in enumerate(reversed(snapshot.events[-EVENTS:])):
         text = event.text

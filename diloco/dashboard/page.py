@@ -1,4 +1,4 @@
-"""The page: what it is made of, and how a new snapshot gets into it."""
+"""Lays out the page, and updates it with each new snapshot."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from diloco.dashboard.poller import Poller
 from diloco.protocol.snapshot import Snapshot
 from diloco.text import human_count, human_seconds
 
-__all__ = ["Model", "build"]
+__all__ = ["PageContent", "build"]
 
 EVERY_S = 1.0
 CARD = "w-full p-3 gap-1 min-w-0"
 LATE_S = 5.0
-WIDE = "max-sm:hidden"  # columns that a phone has no room for
+WIDE = "max-sm:hidden"  # hides columns for which a phone has no room
 MODES = {None: ("brightness_auto", "as the system"), True: ("dark_mode", "dark"), False: ("light_mode", "light")}
 NEXT_MODE = {None: True, True: False, False: None}
 
 
-class Model:
-    """What all open pages show of the newest snapshot, computed once."""
+class PageContent:
+    """The content of all open pages, computed once per snapshot."""
 
     def __init__(self, poller: Poller) -> None:
         self.poller = poller
@@ -33,7 +33,7 @@ class Model:
         self.figures: dict[str, str] = {}
 
     def refresh(self) -> None:
-        """Follow the poller."""
+        """Computes the content again if the poller has a new snapshot."""
         snapshot = self.poller.snapshot
         if snapshot is None or self.number == self.poller.number:
             return
@@ -49,7 +49,7 @@ class Model:
         self.figures = _figures(snapshot, self.poller.tokens_per_s)
 
     def state(self) -> str:
-        """Whether somebody answers, in words; "live" when all is well."""
+        """The connection in words: "live" while a peer answers."""
         seen_s = self.poller.seen_s()
         if self.poller.snapshot is None:
             return "connecting" if self.poller.lost is None else "no answer yet"
@@ -75,28 +75,28 @@ def _figures(snapshot: Snapshot, tokens_per_s: float | None) -> dict[str, str]:
     }
 
 
-def build(model: Model) -> None:
-    """One visitor's page. A timer of its own brings what has changed, and nothing else, to the browser."""
+def build(content: PageContent) -> None:
+    """Builds one visitor's page. A timer sends changed parts, and only these, to the browser."""
     ui.colors(primary="#3b82f6")
     ui.query(".nicegui-content").classes("p-2 sm:p-4 items-center")
     updates: list[Callable[[], None]] = []
-    model.refresh()
+    content.refresh()
     with ui.column().classes("w-full max-w-7xl gap-3"):
-        updates.append(_head(model))
-        updates.append(_numbers(model))
+        updates.append(_head(content))
+        updates.append(_numbers(content))
         with ui.grid().classes("w-full gap-3 grid-cols-1 lg:grid-cols-2"):
             for title, name in (("Loss by tokens", "loss_by_tokens"), ("Loss by time", "loss_by_time")):
-                updates.append(_chart(model, title, name, lambda model: 260))
-            updates.append(_chart(model, "Fragments by syncer", "fragment_map", lambda model: 300))
-            updates.append(_table(model, "Fragments", "fragments", FRAGMENTS, 7))
-        updates.append(_table(model, "Peers", "peers", PEERS, 16))
-        updates.append(_chart(model, "Last rounds of each peer", "timeline", _timeline_height))
+                updates.append(_chart(content, title, name, lambda content: 260))
+            updates.append(_chart(content, "Fragments by syncer", "fragment_map", lambda content: 300))
+            updates.append(_table(content, "Fragments", "fragments", FRAGMENTS, 7))
+        updates.append(_table(content, "Peers", "peers", PEERS, 16))
+        updates.append(_chart(content, "Last rounds of each peer", "timeline", _timeline_height))
         with ui.grid().classes("w-full gap-3 grid-cols-1 lg:grid-cols-2"):
-            updates.append(_table(model, "Contributions", "contributions", CONTRIBUTIONS, 10))
-            updates.append(_table(model, "Events", "events", EVENTS, 10))
+            updates.append(_table(content, "Contributions", "contributions", CONTRIBUTIONS, 10))
+            updates.append(_table(content, "Events", "events", EVENTS, 10))
 
     def refresh() -> None:
-        model.refresh()
+        content.refresh()
         for update in updates:
             update()
 
@@ -104,12 +104,12 @@ def build(model: Model) -> None:
     ui.timer(EVERY_S, refresh)
 
 
-def _timeline_height(model: Model) -> int:
-    peers = len(model.options.get("timeline", {}).get("yAxis", {}).get("data", ()))
+def _timeline_height(content: PageContent) -> int:
+    peers = len(content.options.get("timeline", {}).get("yAxis", {}).get("data", ()))
     return 90 + max(3, peers) * (26 if peers <= 16 else 16)
 
 
-def _head(model: Model) -> Callable[[], None]:
+def _head(content: PageContent) -> Callable[[], None]:
     dark = ui.dark_mode(None)
     with ui.row().classes("w-full items-center gap-x-3 flex-nowrap"):
         name = ui.label("diloco").classes("text-xl font-semibold whitespace-nowrap")
@@ -131,11 +131,11 @@ def _head(model: Model) -> Callable[[], None]:
     show_mode()
 
     def update() -> None:
-        snapshot, text = model.poller.snapshot, model.state()
+        snapshot, text = content.poller.snapshot, content.state()
         state.set_text(text)
         state.props(f"color={'green-8' if text == 'live' else 'grey-7' if text == 'connecting' else 'red-8'}")
-        why.set_text(model.poller.lost or "")
-        why.set_visibility(model.poller.lost is not None)
+        why.set_text(content.poller.lost or "")
+        why.set_visibility(content.poller.lost is not None)
         if snapshot is not None:
             run = snapshot.run
             name.set_text(run.run_id)
@@ -145,7 +145,7 @@ def _head(model: Model) -> Callable[[], None]:
     return update
 
 
-def _numbers(model: Model) -> Callable[[], None]:
+def _numbers(content: PageContent) -> Callable[[], None]:
     labels: dict[str, ui.label] = {}
     names = [
         "outer step",
@@ -165,23 +165,23 @@ def _numbers(model: Model) -> Callable[[], None]:
 
     def update() -> None:
         for name, label in labels.items():
-            label.set_text(model.figures.get(name, "-"))
+            label.set_text(content.figures.get(name, "-"))
 
     return update
 
 
-def _chart(model: Model, title: str, name: str, height: Callable[[Model], int]) -> Callable[[], None]:
+def _chart(content: PageContent, title: str, name: str, height: Callable[[PageContent], int]) -> Callable[[], None]:
     shown: dict[str, Any] = {}
     with ui.card().classes(CARD):
         ui.label(title).classes("text-sm font-medium")
-        chart = ui.echart({}).classes("w-full").style(f"height: {height(model)}px")
+        chart = ui.echart({}).classes("w-full").style(f"height: {height(content)}px")
 
     def update() -> None:
-        options = model.options.get(name)
+        options = content.options.get(name)
         if options is None or shown.get("options") == options:
             return
         shown["options"] = options
-        chart.style(f"height: {height(model)}px")
+        chart.style(f"height: {height(content)}px")
         chart.options.clear()
         chart.options.update(options)
         chart.update()
@@ -225,7 +225,7 @@ ready: 'orange', leaving: 'grey', done: 'blue'}[props.value] || 'grey'">{{ props
 LEFT = {"peer", "short_id", "state", "device", "syncer", "backup", "kind", "text", "history"}
 
 
-def _table(model: Model, title: str, name: str, columns: Columns, page: int) -> Callable[[], None]:
+def _table(content: PageContent, title: str, name: str, columns: Columns, page: int) -> Callable[[], None]:
     described = [
         {
             "name": field,
@@ -250,7 +250,7 @@ def _table(model: Model, title: str, name: str, columns: Columns, page: int) -> 
             table.add_slot("body-cell-state", STATE)
 
     def update() -> None:
-        rows = model.rows.get(name)
+        rows = content.rows.get(name)
         if rows is None or table.rows == rows:
             return
         table.props(f"{'hide-pagination' if len(rows) <= page else ''}")

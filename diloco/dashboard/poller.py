@@ -1,4 +1,4 @@
-"""Asks the swarm once a second, for all pages that are open."""
+"""Asks the swarm for a snapshot once a second, for all open pages together."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Poller", "Source"]
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-SAMPLE_S = 5.0  # of a peer's pace; heartbeats and inner steps would make shorter ones jump
+SAMPLE_S = 5.0  # interval over which a peer's pace is measured; shorter ones would jump with single heartbeats
 SAMPLES = 24
 
 
 class Source(Protocol):
-    """Where snapshots come from; `swarm.visitor.Visitor` is the real one."""
+    """A source of snapshots; in production a `Visitor` of the swarm."""
 
     async def ask(self) -> Snapshot:
-        """The swarm now; `DilocoError` when nobody answers."""
+        """A snapshot of the swarm as it is now. Raises `DilocoError` if no peer answers."""
         ...
 
     async def close(self) -> None:
-        """End it."""
+        """Ends the connection to the swarm."""
         ...
 
 
@@ -37,11 +37,12 @@ class Poller:
     """The newest snapshot, and the pace of each peer over the last two minutes.
 
     Attributes:
-        snapshot: the newest one; it stays when the swarm does not answer any more.
-        number: grows with every snapshot.
-        lost: why nobody answers; None while somebody does.
+        snapshot: the newest one; it stays when the swarm no longer answers.
+        number: the number of snapshots so far.
+        lost: why no peer answers; None while one does.
+        tokens_per_s: of the whole swarm; None before two samples.
 
-    Nothing that the source raises ends it, short of a bug.
+    A `DilocoError` of the source does not end the polling.
     """
 
     def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +57,7 @@ class Poller:
         self.tokens_per_s: float | None = None
 
     async def run(self) -> None:
-        """Poll until cancelled."""
+        """Polls until cancelled, then closes the source."""
         try:
             while True:
                 await self.poll()
@@ -65,7 +66,7 @@ class Poller:
             await self._source.close()
 
     async def poll(self) -> None:
-        """Ask once."""
+        """Asks once."""
         try:
             snapshot = await self._source.ask()
         except DilocoError as error:

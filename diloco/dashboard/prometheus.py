@@ -1,9 +1,10 @@
-"""A snapshot as metrics for Prometheus, in a registry of their own."""
+"""Turns a snapshot into metrics for Prometheus, in a separate registry."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -18,7 +19,7 @@ Metric = GaugeMetricFamily
 
 
 def exposition(poller: Poller) -> bytes:
-    """The text that Prometheus reads; while nobody answers `diloco_up` is 0, and the rest is what was last seen."""
+    """The text for Prometheus. While no peer answers, `diloco_up` is 0 and the other metrics keep their last values."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Swarm(poller))
     return generate_latest(registry)
@@ -70,7 +71,7 @@ def _swarm(snapshot: Snapshot) -> Iterator[Metric]:
     )
     yield _gauge("diloco_round_staleness", "Staleness of the oldest contribution in it", newest.staleness)
     if newest.seconds is not None:
-        seconds = newest.seconds.model_dump()
+        seconds = asdict(newest.seconds)
         yield _labelled("diloco_round_seconds", "Mean wall seconds of its round by phase", "phase", seconds)
 
 

@@ -1,4 +1,4 @@
-"""Serves the page, `GET /api/state` and `GET /metrics`, from one poller."""
+"""Serves the page, `GET /api/state` and `GET /metrics`, all from one poller."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nicegui import app, ui
 from nicegui.page import page
 from starlette.responses import Response
 
-from diloco.dashboard.page import Model, build
+from diloco.dashboard.page import PageContent, build
 from diloco.dashboard.poller import Poller, Source
 from diloco.dashboard.prometheus import exposition
 
@@ -17,14 +17,14 @@ __all__ = ["serve"]
 
 
 def serve(source: Source, host: str, port: int, title: str) -> None:
-    """Serve until Ctrl+C. Only one can run in a process: NiceGUI's application is a global."""
+    """Serves until Ctrl+C. A process can run only one server, because NiceGUI's application is a global."""
     poller = Poller(source)
-    model = Model(poller)
+    content = PageContent(poller)
     tasks: list[asyncio.Task[None]] = []
 
     @page("/", title=title)
     def index() -> None:
-        build(model)
+        build(content)
 
     @app.get("/api/state")
     def state() -> Response:

@@ -1,4 +1,4 @@
-"""One question to the Hugging Face hub before its client, which retries for 20 to 50 s without a network."""
+"""Asks the Hugging Face hub once, before its own client does, which retries for 20 to 50 s without a network."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["check_reachable"]
 
 
 def check_reachable(key: str, kind: str, name: str) -> None:
-    """Asks the hub once whether it has the `kind` ('dataset' or 'model') called `name`, which `key` was set to.
+    """Asks the hub once whether it has the `kind` ('dataset' or 'model') called `name`, the value of the setting `key`.
 
-    Does not ask in offline mode (HF_HUB_OFFLINE), where the client itself answers at once, from its cache.
+    Does not ask in offline mode (HF_HUB_OFFLINE): there the client answers at once, from its cache.
 
     Raises:
         DataError: no network, no such name, or no permission.
@@ -30,7 +30,7 @@ def check_reachable(key: str, kind: str, name: str) -> None:
             f"{key}: {name!r} is no {kind} that the Hugging Face hub shows you ({_one_line(error)}); check the name, "
             f"or log in with `hf auth login`"
         ) from error
-    except Exception as error:  # the HTTP client behind huggingface_hub has changed twice, and its exceptions with it
+    except Exception as error:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
         raise DataError(
             f"{key}: {name!r} cannot be fetched, the Hugging Face hub is not reachable ({_one_line(error)}); check the "
             f"network, or use local files"

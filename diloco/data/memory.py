@@ -1,8 +1,8 @@
-"""Data that fits in memory: tokenised once, packed into one array, dealt out in a seeded order.
+"""Data that fits in memory: tokenised once, packed into one array, yielded in a seeded order.
 
-The training sequences of an epoch are numbered by a common permutation, and epochs follow each other, so that the run
-has one endless list of sequences 0, 1, 2, ... Shard s of S takes s, s + S, s + 2S, ...: the shards never share a
-sequence within an epoch, and a stream's whole state is how many it has taken.
+A permutation that all peers share numbers the training sequences of an epoch, and epochs follow each other: the run has
+one endless list of sequences 0, 1, 2, ... Shard s of S takes s, s + S, s + 2S, ... Shards never share a sequence within
+an epoch, and the state of a stream is the number of sequences that it has taken.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from diloco.data.shuffle import permuted
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import CheckpointError, DataError
 
-__all__ = ["LeasedStream", "MemoryDataset", "MemoryStream", "Take"]
+__all__ = ["LeasedStream", "MemoryDataset", "MemoryStream", "TakeUnits"]
 
-Take = Callable[[int], Sequence[tuple[int, int]] | None]
+TakeUnits = Callable[[int], Sequence[tuple[int, int]] | None]
+"""Takes n sequences of the run's list: ranges (start, stop) of n in all, or None while none are leased to this peer."""
 
 logger = logging.getLogger(__name__)
 
-# Documents handed to the tokenizer together: enough for its threads, little enough to hold twice.
+# Documents per call of the tokenizer: enough to occupy its threads, few enough to be held in memory twice.
 _DOCUMENTS_AT_ONCE = 256
 
 
 class MemoryDataset:
-    """All sequences of a source as one array of the smallest integer type: one byte per token with bytes as tokens."""
+    """All sequences of a source in one array of the smallest integer type; with the byte tokenizer 1 byte per token."""
 
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int, documents: Iterable[bytes]) -> None:
         self.tokenizer = tokenizer
@@ -57,7 +58,7 @@ class MemoryDataset:
             f"{len(self.held_out):,} held-out sequences of {self.sequence_length} tokens"
         )
         if not num_documents:
-            raise DataError(f"data.source={where}: no text there; give files that are not empty")
+            raise DataError(f"data.source={where} has no text; give files that are not empty")
         if not len(self.training):
             raise DataError(
                 f"data.sequence_length: {self.sequence_length} tokens are more than all training text of "
@@ -72,7 +73,7 @@ class MemoryDataset:
     def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> MemoryStream:
         return MemoryStream(self.training, batch_size, self._seed, shard, shards)
 
-    def leased(self, batch_size: int, take: Take, *, shard: int = 0) -> LeasedStream:
+    def leased(self, batch_size: int, take: TakeUnits, *, shard: int = 0) -> LeasedStream:
         own = MemoryStream(self.training, batch_size, self._seed, shard, None)
         return LeasedStream(self.training, batch_size, self._seed, take, own)
 
@@ -80,21 +81,21 @@ class MemoryDataset:
         return _sequences(self.training, np.asarray(numbers, dtype=np.int64), f"{self._seed}")
 
     def holdout(self, sequences: int) -> Tensor:
-        # Held-out sequences in file order would come from one or two documents; the order is fixed, not seeded.
+        # In file order they would come from one or two documents. The order does not depend on the seed.
         count = min(sequences, len(self.held_out))
         chosen = permuted(np.arange(count), len(self.held_out), "holdout")
         return torch.from_numpy(self.held_out[chosen].astype(np.int64))
 
 
 class LeasedStream:
-    """Batches of the work units that this peer gets from the swarm.
+    """Batches of the work units that the swarm leases to this peer.
 
-    `take(n)` gives ranges of n sequences in the run's one list, or None while there are none (the peer that hands them
-    out has died, say); then a batch in an order of this peer's own fills the gap, so that training never waits. What
-    was leased is not part of the state: a peer that stops gives it back.
+    While `take` returns None (the peer that hands out units has died, for example) training does not wait: the batch
+    comes from this peer's own order over all data. Leased units are not part of the state, because a peer that stops
+    gives them back.
     """
 
-    def __init__(self, rows: NDArray[Any], batch_size: int, seed: int, take: Take, own: MemoryStream) -> None:
+    def __init__(self, rows: NDArray[Any], batch_size: int, seed: int, take: TakeUnits, own: MemoryStream) -> None:
         self._rows, self._batch_size, self._order = rows, batch_size, f"{seed}"
         self._take, self._own = take, own
 
@@ -116,7 +117,7 @@ class LeasedStream:
 
 
 def _sequences(rows: NDArray[Any], numbers: NDArray[np.int64], order: str) -> Tensor:
-    """Sequences of the endless list: (B,) numbers to (B, T) int64."""
+    """Sequences of the endless list by number: (B,) int64 to (B, T) int64."""
     epochs, positions = np.divmod(numbers, len(rows))
     chosen = np.empty_like(positions)
     for epoch in np.unique(epochs):
@@ -132,7 +133,7 @@ class MemoryStream:
         assert batch_size > 0 and shard >= 0 and (shards is None or shard < shards), (batch_size, shard, shards)
         self._rows = rows  # (N, T)
         self._batch_size = batch_size
-        # Without a number of shards every peer has the whole list, in an order of its own.
+        # If the number of shards is unknown, every peer has the whole list, in its own order.
         self._order = f"{seed}" if shards is not None else f"{seed}/{shard}"
         self._first, self._stride = (shard, shards) if shards is not None else (0, 1)
         self._taken = 0
@@ -156,8 +157,8 @@ class MemoryStream:
                 "data: the checkpoint holds no position for this data.source; use the source it was made with"
             ) from error
         if digest != self._digest:
-            logger.warning("the training data changed since the checkpoint: going on at the same position in it")
-        # With another number of shards, go on behind what all of them together have taken.
+            logger.warning("the training data changed since the checkpoint: continuing at the same position in it")
+        # If the number of shards has changed, continue after everything that all shards together have taken.
         self._taken = taken if stride == self._stride else -(-taken * stride // self._stride)
 
     @functools.cached_property

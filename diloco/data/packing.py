@@ -16,8 +16,8 @@ __all__ = ["Packer", "is_held_out", "token_dtype"]
 def is_held_out(document: bytes, fraction: float) -> bool:
     """Whether a document is kept for evaluation: its hash, read as a number in [0, 1), is below `fraction`.
 
-    The seed takes no part, so that runs with different seeds are evaluated on the same text. Equal documents fall on
-    the same side, so a copy of a held-out document is never trained on; a near copy may be.
+    The seed has no influence, so that runs with different seeds are evaluated on the same text. Equal documents are on
+    the same side: no exact copy of a held-out document is trained on, but a near copy may be.
     """
     number = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big")
     return number < fraction * 2.0**64
@@ -31,7 +31,7 @@ def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
 class Packer:
     """Concatenates the tokens of documents, each followed by the end token, and cuts them into rows of T tokens.
 
-    No token is lost or repeated: what is too short for a row waits for the next document. Memory: the waiting tokens,
+    No token is lost or repeated: tokens that do not fill a row wait for the next document. Memory: the waiting tokens,
     in the smallest integer type.
     """
 
@@ -42,7 +42,7 @@ class Packer:
         self._waiting = bytearray()
 
     def __len__(self) -> int:
-        """Complete rows that can be taken."""
+        """The number of complete rows."""
         return len(self._waiting) // (self.sequence_length * self._dtype.itemsize)
 
     def add(self, tokens: Tokens) -> None:
@@ -54,7 +54,7 @@ class Packer:
         """Removes and returns the oldest `rows` rows, (rows, T)."""
         assert rows <= len(self), (rows, len(self))
         cut = rows * self.sequence_length * self._dtype.itemsize
-        # The buffer itself becomes the array: all of an in-memory dataset is taken at once and must not exist twice.
+        # The buffer itself becomes the array: an in-memory dataset is taken at once and must not exist twice.
         taken, self._waiting = self._waiting, self._waiting[cut:]
         del taken[cut:]
         return np.frombuffer(taken, self._dtype).reshape(rows, self.sequence_length)

@@ -1,8 +1,9 @@
 """A seeded permutation of any size that needs no memory and starts anywhere.
 
-A Feistel network over the next power of four permutes more numbers than wanted; a number that leaves the range is
-sent through again until it is inside (cycle walking: less than 4 passes on average). It is integer arithmetic only, so
-it is the same with every numpy version and on every machine, which `numpy.random` does not promise (NEP 19).
+A Feistel network permutes the numbers below the next power of four. A result outside of the range goes through the
+network again until it is inside (cycle walking: fewer than 4 passes on average). Integer
+arithmetic alone makes the permutation equal on every machine and with every numpy version; `numpy.random` does not
+promise that (NEP 19).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ROUNDS = 6
 
 
 def permuted(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
-    """Where the permutation of range(size) named by `key` sends `positions`, each in [0, size); same shape, int64."""
+    """Applies the permutation of range(size) that `key` names to `positions`, each in [0, size): same shape, int64."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     round_keys = _round_keys(key)
     values = _network(positions.astype(np.uint64), half_bits, round_keys)

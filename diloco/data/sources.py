@@ -1,8 +1,8 @@
-"""Where documents come from. Every source yields UTF-8 bytes, never empty, in an order that only the data decides.
+"""Reads documents. Every source yields UTF-8 bytes, never empty, in an order that depends on the data alone.
 
-`stdlib` needs no download and no file: the Python files of the running interpreter's standard library. Peers with the
-same Python read the same text. With different ones they read and hold out slightly different text, but no peer trains
-on a document that another holds out, because its hash decides.
+`stdlib` needs no download and no file: it reads the Python files of the running interpreter's standard library. Peers
+with the same Python read the same text. With different versions their texts differ slightly, but no peer trains on a
+document that another holds out, because the hash of the document decides.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from diloco.errors import DataError, DilocoError
 
 __all__ = ["documents", "open_stream", "reading", "text_of"]
 
-# Not written by people for people (tables, machine-specific constants), tests, or not part of the library.
+# Generated tables and machine-specific constants, tests, and packages that are not part of the library.
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 )
-# A text file is cut near here at a line end, because a hold-out by document needs more than one document.
+# A text file is cut at line ends about this far apart: holding out whole documents needs more than one document.
 _TEXT_DOCUMENT_BYTES = 4096
 
 _SUFFIXES = {"json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".json.zst"), "parquet": (".parquet",)}
@@ -34,7 +34,7 @@ def documents(settings: DataConfig) -> Iterator[bytes]:
     """The documents of a local source (`stdlib`, `text`, `json`, `parquet`).
 
     Raises:
-        DataError: while iterating, when a file is missing, unreadable, no text, or has no such field.
+        DataError: while iterating, if a file is missing, unreadable or not text, or has no such field.
     """
     if settings.source == "stdlib":
         return _stdlib()
@@ -49,13 +49,13 @@ def open_stream(builder: str, **options: Any) -> Any:
 
 
 def text_of(row: Mapping[str, Any], field: str) -> bytes:
-    """The text of one row, as UTF-8; empty for a null.
+    """The text of one row as UTF-8; empty for a null.
 
     Raises:
-        DataError: no such field, or no text in it.
+        DataError: there is no such field, or it does not hold text.
     """
     if field not in row:
-        raise DataError(f"data.field: {field!r} is no field of the data; there are {', '.join(sorted(row))}")
+        raise DataError(f"data.field: {field!r} is no field of the data; its fields are {', '.join(sorted(row))}")
     value = row[field]
     if value is not None and not isinstance(value, str):
         texts = [name for name in sorted(row) if isinstance(row[name], str)]
@@ -66,12 +66,12 @@ def text_of(row: Mapping[str, Any], field: str) -> bytes:
 
 @contextlib.contextmanager
 def reading(what: str, remedy: str) -> Iterator[None]:
-    """Turns whatever a reader raises inside the block into a DataError: `what`: its text; `remedy`."""
+    """Turns any exception of a reader inside the block into a DataError with the text `what: exception; remedy`."""
     try:
         yield
-    except (DilocoError, ImportError):  # a broken installation is no fault of the data
+    except (DilocoError, ImportError):  # an ImportError is a broken installation, not bad data
         raise
-    except Exception as error:  # OSError, and pyarrow, fsspec and datasets each have an exception tree of their own
+    except Exception as error:  # OSError; pyarrow, fsspec and datasets each have their own exception tree
         text = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
         raise DataError(f"{what}: {text[:300].rstrip('.')}; {remedy}") from error
 
@@ -90,7 +90,7 @@ def _stdlib() -> Iterator[bytes]:
 
 
 def _files(paths: tuple[str, ...], suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that `data.path` names: itself, or all below a directory that are not hidden and have a suffix."""
+    """The files that `data.path` names. A directory stands for all files below it with a suffix that are not hidden."""
     found: list[Path] = []
     for given in paths:
         path = Path(given).expanduser()
@@ -125,7 +125,7 @@ def _text(files: list[Path]) -> Iterator[bytes]:
 
 
 def _pieces(handle: BinaryIO) -> Iterator[bytes]:
-    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, else a word, else between characters."""
+    """The file in pieces of about `_TEXT_DOCUMENT_BYTES`, cut after a line, or else a word, or else a character."""
     rest = b""
     while len(block := handle.read(_TEXT_DOCUMENT_BYTES)) == _TEXT_DOCUMENT_BYTES:
         block = rest + block
@@ -137,7 +137,7 @@ def _pieces(handle: BinaryIO) -> Iterator[bytes]:
 
 
 def _last_character(block: bytes) -> int:
-    """Where the last UTF-8 character, possibly incomplete, begins; the end if the bytes are no UTF-8."""
+    """Index at which the last UTF-8 character, possibly incomplete, begins; the length if the bytes are not UTF-8."""
     for start in range(len(block) - 1, len(block) - 5, -1):
         if block[start] & 0xC0 != 0x80:
             return start
@@ -155,7 +155,7 @@ def _table(settings: DataConfig) -> Iterator[bytes]:
 
 @functools.cache
 def _datasets() -> Any:
-    """`datasets`, imported late (a second) and without its progress bars and log lines; errors still raise."""
+    """`datasets`, without its progress bars and log lines. Imported late, because that takes a second."""
     import datasets as module  # type: ignore[import-untyped, unused-ignore]
 
     module.logging.set_verbosity(module.logging.CRITICAL)

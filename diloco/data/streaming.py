@@ -1,12 +1,12 @@
 """Data too large for this machine: a streaming dataset of the Hugging Face hub, tokenised as it arrives.
 
-1. The files of the dataset are visited in a seeded order, another one in each epoch.
-2. With at least as many files as shards, shard s of S visits every S-th file, from s. With fewer, everybody reads all
-   files and takes every S-th document.
-3. Held-out documents are left out; the rest is tokenised, packed and dealt out in the order of the stream.
+1. The files of the dataset are visited in a seeded order, a new one in each epoch.
+2. With at least as many files as shards, shard s of S visits every S-th file, starting at s. With fewer files, every
+   shard reads all files and takes every S-th document.
+3. Held-out documents are left out; the others are tokenised, packed and yielded in the order of the stream.
 
-Documents are not shuffled inside a file: `datasets`' shuffle buffer loses its content at a resume, and a resume here is
-exact. The state is the position in the current file (`IterableDataset.state_dict`) and the tokens that wait in the
+Documents are not shuffled inside a file: the shuffle buffer of `datasets` loses its content at a resume, and our resume
+is exact. The state is the position in the current file (`IterableDataset.state_dict`) and the tokens that wait in the
 packer.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco.config import DataConfig
 from diloco.data.hub import check_reachable
-from diloco.data.memory import Take
+from diloco.data.memory import TakeUnits
 from diloco.data.packing import Packer, is_held_out
 from diloco.data.shuffle import permuted
 from diloco.data.sources import open_stream, reading, text_of
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class HubDataset:
-    """A streaming dataset of the hub, or of a local directory laid out like one. Holds no text in memory.
+    """A streaming dataset of the hub, or a local directory with the same layout. Holds no text in memory.
 
-    A connection that breaks while streaming is retried by `datasets`; when that gives up, a DataError ends the run,
-    which can be resumed from its checkpoint.
+    `datasets` retries a connection that breaks while streaming. When it gives up, a DataError ends the run, which can
+    be resumed from its checkpoint.
     """
 
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
@@ -67,14 +67,14 @@ class HubDataset:
     def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> HubStream:
         return HubStream(self._rows, self._settings, self.tokenizer, self._seed, batch_size, shard, shards)
 
-    def leased(self, batch_size: int, take: Take, *, shard: int = 0) -> HubStream:
+    def leased(self, batch_size: int, take: TakeUnits, *, shard: int = 0) -> HubStream:
         return self.batches(batch_size, shard=shard, shards=None)
 
     def sequences(self, numbers: Sequence[int]) -> None:
         return None
 
     def holdout(self, sequences: int) -> Tensor:
-        # Costs 1 / data.holdout times the text that it returns, once per run.
+        # Reads 1 / data.holdout times the text that it returns, once per run.
         packer = Packer(self.sequence_length, self.tokenizer)
         with _reading_hub(self._settings):
             for row in self._rows:
@@ -115,13 +115,13 @@ class HubStream:
         self._order = f"{seed}" if shards is not None else f"{seed}/{shard}"
         by_file = shards is not None and self._files >= shards
         self._first, self._stride = (shard, shards) if by_file and shards is not None else (0, 1)
-        # With too few files, documents are dealt out one by one; 1 means that this shard takes its files whole.
-        self._deal = 1 if by_file or shards is None else shards
+        # With too few files every shard takes each `_document_stride`-th document; 1: it takes whole files.
+        self._document_stride = 1 if by_file or shards is None else shards
         if shards is None and self._files == 1:
             logger.warning("data.name: %s is one file, so all peers read it in the same order", settings.name)
         self._epoch = 0
-        self._visit = 0  # files of this epoch that are done
-        self._document = 0  # rows of the current file that are read
+        self._visit = 0  # files read in this epoch
+        self._document = 0  # rows read of the current file
         self._documents_in_epoch = 0
         self._file: Any = None
         self._iterator: Iterator[dict[str, Any]] | None = None
@@ -163,7 +163,7 @@ class HubStream:
         self._document = 0
         self._packer = Packer(self._settings.sequence_length, self._tokenizer)
         if not same_shard:
-            logger.warning("data.shards changed since the checkpoint: starting the file at this position anew")
+            logger.warning("data.shards changed since the checkpoint: reading the current file from its beginning")
             return
         self._packer.restore(waiting)
         self._document = document
@@ -182,7 +182,7 @@ class HubStream:
                 self._next_file()
                 continue
             number, self._document = self._document, self._document + 1
-            if number % self._deal != self._shard % self._deal:
+            if number % self._document_stride != self._shard % self._document_stride:
                 continue
             document = text_of(row, self._settings.field)
             if document and not is_held_out(document, self._settings.holdout):
@@ -190,7 +190,7 @@ class HubStream:
                 return document
 
     def _open(self, position: dict[str, Any] | None) -> None:
-        """Opens the file of the current visit, at its beginning or at a position from `state_dict`."""
+        """Opens the file of the current visit, at its beginning or at a position from `IterableDataset.state_dict`."""
         place = np.array([(self._first + self._stride * self._visit) % self._files])
         number = int(permuted(place, self._files, f"{self._order}/{self._epoch}")[0])
         self._file = self._rows.shard(num_shards=self._files, index=number)

@@ -1,4 +1,4 @@
-"""Text to integers and back: raw bytes, or any tokenizer that `transformers` loads from a directory or the hub."""
+"""Text to tokens and back: raw bytes, or any tokenizer that `transformers` loads from a directory or the hub."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from diloco.errors import DataError, DilocoError
 
 __all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "load_tokenizer"]
 
-Tokens = NDArray[Any]  # one dimension, uint8, uint16 or int32, whichever is the smallest that holds the vocabulary
+Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds the vocabulary
 
-_MARKER = "diloco.json"  # beside a saved model: says that its tokenizer is ours, so that none need be loaded
+_MARKER = "diloco.json"  # in a model directory: its tokenizer is ours, and no other needs to be loaded
 
 
 class Tokenizer(Protocol):
-    """What the pipeline, `generate` and the export need of a tokenizer."""
+    """The part of a tokenizer that the data pipeline, `generate` and `export` use."""
 
     @property
     def vocab_size(self) -> int: ...
     @property
     def end(self) -> int | None:
-        """The token after every document; None if the vocabulary has none, and documents then follow each other."""
+        """The token after every document; None if the vocabulary has no such token, and then none is inserted."""
         ...
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of UTF-8 texts, without special tokens. Bytes that are not UTF-8 become U+FFFD or stay."""
+        """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 becomes U+FFFD or stays as it is."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         ...
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
-        """Bytes of text that `tokens` stand for."""
+        """The length in bytes of the text that `tokens` stand for."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -49,10 +49,12 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """'bytes', a directory (a saved model's, too) or a name on the Hugging Face hub. Runs no code from there.
+    """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the Hugging Face hub.
+
+    Runs no code from the directory or the hub.
 
     Raises:
-        DataError: nothing there, or nothing that is a tokenizer.
+        DataError: there is no such directory or name, or it holds no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -68,7 +70,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token; 0, which text does not contain, ends a document."""
+    """Every byte of the UTF-8 text is a token. Token 0 ends a document, because text contains no zero byte."""
 
     vocab_size = 256
     end = 0
@@ -77,14 +79,14 @@ class ByteTokenizer:
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # A model may have more outputs than there are bytes (a padded vocabulary); those stand for nothing.
+        # A model with a padded vocabulary has tokens above 255; they stand for no text.
         return bytes(token for token in tokens if 0 < token < 256).decode("utf-8", errors="replace")
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
         return len(tokens)
 
     def save(self, directory: Path) -> None:
-        """An equivalent tokenizer for plain `transformers`: a byte-level BPE without merges, ids equal to bytes."""
+        """Writes an equivalent for plain `transformers`: byte-level BPE without merges, ids equal to bytes."""
         from tokenizers import Tokenizer as Pipeline
         from tokenizers import decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -102,7 +104,7 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """A `transformers` tokenizer, imported when it is made (seconds)."""
+    """A `transformers` tokenizer. Making one imports `transformers`, which takes seconds."""
 
     def __init__(self, name: str) -> None:
         import transformers
@@ -117,12 +119,12 @@ class HubTokenizer:
             except Exception:
                 if local.exists() or local.is_absolute():
                     raise
-                # Not in the cache of earlier downloads.
+                # It is not in the cache of earlier downloads.
                 check_reachable("data.tokenizer", "model", name)
                 loaded = library.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except DilocoError:
             raise
-        except Exception as error:  # the library raises OSError, ValueError, KeyError or its own for a bad directory
+        except Exception as error:  # the library raises OSError, ValueError, KeyError and its own types
             raise DataError(
                 f"data.tokenizer: {name!r} is no tokenizer that transformers can load; give 'bytes', a directory with "
                 f"tokenizer.json, or a name on the reachable Hugging Face hub"
@@ -152,7 +154,7 @@ class HubTokenizer:
 
 
 def _byte_level_alphabet() -> list[str]:
-    """The character that byte-level BPE (GPT-2) writes for each byte: itself if printable, else one from U+0100 on."""
+    """The character of byte-level BPE (GPT-2) for each byte: the byte itself if printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, sys.maxunicode))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

@@ -1,1 +1,1 @@
-"""What fits this machine: measurements, settings of a volunteer, the doctor."""
+"""Fits a run to this machine: measurements, the settings of a volunteer, and the doctor."""

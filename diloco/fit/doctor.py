@@ -1,6 +1,6 @@
-"""What could keep this machine from taking part in a run, checked one by one without taking part in it.
+"""Checks one by one whether this machine can take part in a run, without joining it.
 
-Every check ends in a `Check`, whatever happens: `failed` is what stops a run, `warning` what makes it slower or worse.
+Every check returns a `Check`, even if it breaks. A failed check stops a run; a warning means a slower or worse run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from diloco.config import WIRE_VERSION, Config
 from diloco.config.address import scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.fit.machine import GIB, Machine, fit, look_at_machine, need_of
+from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need
 from diloco.fit.measure import parameters_of, step_seconds
-from diloco.fit.volunteer import Place, suited
+from diloco.fit.volunteer import PeerDirectory, fit_to_machine
 from diloco.model.library import one_line
 from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
 from diloco.swarm.visit.rehearse import try_to_listen
@@ -27,7 +27,7 @@ from diloco.swarm.wire.gate import Gate, watching
 __all__ = ["Check", "Doctor"]
 
 PROBE_BYTES = 2**20
-CHECKPOINT_BYTES = 20  # per parameter: anchors, AdamW's moments, master and momentum of what is held
+CHECKPOINT_BYTES = 20  # per parameter: anchor, AdamW's two moments, master and momentum
 THIN_BITS_PER_S = 10e6
 FAR_S = 0.5
 SLOW_CLOCK_S = 1.0
@@ -35,7 +35,7 @@ SLOW_CLOCK_S = 1.0
 
 @dataclass(frozen=True)
 class Check:
-    """One line: verdict is `ok`, `warning` or `failed`; with `swarm`, a failure is not this machine's."""
+    """One line of output. `verdict` is `ok`, `warning` or `failed`; `swarm`: a failure is not this machine's fault."""
 
     name: str
     verdict: str
@@ -46,14 +46,14 @@ class Check:
 
 @dataclass
 class Doctor:
-    """Checks a machine for a configuration, and with addresses for the swarm there.
+    """Checks this machine for a configuration and, given `addresses`, for the swarm there.
 
-    `typed` are the keys that the user set. `figures` has afterwards what `diloco plan` takes: up_bits_per_s,
+    `typed` are the keys that the user set. Afterwards `figures` has the input of `diloco plan`: up_bits_per_s,
     down_bits_per_s, latency_s, step_s.
     """
 
     config: Config
-    place: Place
+    directory: PeerDirectory
     addresses: Sequence[str] = ()
     typed: Collection[str] = ()
     figures: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Doctor:
     _machine: Machine | None = None
 
     def checks(self) -> Iterator[Check]:
-        """Each as soon as it is known."""
+        """Yields each result as soon as it is known."""
         for name, check in (
             ("python", self._python),
             ("torch", self._torch),
@@ -83,7 +83,7 @@ class Doctor:
             except DilocoError as error:
                 text, _, remedy = str(error).partition("; ")
                 found = Check(name, "failed", text, remedy, swarm or isinstance(error, SwarmError))
-            except Exception as error:  # a check that breaks is a finding, not the end of the others
+            except Exception as error:  # a broken check is a result too, and the others go on
                 found = Check(name, "failed", one_line(error), "please report this", swarm)
             if found is not None:
                 yield found
@@ -105,13 +105,13 @@ class Doctor:
         return Check("torch", "ok", f"torch {torch.__version__}, hivemind {version('hivemind')}")
 
     def _identity(self) -> Check:
-        self.figures["peer_id"] = self.place.peer_id
-        return Check("identity", "ok", f"{self.place.peer_id} in {self.place.identity}")
+        self.figures["peer_id"] = self.directory.peer_id
+        return Check("identity", "ok", f"{self.directory.peer_id} in {self.directory.identity}")
 
     def _accelerator(self) -> Check:
-        machine = self._machine = look_at_machine(self.config.train.device, self.config.train.threads)
+        machine = self._machine = inspect_machine(self.config.train.device, self.config.train.threads)
         if machine.shared:
-            text = f"none: trains on the CPU, with {machine.threads} of {machine.cores} cores, as idle as they are now"
+            text = f"none: trains on the CPU, with {machine.threads} of {machine.cores} cores, those idle now"
             return Check("accelerator", "ok", text)
         precision = "bf16" if machine.bf16 else "fp32"
         return Check("accelerator", "ok", f"{machine.name}, {machine.device_bytes / GIB:.1f} GiB free, {precision}")
@@ -119,8 +119,8 @@ class Doctor:
     def _memory(self) -> Check | None:
         if self._machine is None:
             return None
-        need, batch_size = need_of(self.config, self._machine), self.config.inner.batch_size
-        micro_batch = fit(need, self._machine, batch_size)
+        need, batch_size = memory_need(self.config, self._machine), self.config.inner.batch_size
+        micro_batch = fit_micro_batch(need, self._machine, batch_size)
         text = (
             f"{self.config.model.name}, {need.parameters / 1e6:.4g}M parameters: {need.device_bytes / GIB:.2f} GiB to "
             f"train, {need.main_bytes / GIB:.2f} GiB to take part, {self._machine.main_bytes / GIB:.1f} GiB free"
@@ -137,7 +137,7 @@ class Doctor:
         needed = (self.config.checkpoint.keep + 1) * CHECKPOINT_BYTES * parameters_of(self.config.model) + 1e8
         text = f"{free / GIB:.1f} GiB free in {place}, {needed / GIB:.2f} GiB needed for checkpoints and the model"
         if free < needed:
-            return Check("disk", "failed", text, "free some, or choose another place with run.dir=DIRECTORY")
+            return Check("disk", "failed", text, "free some space, or choose another place with run.dir=DIRECTORY")
         return Check("disk", "ok", text)
 
     def _port(self) -> Check:
@@ -149,7 +149,7 @@ class Doctor:
     def _speed(self) -> Check | None:
         if self._machine is None:
             return None
-        config = suited(self.config, self._machine, self.config.inner.batch_size, ())
+        config = fit_to_machine(self.config, self._machine, self.config.inner.batch_size, ())
         step_s = self.figures["step_s"] = step_seconds(config)
         tokens = self.config.inner.batch_size * self.config.data.sequence_length
         return Check("speed", "ok", f"{step_s:.3g} s per inner step, {tokens / step_s:.4g} tokens per second")
@@ -158,10 +158,12 @@ class Doctor:
 
     def _swarm(self) -> Check | None:
         if not self.addresses:
-            return Check("swarm", "ok", "no ADDRESS given, so nothing is asked of a swarm")
-        found = self._found = look(self.addresses, self.place.identity, measure_bytes=PROBE_BYTES, gate=self._gate())
+            return Check("swarm", "ok", "no ADDRESS given, no swarm is checked")
+        found = self._found = look(
+            self.addresses, self.directory.identity, measure_bytes=PROBE_BYTES, gate=self._gate()
+        )
         self.figures["peers"] = len(found.peers)
-        names = ", ".join(peer.reply.name for peer in found.peers) or "none says more"
+        names = ", ".join(peer.reply.name for peer in found.peers) or "none gives a name"
         if found.silent:
             silent = "; ".join(f"{address}: {why}" for address, why in found.silent.items())
             return Check("swarm", "warning", f"answered by {len(found.peers)} ({names}); {silent}", swarm=True)
@@ -200,7 +202,7 @@ class Doctor:
         listen = self.config.swarm.listen
         if "swarm.listen" not in self.typed and any(scope(one) != "loopback" for one in seeds):
             listen = ("/ip4/0.0.0.0/tcp/0",)  # as `diloco join` does
-        result = try_to_listen(seeds, listen, self.config.swarm.announce, self._gate(), self.place.identity)
+        result = try_to_listen(seeds, listen, self.config.swarm.announce, self._gate(), self.directory.identity)
         if result.reachable:
             best = result.addresses[0].rpartition("/p2p/")[0]
             return Check("reachable", "ok", f"a peer called back {best}; no relay is needed")
@@ -211,7 +213,7 @@ class Doctor:
         found = self._found
         rated = [peer for peer in found.peers if peer.up_bytes_per_s and peer.down_bytes_per_s] if found else []
         if not rated:
-            return None if found is None else Check("bandwidth", "warning", "no peer let it be measured", swarm=True)
+            return None if found is None else Check("bandwidth", "warning", "no peer allowed a measurement", swarm=True)
         up = statistics.median(8 * (peer.up_bytes_per_s or 0) for peer in rated)
         down = statistics.median(8 * (peer.down_bytes_per_s or 0) for peer in rated)
         latency_s = statistics.median(peer.round_trip_s for peer in rated) / 2
@@ -221,5 +223,5 @@ class Doctor:
             f"(median of {len(rated)} peers, {PROBE_BYTES >> 20} MiB each way)"
         )
         if min(up, down) < THIN_BITS_PER_S or latency_s > FAR_S:
-            return Check("bandwidth", "warning", text, "diloco plan --doctor says what that costs", swarm=True)
+            return Check("bandwidth", "warning", text, "diloco plan --doctor computes the cost", swarm=True)
         return Check("bandwidth", "ok", text, swarm=True)

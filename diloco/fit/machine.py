@@ -1,8 +1,8 @@
-"""What this machine can do for a model: device, precision, threads, and how much of a batch its memory takes at a time.
+"""Inspects this machine for a model: device, precision, threads, and the largest micro-batch that fits its memory.
 
-Memory is counted before anything is allocated, in bytes per parameter: on the device 16 (fp32 weights, gradients and
-AdamW's two moments); in main memory 4 for the anchors, and 12 for each fragment held (master, momentum, sum). What a
-sequence adds are the activations that autograd keeps, which a forward pass over tensors without values adds up.
+Memory is computed before anything is allocated. Per parameter, the device needs 16 bytes (fp32 weights, gradients and
+AdamW's two moments); main memory needs 4 for the anchor, and 12 more in fragments held here (master, momentum, sum).
+Each sequence adds the activations that autograd keeps; a forward pass over tensors without values adds them up.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from diloco.errors import ConfigError
 from diloco.fit.measure import parameters_of, without_values
 from diloco.train.island import Island
 
-__all__ = ["Machine", "Need", "fit", "free_memory", "look_at_machine", "need_of"]
+__all__ = ["Machine", "MemoryNeed", "fit_micro_batch", "free_memory", "inspect_machine", "memory_need"]
 
 TRAINED_BYTES = 16  # per parameter: weights, gradients, two moments
 ANCHOR_BYTES = 4
 HELD_BYTES = 12
-LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind themselves, with their scratch memory
-ACTIVATION_SLACK = 1.5  # gradients of activations, and what the allocator loses to fragments
+LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
+ACTIVATION_SLACK = 1.5  # for gradients of activations and for the allocator's fragmentation
 GIB = 2**30
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found: the device, and free bytes on it and in main memory (the same for the CPU)."""
+    """This machine: the device, and the free bytes on it and in main memory (equal if the device is the CPU)."""
 
     device: torch.device
     name: str
@@ -49,13 +49,13 @@ class Machine:
 
     @property
     def shared(self) -> bool:
-        """Whether device and host share one memory."""
+        """Whether the device uses main memory."""
         return self.device.type == "cpu"
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a model needs, in bytes: on the device without activations, in main memory, and per sequence."""
+class MemoryNeed:
+    """Bytes that training a model needs: on the device without activations, in main memory, and per sequence."""
 
     parameters: int
     device_bytes: float
@@ -63,11 +63,11 @@ class Need:
     sequence_bytes: float
 
 
-def look_at_machine(device: str, threads: int | None = None) -> Machine:
-    """The machine as it is now; `device` as in train.device.
+def inspect_machine(device: str, threads: int | None = None) -> Machine:
+    """This machine with its present load; `device` is the value of train.device.
 
     Raises:
-        ConfigError: train.device names a device that is not there.
+        ConfigError: this machine has no such device.
     """
     chosen = Island.from_environment(device).device
     cores = _cores()
@@ -82,21 +82,21 @@ def look_at_machine(device: str, threads: int | None = None) -> Machine:
 
 
 def _cores() -> int:
-    """Cores that this process may use, by its affinity and by the quota of its container."""
+    """Cores that the affinity of this process and the quota of its container allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max 1").partition(" ")
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period or 100_000)))
 
 
 def free_memory() -> float:
-    """Bytes of main memory that this process may still take, by the kernel and by the limit of its container."""
+    """Bytes of main memory that the kernel has left and that the limit of this container allows."""
     lines = (_read("/proc/meminfo") or "").splitlines()
     free = next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), float("inf"))
     limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
     if limit and used and limit.isdigit() and used.isdigit():
         lines = (_read("/sys/fs/cgroup/memory.stat") or "").splitlines()
         cache = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file")), 0)
-        free = min(free, int(limit) - int(used) + cache)  # the kernel drops caches first
+        free = min(free, int(limit) - int(used) + cache)  # the kernel drops caches before it refuses memory
     return free
 
 
@@ -107,8 +107,8 @@ def _read(path: str) -> str | None:
         return None
 
 
-def need_of(config: Config, machine: Machine, held_fragments: int = 1) -> Need:
-    """What training this configuration needs; activations are counted exactly only where they may matter.
+def memory_need(config: Config, machine: Machine, held_fragments: int = 1) -> MemoryNeed:
+    """Memory for training this configuration. Activations are counted exactly only if a rough bound takes half of it.
 
     Raises:
         ConfigError: as for `diloco.model.build`.
@@ -116,7 +116,7 @@ def need_of(config: Config, machine: Machine, held_fragments: int = 1) -> Need:
     parameters = parameters_of(config.model)
     held = min(1.0, held_fragments / config.outer.fragments)
     main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + HELD_BYTES * held)
-    need = Need(parameters, parameters * TRAINED_BYTES, main, _rough_bytes(config))
+    need = MemoryNeed(parameters, parameters * TRAINED_BYTES, main, _rough_bytes(config))
     roomy = need.device_bytes + need.main_bytes + config.inner.batch_size * need.sequence_bytes
     if roomy < min(machine.device_bytes, machine.main_bytes) / 2:
         return need
@@ -124,7 +124,7 @@ def need_of(config: Config, machine: Machine, held_fragments: int = 1) -> Need:
 
 
 def _rough_bytes(config: Config) -> float:
-    """Rather more than a sequence's activations: of each layer some 40 vectors, and the logits with their gradients."""
+    """An upper estimate of a sequence's activations: 40 vectors per layer and token, and the logits with gradients."""
     if config.model.path is not None:
         return math.inf
     shape = models.config_of(config.model).get_text_config()
@@ -133,9 +133,9 @@ def _rough_bytes(config: Config) -> float:
 
 
 def sequence_bytes(config: Config) -> float:
-    """Bytes of activations that one sequence keeps until its gradients are there.
+    """Bytes of activations that autograd keeps for the backward pass of one sequence.
 
-    Adds up what autograd keeps of a forward pass without values; for a model of which that cannot be had, estimates.
+    Counted in a forward pass over tensors without values; estimated if the model cannot run without values.
     """
     kept: list[Tensor] = []
 
@@ -149,7 +149,7 @@ def sequence_bytes(config: Config) -> float:
             tokens = torch.zeros(1, config.data.sequence_length, dtype=torch.int64)  # (1, T)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 models.loss(model, tokens)
-    except Exception as error:  # layers that branch on values raise whatever they like
+    except Exception as error:  # layers that branch on values raise various types
         logger.debug("the activations of %s are estimated: %r", config.model.name, error)
         return _rough_bytes(config)
     # Views share a storage, and a transposed weight is a view of a parameter.
@@ -159,11 +159,11 @@ def sequence_bytes(config: Config) -> float:
     return ACTIVATION_SLACK * sum(storages.values())
 
 
-def fit(need: Need, machine: Machine, batch_size: int) -> int:
-    """Sequences that the machine computes at a time: the batch in the fewest parts of equal size that fit.
+def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
+    """The number of sequences to compute at a time: the batch in the fewest equal parts that fit the memory.
 
     Raises:
-        ConfigError: not even one does; says by how much memory it is too small.
+        ConfigError: not even one sequence fits; the text says how much memory is missing.
     """
     rooms = [(machine.device_bytes, need.device_bytes, str(machine.device))]
     if machine.shared:
@@ -178,7 +178,7 @@ def fit(need: Need, machine: Machine, batch_size: int) -> int:
     return -(-batch_size // parts)
 
 
-def _too_small(need: Need, wanted: float, free: float, where: str) -> ConfigError:
+def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> ConfigError:
     return ConfigError(
         f"this machine is too small for the run's model of {need.parameters / 1e6:.4g}M parameters: it needs "
         f"{wanted / GIB:.1f} GiB of {where}, and {free / GIB:.1f} GiB are free, {(wanted - free) / GIB:.1f} GiB too "

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model and of this machine: the number of parameters and the time of an inner step."""
+"""Measures the input of a plan: the number of parameters of a model, and the time of an inner step here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMED_STEPS = 5
 
 
 def parameters_of(settings: ModelConfig) -> int:
-    """Parameters of the model, tied ones counted once; no weights are allocated unless `model.path` holds them.
+    """The number of parameters; tied ones count once. Allocates no weights, unless `model.path` holds them.
 
     Raises:
         ConfigError: as for `diloco.model.build`.
@@ -31,8 +31,12 @@ def parameters_of(settings: ModelConfig) -> int:
 
 
 def without_values(settings: ModelConfig, device: str) -> nn.Module:
-    """The model on PyTorch's `meta` device, or on any under `FakeTensorMode`; no weights are allocated unless
-    `model.path` holds them. Raises as `diloco.model.build`.
+    """The model without values: on PyTorch's `meta` device, or on any device under `FakeTensorMode`.
+
+    Allocates no weights, unless `model.path` holds them.
+
+    Raises:
+        ConfigError: as for `diloco.model.build`.
     """
     if settings.path is not None:
         loaded: nn.Module = models.load(settings.path, key="model.path")
@@ -41,7 +45,7 @@ def without_values(settings: ModelConfig, device: str) -> nn.Module:
     try:
         with torch.device(device):
             built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # the library raises whatever its layers do
+    except Exception as error:  # its layers raise various types
         raise ConfigError(
             f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
         ) from error
@@ -52,7 +56,7 @@ def without_values(settings: ModelConfig, device: str) -> nn.Module:
 def step_seconds(config: Config) -> float:
     """Median seconds of an inner step of this configuration on this machine, on random tokens.
 
-    Needs the memory of training: weights, gradients, AdamW's two moments and the activations of a batch.
+    Takes the memory of training: weights, gradients, AdamW's two moments and the activations of a batch.
     """
     island = Island.from_environment(config.train.device)
     if config.train.threads is not None:

@@ -1,11 +1,11 @@
-"""A volunteer's peer: what it keeps between runs, and its configuration, of which the swarm says the greater half.
+"""A volunteer's peer: the directory that it keeps between runs, and its configuration, most of it from the swarm.
 
     $XDG_DATA_HOME/diloco/peer-0/identity.key     this machine's first peer; a second one at the same time is peer-1
                               runs/RUN_ID/        metrics, checkpoints and the model of each run that it took part in
-                       peers.json                 addresses of each run's peers, should those in a link all be gone
+                       peers.json                 addresses of each run's peers, in case all peers in a link are gone
 
-A volunteer begins from the swarm, never from a checkpoint of its own: the run may have been started anew since, and
-the higher version would win.
+A volunteer starts from the state of the swarm, never from its own checkpoint: somebody may have started the run again,
+and then the higher version, the volunteer's, would win.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from diloco.rundir.files import exclusive, write_atomic
 from diloco.swarm.wire.libp2p import own_id, peer_id_of
 from diloco.train.session import checkpoints_name
 
-__all__ = ["Place", "acquaintances", "own_place", "remember", "set_aside", "suited", "volunteer", "with_settings"]
+__all__ = [
+    "PeerDirectory",
+    "fit_to_machine",
+    "known_addresses",
+    "lock_peer_directory",
+    "move_aside",
+    "remember_addresses",
+    "volunteer_config",
+    "with_settings",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +45,21 @@ KNOWN_RUNS, KNOWN_ADDRESSES = 64, 16
 
 
 @dataclass(frozen=True)
-class Place:
-    """What belongs to one peer of this user: its key, and room for its runs."""
+class PeerDirectory:
+    """The directory of one of this user's peers: its key and its runs."""
 
     number: int
-    directory: Path
+    path: Path
     identity: Path
 
     @property
     def peer_id(self) -> str:
-        """Of the key, which is made when it is missing."""
+        """The peer id of the key, which is made if it is missing."""
         return own_id(self.identity)
 
     @property
     def name(self) -> str:
-        """How the peer is called in tables: the end of its id."""
+        """The peer's name in tables: the end of its id."""
         return self.peer_id[-6:]
 
 
@@ -60,52 +69,54 @@ def _home() -> Path:
 
 
 @contextlib.contextmanager
-def own_place(identity: str | None = None) -> Iterator[Place]:
-    """The first of this user's peers that does not run already, for as long as the context is open.
+def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
+    """The directory of the first of this user's peers that is not running, locked while the context is open.
 
-    `identity` is the key named by swarm.identity_path, in place of the peer's own.
+    `identity` is swarm.identity_path, a key that replaces the peer's own.
 
     Raises:
-        ConfigError: as many peers as one machine may have run, or the key is held by another process.
+        ConfigError: too many peers run on this machine, or another process uses the key.
     """
     with contextlib.ExitStack() as stack:
-        if identity is not None:  # two peers with one key would throw each other out of the swarm
+        if identity is not None:  # two peers with one key would put each other out of the swarm
             stack.enter_context(exclusive(Path(f"{identity}.lock")))
         for number in range(PEERS_PER_MACHINE):
             directory = _home() / f"peer-{number}"
             try:
                 stack.enter_context(exclusive(directory))
-            except ConfigError:  # it runs
+            except ConfigError:  # this peer is running
                 continue
-            yield Place(number, directory, directory / "identity.key" if identity is None else Path(identity))
+            yield PeerDirectory(number, directory, directory / "identity.key" if identity is None else Path(identity))
             return
-    raise ConfigError(f"{PEERS_PER_MACHINE} peers of yours run on this machine already; end one, or set XDG_DATA_HOME")
+    raise ConfigError(f"{PEERS_PER_MACHINE} of your peers are running on this machine; end one, or set XDG_DATA_HOME")
 
 
-def volunteer(config: Config, manifest: Manifest, typed: Collection[str], place: Place, seeds: Sequence[str]) -> Config:
-    """The configuration of a peer that joins: the run's half from its manifest, and for this half what suits a guest.
+def volunteer_config(
+    config: Config, manifest: Manifest, typed: Collection[str], directory: PeerDirectory, seeds: Sequence[str]
+) -> Config:
+    """The configuration of a peer that joins: the run's half from the manifest, the peer's half chosen for a volunteer.
 
     Args:
-        typed: keys that the user set, which win over all that is chosen here.
+        typed: keys that the user set; they override the choices made here.
         seeds: addresses of peers that answer.
 
     Raises:
-        ConfigError: the manifest does not fit this peer, such as data.source=text without a data.path here.
+        ConfigError: the manifest does not fit this peer, for example data.source=text without a data.path here.
     """
     joined = config.adopt(manifest)
     elsewhere = any(scope(seed) != "loopback" for seed in seeds)
     chosen = {
-        "run.dir": place.directory / "runs" / manifest.run.id,
-        "run.name": place.name,
+        "run.dir": directory.path / "runs" / manifest.run.id,
+        "run.name": directory.name,
         "eval.every": 0,  # the others would wait for it
         "swarm.listen": ("/ip4/0.0.0.0/tcp/0",) if elsewhere else config.swarm.listen,
     }
-    always = {"swarm.initial_peers": tuple(seeds), "swarm.identity_path": str(place.identity)}
+    always = {"swarm.initial_peers": tuple(seeds), "swarm.identity_path": str(directory.identity)}
     return with_settings(joined, {**{key: value for key, value in chosen.items() if key not in typed}, **always})
 
 
 def with_settings(config: Config, settings: dict[str, object]) -> Config:
-    """The configuration with some settings replaced, by dotted key, and validated."""
+    """The configuration with `settings`, by dotted key, in place of its own; validated."""
     values = config.model_dump()
     for key, value in settings.items():
         group, _, name = key.partition(".")
@@ -113,8 +124,8 @@ def with_settings(config: Config, settings: dict[str, object]) -> Config:
     return Config.model_validate(values)
 
 
-def suited(config: Config, machine: Machine, micro_batch: int, typed: Collection[str]) -> Config:
-    """The configuration with precision, threads and micro-batch as the machine can."""
+def fit_to_machine(config: Config, machine: Machine, micro_batch: int, typed: Collection[str]) -> Config:
+    """The configuration with this machine's precision and threads and with the micro-batch, except for `typed` keys."""
     chosen: dict[str, object] = {
         "train.precision": "bf16" if machine.bf16 else "fp32",
         "train.threads": machine.threads,
@@ -123,8 +134,8 @@ def suited(config: Config, machine: Machine, micro_batch: int, typed: Collection
     return with_settings(config, {key: value for key, value in chosen.items() if key not in typed})
 
 
-def set_aside(config: Config) -> None:
-    """Moves the checkpoints of an earlier visit to this run out of the way, in place of those moved before them."""
+def move_aside(config: Config) -> None:
+    """Renames the checkpoints of an earlier visit to this run to `NAME.before`, and deletes an older `NAME.before`."""
     mine = config.run.dir / "checkpoints" / checkpoints_name(config)
     if not mine.is_dir():
         return
@@ -133,8 +144,8 @@ def set_aside(config: Config) -> None:
     mine.rename(before)
 
 
-def remember(run_id: str, addresses: Sequence[str]) -> None:
-    """Keep where a run's peers are; without effect where that cannot be written."""
+def remember_addresses(run_id: str, addresses: Sequence[str]) -> None:
+    """Stores addresses of a run's peers; without effect if the file cannot be written."""
     known = _known()
     known[run_id] = list(dict.fromkeys([*addresses, *known.pop(run_id, [])]))[:KNOWN_ADDRESSES]
     with contextlib.suppress(ConfigError, OSError):
@@ -142,8 +153,8 @@ def remember(run_id: str, addresses: Sequence[str]) -> None:
         write_atomic(_home() / "peers.json", json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1) + "\n")
 
 
-def acquaintances(addresses: Sequence[str]) -> list[str]:
-    """Addresses of other peers of the runs in which the peers at these were last seen."""
+def known_addresses(addresses: Sequence[str]) -> list[str]:
+    """Stored addresses of other peers in the runs to which the peers at `addresses` belong."""
     peers = {peer_id_of(address) for address in addresses if not address.startswith("@")}
     found: list[str] = []
     for known in _known().values():

@@ -1,6 +1,6 @@
-"""Causal language models of `transformers`, the only package that imports it for models.
+"""Causal language models of `transformers`; no other package imports it for models.
 
-1. `build` makes one from a config (or loads `model.path`) with the initial weights of a seed, in fp32.
+1. `build` makes a model from a config, with the initial weights of a seed, or loads `model.path`; in fp32.
 2. `loss` is the mean next-token cross entropy of a batch of token sequences, in nats.
 3. `save` writes the Hugging Face format beside its tokenizer, atomically; `load` reads such a directory back.
 """

@@ -1,10 +1,10 @@
-"""From settings to a model with reproducible initial weights, and the loss that trains it.
+"""Builds a model with reproducible initial weights from settings, and defines the training loss.
 
-1. `model.model_type` and `model.config` become a transformers config; unknown names are refused with the nearest known.
+1. `model.model_type` and `model.config` become a transformers config; an error for an unknown name suggests one.
 2. The config is checked against the data (vocabulary, sequence length) before any weight is allocated.
-3. The weights are drawn on the CPU, in fp32, from a generator seeded by `run.seed` alone: every peer starts equal.
+3. The weights are drawn on the CPU, in fp32, from a generator seeded by `run.seed` alone: all peers start equal.
 
-A directory in `model.path` replaces 1 and 3 by its own config and weights.
+With `model.path`, config and weights come from that directory instead of steps 1 and 3.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diloco.model.library import one_line, transformers
 
 __all__ = ["build", "config_of", "loss", "num_parameters"]
 
-# Read by every config with rotary embeddings although it is not among the fields of the dataclass.
+# Every config with rotary embeddings reads these names, although they are not fields of the dataclass.
 _ROTARY_NAMES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 
 
@@ -33,12 +33,13 @@ def build(
 ) -> nn.Module:
     """A causal LM on the CPU, in training mode, with fp32 parameters.
 
-    The weights depend on `seed` and the installed torch only, not on the global RNG state, which is left as it was.
+    The weights depend only on `seed` and the installed torch. The global RNG state has no influence and stays as it is.
     Give `vocab_size` (of the tokenizer) and `sequence_length` (in tokens) to check that the model fits the data.
 
     Raises:
-        ConfigError: no such model type, unknown or impossible config value, model too small for the data.
-        CheckpointError: `model.path` is no directory with a readable safetensors checkpoint.
+        ConfigError: no such model type, an unknown name or impossible value in the config, or a model too small for
+            the data.
+        CheckpointError: `model.path` is not a directory with a readable safetensors checkpoint.
     """
     if settings.path is not None:
         loaded: Any = load(settings.path, key="model.path")
@@ -52,10 +53,11 @@ def build(
         default_generator.manual_seed(seed)
         try:
             built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            # Some contradictions (heads that do not divide) show only in use. Two tokens cost a read of the weights.
+            # Some contradictions (heads that do not divide the width) show only in a forward pass. One of two tokens
+            # costs a read of the weights.
             with torch.no_grad():
                 loss(built.eval(), torch.zeros(1, 2, dtype=torch.int64))
-        except Exception as error:  # the library raises whatever its layers do: KeyError, RuntimeError, ...
+        except Exception as error:  # its layers raise KeyError, RuntimeError, ...
             raise ConfigError(
                 f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
             ) from error
@@ -63,38 +65,38 @@ def build(
 
 
 def config_of(settings: ModelConfig) -> Any:
-    """The transformers config (a `PreTrainedConfig`) that `settings` describe; allocates no weights.
+    """The transformers config (a `PreTrainedConfig`) of `settings`; allocates no weights.
 
     Raises:
-        ConfigError: no causal LM of this type, a name its config does not know, or a value it refuses.
+        ConfigError: there is no causal LM of this type, or its config refuses a name or a value.
     """
     library = transformers()
-    names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # importing none of the 190 models
+    names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports no model
     if settings.model_type not in names:
         known = settings.model_type in library.CONFIG_MAPPING
         why = "has no causal language model" if known else "is no model type of transformers"
         raise ConfigError(f"model.model_type: {settings.model_type!r} {why}{_nearest(settings.model_type, names)}")
     kind = library.CONFIG_MAPPING[settings.model_type]
-    # Configs are dataclasses only in later versions 5 of transformers; before, a default one shows its settings.
+    # Configs are dataclasses only in late versions 5 of transformers; before, a default instance shows the settings.
     fields = (field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else vars(kind())
     allowed = set(fields) | set(kind.attribute_map)
     if "rope_parameters" in allowed:
         allowed |= _ROTARY_NAMES
     for name in settings.config:
         if name not in allowed:
-            # transformers would keep it as an attribute that nothing reads: a setting without effect.
+            # transformers would store it as an attribute that it never reads: a setting without effect.
             raise ConfigError(f"model.config.{name}: {kind.__name__} has no such setting{_nearest(name, allowed)}")
     try:
         return kind(**settings.config)
-    except Exception as error:  # validators of the library raise their own types
+    except Exception as error:  # the library's validators raise their own types
         raise ConfigError(f"model.config: {one_line(error.__cause__ or error)}; change that value") from error
 
 
 def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """Mean cross entropy of each token given those before it in its sequence, in nats; a differentiable fp32 scalar.
 
-    `tokens` is (B, T) int64 on the model's device. T - 1 tokens of each sequence are predicted; the first is only
-    read. The softmax is fp32 whatever autocast makes of the model.
+    `tokens` is (B, T) int64 on the model's device. The model predicts T - 1 tokens of each sequence; it only reads the
+    first. The softmax is fp32 also under autocast.
     """
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits  # (B, T, V)
     # Masking the last position instead of slicing it off saves a copy of the logits, the largest tensor of the step.
@@ -104,7 +106,7 @@ def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Trainable and frozen parameters, each tied one counted once."""
+    """Trainable and frozen parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

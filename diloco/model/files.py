@@ -1,7 +1,7 @@
-"""Models on disk, in the format that plain `transformers` loads.
+"""Saves and loads models in the Hugging Face format, which plain `transformers` reads.
 
 A saved directory holds config.json, model.safetensors, generation_config.json and, given a tokenizer, its files. It
-appears whole or not at all: everything is written into a sibling directory, which is then renamed.
+appears as a whole or not at all: the files are written into a sibling directory, which is then renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Vocabulary", "load", "save"]
 
 
 class Vocabulary(Protocol):
-    """What `save` needs of a tokenizer."""
+    """The part of a tokenizer that `save` uses."""
 
     @property
     def end(self) -> int | None: ...
@@ -30,13 +30,13 @@ class Vocabulary(Protocol):
 
 
 def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabulary | None = None) -> None:
-    """Writes `model` to `directory`, replacing what is there; `AutoModelForCausalLM.from_pretrained` loads it.
+    """Writes `model` to `directory` and replaces an old one; `AutoModelForCausalLM.from_pretrained` loads it.
 
-    With a tokenizer, its files are written too and generation stops at its end token. When the directory exists, it is
-    moved aside for the moment between two renames, because POSIX cannot exchange directories.
+    With a tokenizer, its files are written too, and generation stops at its end token. POSIX cannot exchange two
+    directories: between two renames, an existing `directory` is absent for a moment.
 
     Raises:
-        ConfigError: the directory cannot be written (permission, no space); the old content is still there.
+        ConfigError: the directory cannot be written (permission, no space); its old content stays.
     """
     target = Path(directory)
     try:
@@ -56,26 +56,26 @@ def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabul
 def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
     """The causal LM (a `PreTrainedModel`) of a Hugging Face directory, in eval mode, in the dtype it was saved in.
 
-    Reads local safetensors only: no download, no pickle, no code from the directory. `key` names the setting that
-    the path came from in the error text.
+    Reads local safetensors only: no download, no pickle, no code from the directory. Error texts begin with `key`, the
+    setting that holds the path.
 
     Raises:
-        CheckpointError: no such directory, no config, no safetensors, truncated or incomplete weights.
+        CheckpointError: there is no such directory, it lacks the config or safetensors, or weights are missing.
     """
     path = Path(directory)
     if not path.is_dir():
-        raise CheckpointError(f"{key}: {path} is no directory; give one with config.json and model.safetensors")
+        raise CheckpointError(f"{key}: {path} is no directory; give a directory with config.json and model.safetensors")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{key}: {path} has no config.json; give a directory in Hugging Face format")
     if not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"{key}: {path} has no *.safetensors; other weight formats are not read, convert it")
+        raise CheckpointError(f"{key}: {path} has no *.safetensors; other weight formats are not read, convert them")
     try:
-        # Weights missing from the file are drawn at random; that is an error below, but must not move the global RNG.
+        # The library draws missing weights at random. That is an error below, but must not move the global RNG.
         with torch.random.fork_rng(devices=[]):
             model, report = transformers().AutoModelForCausalLM.from_pretrained(
                 path, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
-    except Exception as error:  # SafetensorError, JSONDecodeError, ValueError, ...: all mean an unusable directory
+    except Exception as error:  # SafetensorError, JSONDecodeError, ValueError, ...: the directory is unusable
         raise CheckpointError(f"{key}: {path} cannot be loaded: {one_line(error)}; use another copy") from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
@@ -87,7 +87,7 @@ def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
 def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> None:
     model_any: Any = model  # a PreTrainedModel
     if tokenizer is not None:
-        # A preset's default end token (2 for Llama) is an ordinary letter in another vocabulary.
+        # The default end token of the config (2 for Llama) is an ordinary token in another vocabulary.
         for config in (model_any.config, model_any.generation_config):
             if config is not None:
                 config.bos_token_id = config.eos_token_id = config.pad_token_id = tokenizer.end

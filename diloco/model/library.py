@@ -1,4 +1,4 @@
-"""The one import of `transformers`: late, because it takes seconds, and silenced, because it tears the live table."""
+"""The only import of `transformers`: late, because it takes seconds; silent, because output tears the live table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["one_line", "transformers"]
 
 @functools.cache
 def transformers() -> Any:
-    """The `transformers` module without progress bars, advice and warnings; errors still arrive as exceptions."""
+    """The `transformers` module without progress bars, advice and warnings; errors are still raised."""
     import transformers
 
     module: Any = transformers  # its functions have no annotations
@@ -20,6 +20,6 @@ def transformers() -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of a foreign exception, on one line and cut to a length that still reads as one."""
+    """The text of another library's exception, on one line and at most 300 characters long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."

@@ -13,18 +13,18 @@ vector operations. `nbytes` of a fragment is the sum over its chunks, as CHUNK i
 *Contributions* go through `encode` and `accumulate_`, *update records* through `encode_update` and `apply_update_`:
 the block codecs send the displacement master - anchor, the float codecs the new values themselves. Scales are powers
 of two, so every dequantised value is exact in fp32 and never subnormal, and `anchor += displacement` is one IEEE
-rounding per element: bit-identical on any hardware, with or without fused multiply-add, and with flush-to-zero too
-unless a parameter itself is subnormal. What an encoding loses stays in master - anchor, and so is in the next round's
+rounding per element. That is bit-identical on any hardware, with or without fused multiply-add, and with flush-to-zero
+too unless a parameter itself is subnormal. What an encoding loses stays in master - anchor, and goes into the next
 displacement.
 
-Extremes: every codec refuses NaN, infinity and magnitudes that only a diverged model has (above LIMIT, or above what
-half can hold): with DivergedError when encoding, and with PayloadError when decoding, before anything is changed. A
+Extremes: every codec refuses NaN, infinity and magnitudes that only a diverged model has (above LIMIT, or above the
+range of half). It raises DivergedError when encoding, and PayloadError when decoding, before anything is changed. A
 block of zeros is exact. The block codecs round magnitudes below about 1e-38 to zero.
 
-Two more codecs, for contributions only, are in `lossy.py`.
+The codecs in `lossy.py` are for contributions only.
 
 All functions take contiguous 1-D tensors of at most CHUNK elements and may be used from several threads at once: the
-working buffers, at most 3 MiB, belong to the thread.
+working buffers, at most 6 MiB, belong to the thread.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from diloco.outer.payloads import (
     column,
     exponents_of,
     is_aligned,
+    is_within,
     magnitude_of,
     power_of_two,
     refuse_diverged,
@@ -73,17 +74,18 @@ class _FloatCodec(Codec):
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))
-        refuse_diverged(magnitude_of(x), self.name, self.largest)
+        if not is_within(x, self.largest):
+            refuse_diverged(magnitude_of(x), self.name, self.largest)
         if is_aligned(out, self.dtype):
             out.view(self.dtype).copy_(x)
         else:
             out.copy_(buffer(self.memory, self.dtype, x.numel()).copy_(x).view(torch.uint8))
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        out.copy_(self._values(payload, out.numel()))
+        out.copy_(self.values(payload, out.numel()))
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        acc.add_(self._values(payload, acc.numel()), alpha=weight)
+        acc.add_(self.values(payload, acc.numel()), alpha=weight)
 
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
         self.encode(master, out)
@@ -91,8 +93,7 @@ class _FloatCodec(Codec):
     def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
         self.decode(payload, anchor)
 
-    def _values(self, payload: Tensor, numel: int) -> Tensor:
-        """The validated values as fp32: a view of the payload if that is possible, else in the thread's buffer."""
+    def values(self, payload: Tensor, numel: int) -> Tensor:
         self._check_length(payload, numel)
         if is_aligned(payload, self.dtype):
             values = payload.view(self.dtype)
@@ -101,9 +102,9 @@ class _FloatCodec(Codec):
             values.view(torch.uint8).copy_(payload)
         if self.dtype != torch.float32:
             values = buffer("values", torch.float32, numel).copy_(values)
-        magnitude = magnitude_of(values)
-        if not magnitude <= self.largest:
-            raise PayloadError(f"{self.name} payload holds {magnitude:g}; values must be at most {self.largest:g}")
+        if not is_within(values, self.largest):
+            largest, found = f"{self.largest:g}", f"{magnitude_of(values):g}"
+            raise PayloadError(f"{self.name} payload holds {found}; values must be at most {largest}")
         return values
 
 
@@ -129,15 +130,15 @@ class _BlockCodec(Codec):
     min_exponent: ClassVar[int]
     max_exponent: ClassVar[int]
     unit_exponent: ClassVar[int]
-    """Added to the exponent of a block when decoding."""
+    """What decoding adds to the exponent of a block."""
 
     @abstractmethod
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
-        """Writes the codes (r, nbytes) int8 of `rows` (r, n) fp32 and returns the exponents (r,)."""
+        """Write the codes (r, nbytes) int8 of `rows` (r, n) fp32, and return the exponents (r,)."""
 
     @abstractmethod
     def _dequantise(self, codes: Tensor, numel: int) -> Tensor:
-        """Returns the values (r, numel) fp32 for exponent -unit_exponent, in the thread's buffer."""
+        """The values (r, numel) fp32 of codes in blocks of exponent -unit_exponent, in the thread's buffer."""
 
     def nbytes(self, numel: int) -> int:
         return -(-numel // BLOCK) + -(-numel // self.codes_per_byte)
@@ -175,7 +176,7 @@ class _BlockCodec(Codec):
             )
 
     def _blocks(self, x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Integers, Tensor]]:
-        """Yields (values (r, n) fp32, exponents (r,) int8, codes (r, bytes) int8): the full blocks, then the rest."""
+        """Yield (values (r, n) fp32, exponents (r,) int8, codes (r, bytes) int8): the full blocks, then the rest."""
         full, rest = divmod(x.numel(), BLOCK)
         blocks = full + (rest > 0)
         exponents, codes = payload.numpy()[:blocks].view(np.int8), payload[blocks:].view(torch.int8)
@@ -230,7 +231,7 @@ class _E3m0(_BlockCodec):
         scaled = torch.mul(rows, scales, out=buffer("values", torch.float32, *rows.shape))
         half = buffer("half", torch.float16, *rows.shape).copy_(scaled)
         bits = half.view(torch.int16).add_(0x200)  # s eeeee mmmmmmmmmm
-        # The shifts to the right are numpy's, in half the time of torch's.
+        # numpy shifts to the right in half the time that torch takes.
         np.right_shift(bits.numpy(), 10, out=bits.numpy())
         code = buffer("code", torch.int8, *rows.shape).copy_(bits)  # s s s 0 0 k k k
         sign = buffer("sign", torch.int8, *rows.shape)
@@ -253,7 +254,7 @@ class _E3m0(_BlockCodec):
 
 
 CODECS: dict[str, Codec] = {one.name: one for one in (_Fp32(), _Fp16(), _Int8(), _E3m0())}
-"""The codecs that serve both ways by name, from most to fewest bytes."""
+"""The codecs for contributions and updates by name, from most to fewest bytes."""
 
 
 def codec(name: str) -> Codec:

@@ -1,4 +1,4 @@
-"""Cuts a model into fragments and copies chunks of them out of and into its parameters.
+"""Cuts a model into fragments, and copies chunks of a fragment out of the parameters and back.
 
 A fragment is a list of slices of flattened parameters, and is addressed as one flat fp32 vector:
 
@@ -7,7 +7,8 @@ A fragment is a list of slices of flattened parameters, and is addressed as one 
     or, strided  [ 1 ......... ][ 0 ...... ][ 1 ...... ][ 0 .................. ]
     chunks       [ CHUNK ][ CHUNK ][ .. ]                                            chunks()
 
-Chunks are small enough for a CPU cache and for a network block, so no caller ever needs a second copy of a fragment.
+A chunk fits into a CPU cache and into a network block. Callers work chunk by chunk, so none needs a second copy of a
+fragment.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 
-__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "partition", "scatter_"]
+__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "gathered", "partition", "scatter_"]
 
 BLOCK = 4096
 """Elements that share one scale in the block codecs."""
@@ -47,8 +48,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A set of parameter slices that is synchronised together; element i of the fragment is element i of their
-    concatenation."""
+    """A set of parameter slices that is synchronised together.
+
+    Element i of the fragment is element i of the slices' concatenation.
+    """
 
     index: int
     slices: tuple[Slice, ...]
@@ -62,7 +65,7 @@ class Fragment:
         return tuple(accumulate(piece.numel for piece in self.slices))
 
     def locate(self, start: int, stop: int) -> Iterator[tuple[int, Slice]]:
-        """Yields `(offset from start, slice)` for the parts of parameters that make up [start, stop) of the fragment.
+        """Yield `(offset from start, slice)` for the parts of parameters that make up [start, stop) of the fragment.
 
         Finding the first one takes O(log slices), so a fragment may have thousands of slices.
         """
@@ -79,16 +82,16 @@ class Fragment:
 
 
 def partition(numels: Mapping[str, int], fragments: int, pattern: str = "contiguous") -> tuple[Fragment, ...]:
-    """Cuts a model in fragments, so that every element belongs to exactly one.
+    """Cut a model into fragments; every element belongs to exactly one.
 
     "contiguous": nearly equal ranges of the concatenation of all parameters in the given order. Cuts are multiples of
-    BLOCK, so that only the last fragment has a block that is not full; a model of fewer than `fragments` blocks is
-    cut between elements instead.
+    BLOCK, so that only the last fragment has a block that is not full. A model of fewer than `fragments` blocks is cut
+    between elements instead.
 
     "strided" (Streaming DiLoCo, arXiv 2501.18512): whole layers, layer i in fragment i mod `fragments`. A layer is
     all parameters with the same first number in their name, and the same components before it
-    (`model.layers.3.mlp.up.weight`, `transformer.h.3.ln_1.bias`). What belongs to no layer goes, parameter by
-    parameter, to the fragment that is lightest by then. In a fragment, parameters keep the given order.
+    (`model.layers.3.mlp.up.weight`, `transformer.h.3.ln_1.bias`). Each parameter outside all layers goes to the
+    fragment that has the fewest elements so far. Within a fragment, parameters keep the given order.
 
     Args:
         numels: elements of each parameter; all peers must give the same names in the same order.
@@ -96,7 +99,7 @@ def partition(numels: Mapping[str, int], fragments: int, pattern: str = "contigu
         pattern: "contiguous" or "strided".
 
     Raises:
-        ConfigError: fewer elements, or with "strided" fewer layers, than fragments; no such pattern.
+        ConfigError: fewer elements than fragments (with "strided", fewer layers), or an unknown pattern.
     """
     total = sum(numels.values())
     if total == 0:
@@ -162,14 +165,14 @@ def _layer(name: str) -> tuple[str, int] | None:
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """Yields the half-open ranges of at most CHUNK elements that cover [0, numel); only the last may be shorter."""
+    """Yield the half-open ranges of at most CHUNK elements that cover [0, numel); only the last may be shorter."""
     for start in range(0, numel, CHUNK):
         yield start, min(start + CHUNK, numel)
 
 
 @torch.no_grad()
 def gather_(out: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor]) -> None:
-    """Copies [start, stop) of the fragment out of the parameters into `out`, converting and moving as needed.
+    """Copy [start, stop) of the fragment out of the parameters into `out`, with conversion and device copy as needed.
 
     Args:
         out: (stop - start,) fp32, contiguous.
@@ -183,8 +186,22 @@ def gather_(out: Tensor, fragment: Fragment, start: int, stop: int, parameters: 
 
 
 @torch.no_grad()
+def gathered(buffer: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor]) -> Tensor:
+    """[start, stop) of the fragment as (stop - start,) fp32, to be read before the parameters change.
+
+    It is a view if one fp32 CPU parameter holds it in one piece; else `gather_` copies it to the buffer.
+    """
+    [(_, first), *others] = fragment.locate(start, stop)
+    parameter = parameters[first.name]
+    if not others and parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous():
+        return parameter.view(-1)[first.start : first.stop]
+    gather_(buffer, fragment, start, stop, parameters)
+    return buffer
+
+
+@torch.no_grad()
 def scatter_(parameters: Mapping[str, Tensor], fragment: Fragment, start: int, stop: int, values: Tensor) -> None:
-    """Writes `values` into [start, stop) of the fragment, in place in the parameters; the inverse of `gather_`.
+    """Write `values` into [start, stop) of the fragment, in place in the parameters; the inverse of `gather_`.
 
     Args:
         parameters: the fragment's parameters by name, of any dtype, device and memory layout; may require gradients.
@@ -198,11 +215,11 @@ def scatter_(parameters: Mapping[str, Tensor], fragment: Fragment, start: int, s
 
 
 def _rectangles(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields `(first flat index, view)` for views that together are [start, stop) of the tensor in row-major order.
+    """Yield `(first flat index, view)` for views that together are [start, stop) of the tensor in row-major order.
 
-    A contiguous tensor is one view. Any other (a transposed weight, channels_last) cannot be flattened without
-    copying it whole, so the range is split along the first dimension into an incomplete first row, full rows and an
-    incomplete last row, and the incomplete ones likewise along the next: at most 2 * ndim - 1 views.
+    A contiguous tensor gives one view. Any other (a transposed weight, channels_last) cannot be flattened without
+    copying it whole. So the range is split along the first dimension into an incomplete first row, full rows and an
+    incomplete last row, and incomplete rows are split likewise along the next: at most 2 * ndim - 1 views.
     """
     if start == stop:
         return

@@ -1,4 +1,4 @@
-"""Codecs for contributions that lose so much that the peer must keep what they lost, and the keeping of it.
+"""Codecs for contributions that lose so much that the peer keeps what they lost, for error feedback.
 
     name    bytes of a full block of 4096    layout of a payload (little-endian), each part for all blocks in order
     stat2   8 + 1024                         four bfloat16 levels, then a 2-bit code per element
@@ -7,16 +7,14 @@
 stat2 (MuLoCo, arXiv 2505.23725): the elements of a block fall into four bins of 1.5 sigma around the mean, the outer
 two open; a level is the mean of its bin. topk (SparseLoCo, arXiv 2508.15706): the k = ceil(n / 64) largest magnitudes
 of a block of n elements, 1.56 %, by ascending index; bit 0 of a code chooses the level, which is the mean of the
-magnitudes above or below their mean, and bit 1 is the sign. Levels are bfloat16 where the papers have half: as many
-bytes, and no pseudo-gradient is too small for it. Of 2-bit codes, a byte holds one from each quarter of the block;
-two 12-bit indices take three bytes.
+magnitudes above or below their mean, and bit 1 is the sign. Levels are bfloat16, where the papers take half: it has as
+many bytes, and no pseudo-gradient is too small for it. A byte holds four 2-bit codes, one from each quarter of the
+block. Two 12-bit indices take three bytes.
 
-    residual = beta residual + delta            error_feedback_()
-    payload  = encode(residual)
-    residual = residual - decode(payload)       keep_unsent_()
+`Replica.capture` keeps what they lose, and adds it to the next contribution.
 
-A payload that is invalid (length, levels, order of indices) raises PayloadError before anything is changed. Updates
-cannot be published so: what they lose would be missing in the anchors until later rounds. All else is as in
+A payload that is invalid (length, levels, order of indices) raises PayloadError before anything is changed. These
+codecs cannot publish updates: the anchors would lack what an update lost until later rounds. All else is as in
 `codecs.py`.
 """
 
@@ -39,35 +37,19 @@ from diloco.outer.payloads import (
     buffer,
     column,
     exponents_of,
+    is_within,
     magnitude_of,
     power_of_two,
     refuse_diverged,
 )
 
-__all__ = ["LOSSY", "error_feedback_", "keep_unsent_"]
+__all__ = ["LOSSY"]
 
 _ELEMENTS_PER_KEPT = 64
 
 
-@torch.no_grad()
-def error_feedback_(residual: Tensor, delta: Tensor, beta: float) -> None:
-    """residual = beta residual + delta, both (n,) fp32; then encode the residual and call `keep_unsent_`.
-
-    (SparseLoCo, arXiv 2508.15706, beta .95; MuLoCo .9.) The residual starts at zeros. With beta=1 nothing is ever
-    lost, only late; below 1 what stays unsent fades, which forgets directions that have gone stale. The learning rate
-    is not in here: the authors' code of MuLoCo applies it a second time in the outer step.
-    """
-    residual.mul_(beta).add_(delta)
-
-
-@torch.no_grad()
-def keep_unsent_(residual: Tensor, payload: Tensor, codec: Codec) -> None:
-    """residual -= what `payload`, its own encoding by any codec, will decode to: (n,) fp32, at most a chunk."""
-    codec.accumulate_(residual, payload, -1.0)
-
-
 class _LossyCodec(Codec):
-    """For contributions only: to publish an update with it raises ConfigError."""
+    """A codec for contributions only; publishing an update with it raises ConfigError."""
 
     carries_values = False
     can_publish = False
@@ -85,7 +67,7 @@ class _LossyCodec(Codec):
 
     @abstractmethod
     def _head_nbytes(self, blocks: int) -> int:
-        """Bytes of the levels of that many blocks."""
+        """Bytes of the levels of this many blocks."""
 
     def _levels(self, payload: Tensor, blocks: int, lowest: float) -> Tensor:
         """The levels of all blocks, (blocks, -1) fp32, if they are in `lowest`..LIMIT; else raises PayloadError."""
@@ -111,7 +93,7 @@ class _Stat2(_LossyCodec):
         head = self._head_nbytes(-(-x.numel() // BLOCK))
         levels = []
         for rows, packed in _quarters(x, out[head:]):
-            # Scaled by a power of two, squares neither overflow nor vanish, and nothing is rounded.
+            # A power of two as scale rounds nothing, and squares then neither overflow nor vanish.
             exponents = np.maximum(exponents_of(rows, self.name, round_up_from=2.0), -126)
             scaled = torch.mul(
                 rows, column(power_of_two(-exponents, 0)), out=buffer("values", torch.float32, *rows.shape)
@@ -150,7 +132,8 @@ class _TopK(_LossyCodec):
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))
-        refuse_diverged(magnitude_of(x), self.name, LIMIT)
+        if not is_within(x, LIMIT):
+            refuse_diverged(magnitude_of(x), self.name, LIMIT)
         head = self._head_nbytes(-(-x.numel() // BLOCK))
         levels = []
         for rows, packed_indices, packed_codes in _sparse_rows(x, out[head:]):
@@ -192,14 +175,14 @@ class _TopK(_LossyCodec):
 
 
 LOSSY: dict[str, Codec] = {one.name: one for one in (_Stat2(), _TopK())}
-"""The codecs that serve for contributions only by name."""
+"""The codecs for contributions only, by name."""
 
 
 def _statistical(scaled: Tensor) -> tuple[Tensor, Tensor]:
     """Levels (r, 4) fp32 and codes (r, n) uint8 of rows (r, n) fp32 with magnitudes below 2.
 
-    A code is the number of the bounds mean - 1.5 sigma, mean, mean + 1.5 sigma that the element reaches. The level of
-    an empty bin is 0.
+    A code counts how many of the bounds mean - 1.5 sigma, mean, mean + 1.5 sigma the element reaches. An empty bin has
+    level 0.
     """
     count, total = scaled.shape[1], scaled.sum(1)
     mean = total / count
@@ -209,7 +192,7 @@ def _statistical(scaled: Tensor) -> tuple[Tensor, Tensor]:
     for bound in (mean - 1.5 * sigma, mean, mean + 1.5 * sigma):
         reached = scaled >= bound.unsqueeze(1)
         codes += reached
-        members = reached.float()  # products and sums of floats take a fifth of the time of those of booleans
+        members = reached.float()  # products and sums of booleans take five times as long as those of floats
         sums.append(torch.linalg.vecdot(scaled, members))
         counts.append(members.sum(1))
     nothing = torch.zeros(len(scaled), 1)
@@ -233,12 +216,12 @@ def _kept(numel: int) -> int:
 
 
 def _packed(bits: int, count: int) -> int:
-    """Bytes of that many codes of so many bits."""
+    """Bytes of `count` codes of `bits` bits each."""
     return -(-bits * count // 8)
 
 
 def _quarters(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (elements (r, n), their packed codes (r, ceil(n/4))): the full blocks, then the rest."""
+    """Yield (elements (r, n), their packed codes (r, ceil(n/4))): the full blocks, then the rest."""
     full, rest = divmod(x.numel(), BLOCK)
     end, code_end = full * BLOCK, full * BLOCK // 4
     if full:
@@ -248,7 +231,7 @@ def _quarters(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _sparse_rows(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields (elements (r, n), packed indices (r, .), packed codes (r, .)): the full blocks, then the rest."""
+    """Yield (elements (r, n), packed indices (r, .), packed codes (r, .)): the full blocks, then the rest."""
     full, rest = divmod(x.numel(), BLOCK)
     end = full * BLOCK
     kept, last = _kept(BLOCK), _kept(rest)
@@ -262,7 +245,7 @@ def _sparse_rows(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor, Te
 
 
 def _pack(codes: Tensor, packed: Tensor) -> None:
-    """2-bit codes (r, n) uint8, in quarters of ceil(n/4), to (r, ceil(n/4)) uint8."""
+    """Pack 2-bit codes (r, n) uint8 into (r, ceil(n/4)) uint8; a byte takes one code from each quarter."""
     width = packed.shape[1]
     packed.zero_()
     for quarter in range(4):
@@ -277,7 +260,7 @@ def _unpack(packed: Tensor, numel: int) -> Tensor:
 
 
 def _pack_indices(indices: Tensor, packed: Tensor) -> None:
-    """12-bit indices (r, k) to (r, ceil(3k/2)) uint8: low byte, four bits of each, high byte."""
+    """Pack 12-bit indices (r, k) into (r, ceil(3k/2)) uint8: the first's low byte, four bits of each, high byte."""
     pairs = torch.nn.functional.pad(indices, (0, indices.shape[1] % 2)).view(len(indices), -1, 2)
     first, second = pairs.unbind(2)
     triples = torch.stack([first & 255, (first >> 8) | ((second & 15) << 4), second >> 4], dim=2)

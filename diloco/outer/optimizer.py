@@ -1,4 +1,4 @@
-"""Pseudo-gradients, their merging, and the outer optimizer.
+"""Pseudo-gradients, their mean, and the outer optimizers.
 
     delta      = anchor - local                  on each peer              pseudo_gradient_()
     mean       = sum w_m delta_m / sum w_m       on the syncer             Codec.accumulate_(), mean_()
@@ -14,27 +14,62 @@ chunk with the same result. The outer optimizers of the literature are these two
     naive async         nesterov_ on each contribution; the momentum is then applied too often
     FedBuff             nesterov_ on the mean of each `delay` contributions
     Delayed Nesterov    delayed_nesterov_ on each contribution, or on the mean of those that came together
+
+`OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class chooses rates and calls these functions; the
+vectors belong to the syncer's `Held`.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from diloco.config import OuterConfig
+from diloco.errors import ConfigError
 from diloco.outer.fragments import chunks
+from diloco.outer.payloads import buffer
+from diloco.outer.rates import lr_at, momentum_at
 
-__all__ = ["delayed_nesterov_", "followed_", "mean_", "nesterov_", "pseudo_gradient_"]
+__all__ = [
+    "OPTIMIZERS",
+    "OuterOptimizer",
+    "OuterStep",
+    "delayed_nesterov_",
+    "followed_",
+    "mean_",
+    "nesterov_",
+    "optimizer",
+    "pseudo_gradient_",
+]
 
 
+@dataclass(frozen=True)
+class OuterStep:
+    """One outer step: the version that it starts from, and how many contributions it merges; see `Close`.
+
+    With a windowed optimizer a momentum step belongs to `delay` contributions, and `flush` says that these complete it.
+    """
+
+    version: int
+    contributions: int
+    delay: int = 1
+    flush: bool = True
+
+
+@torch.no_grad()
 def pseudo_gradient_(out: Tensor, anchor: Tensor, local: Tensor) -> None:
     """out = anchor - local, all (n,) fp32; `out` may be `local`. It points uphill: optimizers subtract it."""
     torch.sub(anchor, local, out=out)
 
 
 def mean_(weighted_sum: Tensor, total_weight: float) -> None:
-    """Turns sum(w_m * delta_m) into the weighted mean, in place; (n,) fp32. Weights are tokens (or 1 for each)."""
+    """Turn sum(w_m * delta_m) into the weighted mean, in place; (n,) fp32."""
     assert math.isfinite(total_weight) and total_weight > 0, f"total weight {total_weight} is not positive"
     weighted_sum.div_(total_weight)
 
@@ -56,19 +91,20 @@ def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: 
     for start, stop in chunks(master.numel()):  # so that the direction needs a temporary of one chunk only
         gradient, velocity = delta[start:stop], momentum[start:stop]
         velocity.mul_(beta).add_(gradient)
-        master[start:stop].add_(torch.add(gradient, velocity, alpha=beta), alpha=-lr)
+        direction = buffer("displacement", master.dtype, stop - start)
+        master[start:stop].add_(torch.add(gradient, velocity, alpha=beta, out=direction), alpha=-lr)
 
 
 @torch.no_grad()
 def followed_(momentum: Tensor, moved: Tensor, lr: float, beta: float) -> None:
     """The momentum after a step of `nesterov_`, from that before it and from how far the step moved the parameters.
 
-    With m' = beta m + delta and moved = -lr (delta + beta m'), whoever sees the movement needs no pseudo-gradient:
+    As m' = beta m + delta and moved = -lr (delta + beta m'), the movement alone tells the new momentum:
 
         m' = (beta m - moved / lr) / (1 + beta)
 
-    An error in m shrinks by beta / (1 + beta), at most a half, with every step, so one that is seen through a codec
-    stays near, and even a momentum that was unknown is soon right.
+    Every step multiplies an error in m by beta / (1 + beta), at most a half. So the losses of a codec do not add
+    up, and a momentum that starts out wrong is soon right.
 
     Args:
         momentum: (n,) fp32, changed in place.
@@ -102,8 +138,9 @@ def delayed_nesterov_(
         master -= lr (pushes / delay delta + share beta m)      share = c pushes,  or 1 - c delay + c pushes with flush
 
     The shares of a window add up to 1. With pushes=1 this is Algorithm 3. With pushes=delay and flush it is
-    `nesterov_` on the mean, for every c; we group contributions so, where the paper has them one at a time. With c=0 a
-    window of contributions that do not depend on each other moves the master as far as `nesterov_` on their mean.
+    `nesterov_` on the mean, for every c. The paper merges contributions one at a time; we group those that came
+    together. With c=0 a window of contributions that do not depend on each other moves the master as far as `nesterov_`
+    on their mean.
 
     Args:
         master: (n,) fp32, the outer parameters, changed in place.
@@ -126,3 +163,103 @@ def delayed_nesterov_(
     master.add_(delta, alpha=-lr * pushes / delay)
     if share:
         master.add_(momentum, alpha=-lr * share * beta)
+
+
+class OuterOptimizer(ABC):
+    """An outer optimizer: what a merged pseudo-gradient does to the master parameters of a fragment.
+
+    It keeps no vectors: the syncer passes the master, the momentum and `num_buffers` further vectors, chunk by chunk.
+    The momentum goes along when a fragment changes hands. Further vectors do not: they start at zeros on the successor.
+    """
+
+    name: ClassVar[str]
+    num_buffers: ClassVar[int] = 0
+    can_follow: ClassVar[bool] = False
+    """Whether a backup can compute the momentum from the updates that it applies (`follow_`)."""
+
+    def __init__(self, settings: OuterConfig) -> None:
+        self.settings = settings
+        self._lr_by_peers = {int(peers): lr for peers, lr in settings.lr_by_peers.items()}
+
+    def rates(self, step: OuterStep) -> tuple[float, float]:
+        """Learning rate and momentum of a step."""
+        settings = self.settings
+        lr = lr_at(step.version, max(step.contributions, step.delay), settings.lr, self._lr_by_peers)
+        return lr, momentum_at(step.version, settings.momentum, settings.momentum_warmup)
+
+    @abstractmethod
+    def step_(
+        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
+    ) -> None:
+        """Move the master by a merged pseudo-gradient; all vectors are (n,) fp32, of one chunk.
+
+        Args:
+            master, momentum, buffers: changed in place; momentum and buffers are zeros before the first step.
+            delta: left as it is.
+        """
+
+    def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
+        """Bring a backup's momentum to after a step, given new - old parameters `moved`; both (n,) fp32.
+
+        `momentum` changes in place, and `moved` may be overwritten.
+        """
+        raise NotImplementedError(f"outer.optimizer={self.name} cannot be followed")
+
+
+class Nesterov(OuterOptimizer):
+    """Nesterov momentum once per version (DiLoCo, arXiv 2311.08105)."""
+
+    name = "nesterov"
+    can_follow = True
+
+    def step_(
+        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
+    ) -> None:
+        nesterov_(master, momentum, delta, *self.rates(step))
+
+    def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
+        followed_(momentum, moved, *self.rates(step))
+
+
+class DelayedNesterov(OuterOptimizer):
+    """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3); one buffer."""
+
+    name = "delayed_nesterov"
+    num_buffers = 1
+
+    def step_(
+        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
+    ) -> None:
+        lr, beta = self.rates(step)
+        delayed_nesterov_(
+            master, momentum, buffers[0], delta,
+            lr=lr, beta=beta, pushes=step.contributions, delay=step.delay, flush=step.flush, c=self.settings.delay_c,
+        )  # fmt: skip
+
+
+class FedBuff(OuterOptimizer):
+    """One Nesterov step with the mean of `delay` contributions (arXiv 2106.06639); one buffer."""
+
+    name = "fedbuff"
+    num_buffers = 1
+
+    def step_(
+        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
+    ) -> None:
+        [window] = buffers
+        window.add_(delta, alpha=step.contributions / step.delay)
+        if step.flush:
+            nesterov_(master, momentum, window, *self.rates(step))
+            window.zero_()
+
+
+OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov, FedBuff)}
+"""The outer optimizers by name."""
+
+
+def optimizer(settings: OuterConfig) -> OuterOptimizer:
+    """The optimizer that the settings name. Raises ConfigError for an unknown one."""
+    found = OPTIMIZERS.get(settings.optimizer)
+    if found is None:
+        raise ConfigError(f"outer.optimizer={settings.optimizer} is not known; choose {', '.join(OPTIMIZERS)}")
+    return found(settings)

@@ -1,4 +1,4 @@
-"""What all codecs share: their interface, their refusals, and the working memory of a thread."""
+"""The base of all codecs: their interface, the values that they refuse, and the working memory of a thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from abc import ABC, abstractmethod
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.errors import DivergedError, PayloadError
-from diloco.outer.fragments import CHUNK
+from diloco.outer.fragments import CHUNK, chunks
 
 __all__ = [
     "LIMIT",
@@ -25,6 +26,7 @@ __all__ = [
     "column",
     "exponents_of",
     "is_aligned",
+    "is_within",
     "magnitude_of",
     "power_of_two",
     "refuse_diverged",
@@ -33,7 +35,7 @@ __all__ = [
 assert sys.byteorder == "little", "payloads are views of tensors, so the machine must be little-endian"
 
 LIMIT = 2.0**64
-"""The largest magnitude that is sent or accepted; sums weighted with up to 2**50 tokens are finite."""
+"""The largest magnitude that is sent or accepted. Sums of such values with weights up to 2**50 tokens are finite."""
 
 Integers = NDArray[np.signedinteger]
 
@@ -46,42 +48,56 @@ class Codec(ABC):
 
     name: ClassVar[str]
     carries_values: ClassVar[bool]
-    """An update holds new values, which need no earlier anchor, rather than a displacement."""
+    """Whether an update holds the new values, which need no earlier anchor, rather than a displacement."""
     can_publish: ClassVar[bool] = True
-    """Serves for update records too, not for contributions only."""
+    """Whether update records can be encoded with it, and not contributions only."""
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload of `numel` elements."""
 
+    def offsets(self, numel: int) -> tuple[int, ...]:
+        """Where the payload of each chunk begins in that of a whole fragment of `numel` elements, and where it ends."""
+        sizes = (self.nbytes(stop - start) for start, stop in chunks(numel))
+        return tuple(accumulate(sizes, initial=0))
+
     @abstractmethod
     def encode(self, x: Tensor, out: Tensor) -> None:
-        """Writes the payload of `x` to `out`. Raises DivergedError if a value is not finite or too large."""
+        """Write the payload of `x` to `out`. Raises DivergedError if a value is not finite or too large."""
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Writes the decoded values to `out`.
+        """Write the decoded values to `out`.
 
         Raises PayloadError if the payload is invalid; `out` is then unchanged.
         """
 
+    def values(self, payload: Tensor, numel: int) -> Tensor:
+        """The decoded values (numel,) fp32, to be read before this thread uses the codec again.
+
+        They are a view of the payload or lie in the thread's buffer. Raises PayloadError if the payload is invalid.
+        """
+        values = buffer("chunk", torch.float32, numel)
+        self.decode(payload, values)
+        return values
+
     @abstractmethod
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        """acc += weight * decoded, the weight being finite.
+        """acc += weight * decoded, for a finite weight.
 
         Raises PayloadError if the payload is invalid; `acc` is then unchanged.
         """
 
     @abstractmethod
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        """Writes to `out` what brings `anchor` to `master`, as far as the codec can express it.
+        """Write to `out` the update that moves `anchor` to `master`, as far as the codec can express it.
 
         Raises DivergedError if a value to be sent is not finite or too large.
         """
 
     @abstractmethod
     def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
-        """Adopts an update, with a bit-identical result on all peers.
+        """Move the anchor by an update, with a bit-identical result on all peers.
 
         Raises PayloadError if the payload is invalid; `anchor` is then unchanged.
         """
@@ -94,9 +110,17 @@ class Codec(ABC):
 
 
 def magnitude_of(x: Tensor) -> float:
-    """The largest magnitude; NaN if there is one."""
+    """The largest magnitude, or NaN if any value is NaN."""
     low, high = torch.aminmax(x)
     return float(torch.maximum(high, -low))
+
+
+def is_within(x: Tensor, largest: float) -> bool:
+    """Whether no magnitude of (n,) fp32 values is above `largest` or NaN.
+
+    The norm takes half the time of the extremes, and bounds them; the factor 2 is far above its rounding.
+    """
+    return float(torch.linalg.vector_norm(x)) <= largest / 2 or magnitude_of(x) <= largest
 
 
 def refuse_diverged(magnitude: float, name: str, largest: float) -> None:
@@ -109,12 +133,12 @@ def refuse_diverged(magnitude: float, name: str, largest: float) -> None:
 
 
 def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
-    """Exponents (r,) with 2**exponent <= largest magnitude of the row (r, n), one more from `round_up_from` on.
+    """Exponents (r,) of the largest magnitudes of rows (r, n): 2**exponent <= magnitude < 2**(exponent + 1).
 
-    `round_up_from` is a multiple of 2**-23 in (1, 2]; 2 is never reached. A row of zeros or subnormals gives -127.
-    Raises DivergedError.
+    From a mantissa of `round_up_from` on, a multiple of 2**-23 in (1, 2], it is one more; with 2 it never is. A row of
+    zeros or subnormals gives -127. Raises DivergedError if a value is not finite or too large.
     """
-    magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())  # quicker than a pass for abs
+    magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())  # quicker than abs and one maximum
     refuse_diverged(float(magnitudes.max()), name, LIMIT)
     bits: Integers = magnitudes.view(np.int32) + int((2 - round_up_from) * 2**23)
     return (bits >> 23) - 127
@@ -131,24 +155,24 @@ def column(scales: NDArray[np.float32]) -> Tensor:
 
 
 def is_aligned(payload: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch can view the bytes as `dtype`; a slice of a larger message may lie at any offset."""
+    """Whether torch can view the bytes as `dtype`. A slice of a larger message may lie at any offset."""
     return payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
 
 
 def assert_chunk(x: Tensor, out: Tensor, nbytes: int) -> None:
-    """Asserts that `x` is one chunk and `out` holds its payload."""
+    """Assert that `x` is one chunk, and that `out` has the size of its payload."""
     assert x.dtype == torch.float32 and x.dim() == 1 and 0 < x.numel() <= CHUNK, "values must be one fp32 chunk"
     assert out.dtype == torch.uint8 and out.numel() == nbytes, f"out must be {nbytes} bytes"
 
 
 class _Buffers(threading.local):
-    """Working memory of one thread: allocated when first used, then kept, with the views made so far.
+    """Working memory of one thread, allocated at first use and kept; and the views made of it.
 
-    Making a view takes as long as an operation on 10,000 elements, hence the second table.
+    Views are kept because making one takes as long as an operation on 10,000 elements.
     """
 
     def __init__(self) -> None:
-        self.memory: dict[str, Tensor] = {}
+        self.memory: dict[tuple[str, torch.dtype], Tensor] = {}
         self.views: dict[tuple[object, ...], Tensor] = {}
 
 
@@ -156,13 +180,16 @@ _buffers = _Buffers()
 
 
 def buffer(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-    """This thread's buffer `name` in that shape, with whatever was last written there; at most CHUNK elements."""
+    """This thread's buffer of that name and dtype in that shape, as it was last written; at most CHUNK elements.
+
+    A new tensor of a chunk's size would take ten times as long as a pass over it: the system maps its pages anew.
+    """
     view = _buffers.views.get((name, dtype, shape))
     if view is None:
-        with torch.inference_mode(False):  # memory born in inference mode could never be written outside of it
-            if name not in _buffers.memory:
-                _buffers.memory[name] = torch.empty(CHUNK, dtype=dtype, device="cpu")
-            view = _buffers.memory[name][: math.prod(shape)].view(shape)
+        with torch.inference_mode(False):  # memory allocated in inference mode can never be written outside of it
+            if (name, dtype) not in _buffers.memory:
+                _buffers.memory[name, dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
+            view = _buffers.memory[name, dtype][: math.prod(shape)].view(shape)
         if len(_buffers.views) > 100:  # each fragment may end in a chunk of another length
             _buffers.views.clear()
         _buffers.views[name, dtype, shape] = view

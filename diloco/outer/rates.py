@@ -1,11 +1,10 @@
-"""Outer learning rate, outer momentum and inner steps per round as functions of what is known everywhere.
+"""Outer learning rate, outer momentum and inner steps per round, as pure functions of what every peer knows.
 
     momentum_at     by version: Nesterov's own schedule at the start, for runs of few rounds
     lr_at           by the number of peers
     dylu_steps      by the speed of a peer
-    gain            how far the momentum has carried the step by a given round
 
-All are pure, so every syncer, and a successor that takes a fragment over in mid-run, comes to the same value.
+So every syncer computes the same values, and so does a successor that takes a fragment over.
 """
 
 from __future__ import annotations
@@ -14,18 +13,7 @@ import math
 from collections.abc import Mapping
 from itertools import pairwise
 
-__all__ = ["dylu_steps", "gain", "lr_at", "momentum_at"]
-
-
-def gain(momentum: float, rounds: int) -> float:
-    """Step `rounds` (from 1) of `nesterov_` from rest over lr * delta, if delta stays as it is: from 1 + momentum to
-    1 / (1 - momentum).
-
-    (1 - momentum**(rounds + 1)) / (1 - momentum). At 0.9 it takes 21 rounds to 90 % of the end: a shorter run never
-    gets the step that lr / (1 - momentum) promises.
-    """
-    assert 0 <= momentum < 1 and rounds >= 1, f"momentum={momentum}, rounds={rounds} is impossible"
-    return (1 - momentum ** (rounds + 1)) / (1 - momentum)
+__all__ = ["dylu_steps", "lr_at", "momentum_at"]
 
 
 def momentum_at(version: int, momentum: float, warmup: int) -> float:
@@ -33,12 +21,12 @@ def momentum_at(version: int, momentum: float, warmup: int) -> float:
 
     1 / (1 - m), which times lr is the effective learning rate, rises linearly from 1 at version 0 to that of
     `momentum` at version `warmup`, as an inner learning rate warms up. This is m = t / (t + const), the schedule of
-    Nesterov's method for convex functions: with it the memory 1 / (1 - m) is about a fixed part of the rounds so far,
-    so deltas of the steep start are soon forgotten. Were m itself linear, nearly all of the rise would fall in the
-    last rounds.
+    Nesterov's method for convex functions. Its memory 1 / (1 - m) is about a fixed part of the rounds so far, which
+    soon forgets the deltas of the steep start. If m itself were linear, the effective rate would rise almost only in
+    the last rounds.
 
-    Pier (arXiv 2511.17849) goes the other way, from 0.99 down to 0.9, over deltas of a data-parallel start, which
-    we do not have.
+    Pier (arXiv 2511.17849) lowers the momentum instead, from 0.99 to 0.9, after a data-parallel start, which we do not
+    have.
     """
     assert 0 <= momentum < 1 and version >= 0, f"momentum={momentum}, version={version} is impossible"
     if version >= warmup:
@@ -51,8 +39,8 @@ def lr_at(version: int, peers: int, lr: float, lr_by_peers: Mapping[int, float])
     """Outer learning rate of the step from `version`, merged from `peers` contributors.
 
     `lr_by_peers` gives it for some numbers of peers (scaling laws of DiLoCo, arXiv 2503.09799: 1: .4, 2: .6, 4: .6,
-    8: .8). In between it is linear in log2(peers), and beyond the ends constant. Empty means `lr`. All versions are
-    alike, as a decay of the outer learning rate gained nothing (DiLoCo, arXiv 2311.08105).
+    8: .8). In between it is linear in log2(peers), and beyond the ends constant. Empty means `lr`. The version changes
+    nothing, because a decay of the outer learning rate gained nothing (DiLoCo, arXiv 2311.08105).
     """
     assert version >= 0 and peers >= 1, f"version={version}, peers={peers} is impossible"
     if not lr_by_peers:
@@ -65,12 +53,12 @@ def lr_at(version: int, peers: int, lr: float, lr_by_peers: Mapping[int, float])
 
 
 def dylu_steps(mine: float, fastest: float, sync_every: int, floor: int = 5) -> int:
-    """Inner steps of a peer that makes `mine` steps a second, so that it is done when the fastest has made
+    """Inner steps of a peer that makes `mine` steps a second, if it should finish when the fastest finishes
     `sync_every`.
 
     Dynamic local updates of Asynchronous Local-SGD (arXiv 2401.09135, Algorithm 2): floor(mine / fastest * H), at
-    least `floor` (5 in the authors' code) and at most H. A peer that measured itself faster than the fastest known,
-    or knows no speed yet (0), takes H.
+    least `floor` (5 in the authors' code) and at most H. A peer takes H if it measured itself faster than the fastest
+    known peer, or if a speed is not known yet (0).
     """
     assert mine >= 0 and fastest >= 0 and sync_every >= 1, f"speeds {mine}, {fastest} are impossible"
     if not 0 < mine < fastest:

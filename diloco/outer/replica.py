@@ -1,21 +1,18 @@
-"""A peer's tensors: the anchor of every fragment, and the outer state of the fragments it is syncer of.
+"""A peer's half of every fragment: the anchor, the pseudo-gradient against it, and the updates that move it.
 
     encode        base - local, chunk by chunk, as payload           (every peer)
-    fold          payload -> weighted sum                            (the syncer; or `stage` and `judge`: robust)
-    merge         sum -> mean -> outer step on the master -> update  (the syncer)
+    hold          the syncer's half, `Held`: payloads -> update      (the syncer)
     apply         update -> anchor, then its digest is compared      (every peer)
-    stand by      update -> the momentum that it was made with       (the backup)
+    stand by      update -> the momentum behind it                   (the backup)
 
-The *base* is the anchor that the local parameters started from. At a barrier it is the anchor; a syncer whose fragment
-moves on while it trains keeps a copy until it exchanges.
+The *base* is the anchor that the local parameters started from. At a barrier it is the anchor itself. Where a fragment
+moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges.
 
-Memory, in fp32 copies of the parameters: 1 for the anchors, 3 (master, momentum, weighted sum) for the fragments held,
-and 1 for the fragments this peer is backup of. Where contributions are judged together (`stages`), there is no sum but
-the payload of each contributor, a quarter of a copy with int8. `draw` decides what of it is compared; nobody else may
-be able to foresee it. Everything else is chunk-sized. What other settings add: a payload for each fragment whose
-exchange is overlapped (`capture`), 1 for a delayed momentum of the fragments held, 1 for error feedback, a base for the
-fragments held when versions do not wait for this peer, 1 base when updates are a round late, and then 3 for eager ones.
-All tensors here live on the CPU; local parameters may be on any device.
+Memory, in fp32 copies of the parameters: 1 for the anchors, 3 for the fragments held (see `held`), and 1 for the
+fragments this peer is backup of. Everything else is chunk-sized. Settings that add to it: a payload for each fragment
+whose exchange is overlapped (`capture`), 1 for error feedback, a base for the fragments held when versions do not wait
+for this peer, 1 base when updates are a round late, and then 3 for eager ones. All tensors here live on the CPU; local
+parameters may be on any device.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,50 +30,41 @@ from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.digest import fragment_digest, part_digests
 from diloco.outer.eager import eager_
-from diloco.outer.fragments import Fragment, chunks, gather_, scatter_
-from diloco.outer.merge import add_directions_, directional_pieces, radial_directional_
-from diloco.outer.optimizer import delayed_nesterov_, followed_, mean_, nesterov_, pseudo_gradient_
-from diloco.outer.rates import lr_at, momentum_at
-from diloco.outer.robust import Judgement, Norms, norm_of, rule_of, trimmed_mean
+from diloco.outer.fragments import Fragment, chunks, gather_, gathered, scatter_
+from diloco.outer.held import Held, Judged
+from diloco.outer.optimizer import OuterStep, optimizer, pseudo_gradient_
+from diloco.outer.payloads import buffer
+from diloco.outer.robust import Judgement
 from diloco.outer.staged import Staged
 
-__all__ = ["OuterState", "OuterStep", "Replica"]
+__all__ = ["Held", "OuterState", "OuterStep", "Replica", "Standby"]
 
-
-@dataclass
-class OuterState:
-    """Outer optimizer of one fragment: fp32 vectors of `numel` elements, and per chunk what its sum is made of."""
-
-    fragment: int
-    master: Tensor  # (numel,) what the anchor would be without the codec's loss; the residual is master - anchor
-    momentum: Tensor  # (numel,)
-    total: Tensor  # (numel,) weighted sum of pseudo-gradients; (0,) where contributions are staged
-    weights: list[float]  # per chunk: a contribution that broke midway counts where it arrived
-    buffer: Tensor | None = None  # (numel,) contributions since the last momentum step
-    norms: dict[int, list[float]] = field(default_factory=dict)  # per chunk and piece: weighted sum of norms
-    staged: Staged | None = None
+OuterState = Held
 
 
 @dataclass
 class Standby:
-    """Momentum of a fragment at a version, as its updates tell it; an update that was missed leaves it behind."""
+    """A backup's momentum of a fragment, and its version. It stays behind when the backup misses an update."""
 
     version: int
     momentum: Tensor  # (numel,)
 
 
-@dataclass(frozen=True)
-class OuterStep:
-    """What the step to the next version is made of: from which version, of how many contributions; see `Close`."""
+@dataclass
+class _Local:
+    """What every peer has of one fragment."""
 
-    version: int
-    contributions: int
-    delay: int = 1
-    flush: bool = True
+    fragment: Fragment
+    anchor: Tensor  # (numel,) fp32
+    payload_at: tuple[int, ...]  # where chunks begin in a payload
+    update_at: tuple[int, ...]  # where chunks begin in an update
+    base: Tensor | None = None  # (numel,) what the local parameters started from, where it is not the anchor
+    captured: Tensor | None = None  # (bytes,) uint8
+    shadow: tuple[Tensor, Tensor, Tensor] | None = None  # offset, its velocity, last pseudo-gradient; see `eager_`
 
 
 class Replica:
-    """Anchors and outer states over the parameters of a model.
+    """Anchors over the parameters of a model, and `held`, the outer state of the fragments that this peer is syncer of.
 
     Args:
         parameters: the local parameters by name; read when encoding, written by `load_local_`.
@@ -91,115 +79,117 @@ class Replica:
         self.parameters = dict(parameters)
         self.fragments = tuple(fragments)
         self.settings = settings
-        self.up = codec(settings.codec_up)
-        self.down = codec(settings.codec_down)
-        self.rule = rule_of(settings)
-        self.draw: random.Random = random.SystemRandom()
-        self._norms = Norms()
+        self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
+        self.optimizer = optimizer(settings)
+        self.rng: random.Random = random.SystemRandom()
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
-        self.outer: dict[int, OuterState] = {}
-        self._merging: dict[int, OuterState] = {}
-        self.standby: dict[int, Standby] = {}  # of fragments held elsewhere
-        self.residuals: dict[int, Tensor] = {}
-        self._bases: dict[int, Tensor] = {}
-        self._captured: dict[int, Tensor] = {}
-        self._shadows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # offset, its velocity, last pseudo-gradient
         self.anchors = [torch.empty(fragment.numel) for fragment in self.fragments]
-        for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
-            for start, stop in self.chunks[fragment.index]:
-                gather_(anchor[start:stop], fragment, start, stop, self.parameters)
+        self.held: dict[int, Held] = {}
+        self.standby: dict[int, Standby] = {}  # of fragments held elsewhere
+        self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
+        self._merging: dict[int, Held] = {}
+        self._local = [
+            _Local(fragment, anchor, self.up.offsets(fragment.numel), self.down.offsets(fragment.numel))
+            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
+        ]
+        for local in self._local:
+            for start, stop in self.chunks[local.fragment.index]:
+                gather_(local.anchor[start:stop], local.fragment, start, stop, self.parameters)
 
-    # -- every peer ---------------------------------------------------------------------------------------------------
+    # -- what this peer sends -----------------------------------------------------------------------------------------
 
     def encode(self, fragment: int, chunk: int) -> Tensor:
         """Payload (uint8) of one chunk of the pseudo-gradient, captured or as the parameters are now.
 
         `DivergedError` when it is not finite.
         """
-        captured = self._captured.get(fragment)
-        if captured is not None:
-            at = sum(self.payload_nbytes(fragment, earlier) for earlier in range(chunk))
-            return captured[at : at + self.payload_nbytes(fragment, chunk)]
+        local = self._local[fragment]
+        if local.captured is not None:
+            return local.captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]
         payload = torch.empty(self.payload_nbytes(fragment, chunk), dtype=torch.uint8)
-        self.up.encode(self._delta(fragment, chunk), payload)
+        self.up.encode(self._delta(local, chunk), payload)
         return payload
 
-    def _delta(self, fragment: int, chunk: int) -> Tensor:
-        start, stop = self.chunks[fragment][chunk]
-        delta = torch.empty(stop - start)
-        gather_(delta, self.fragments[fragment], start, stop, self.parameters)
-        base = self._bases.get(fragment, self.anchors[fragment])
-        pseudo_gradient_(delta, base[start:stop], delta)
+    def _delta(self, local: _Local, chunk: int) -> Tensor:
+        """One chunk of the pseudo-gradient, fp32, in this thread's buffer."""
+        start, stop = self.chunks[local.fragment.index][chunk]
+        delta = buffer("chunk", torch.float32, stop - start)
+        base = local.anchor if local.base is None else local.base
+        own = gathered(delta, local.fragment, start, stop, self.parameters)
+        pseudo_gradient_(delta, base[start:stop], own)
         return delta
 
     def capture(self, fragment: int) -> None:
         """Keep the payload of the whole pseudo-gradient as it is now, until `release_capture`; training may go on.
 
-        With error feedback what the codec loses is added to the next one (e = beta e + delta - sent; SparseLoCo, arXiv
-        2508.15706). The residual is this peer's own and never sent.
+        With error feedback the residual, which is what the codec loses, is added to the next pseudo-gradient before it
+        is encoded: e = beta e + delta - sent (SparseLoCo, arXiv 2508.15706). With beta = 1 nothing is ever lost, only
+        late; with less, what stays unsent fades, and stale directions are forgotten. The residual is never sent.
         """
-        beta = self.settings.error_feedback
+        local, beta = self._local[fragment], self.settings.error_feedback
         captured = torch.empty(self.payload_numel(fragment), dtype=torch.uint8)
         residual = self.residuals.get(fragment)
         if beta and residual is None:
-            residual = self.residuals[fragment] = torch.zeros(self.fragments[fragment].numel)
-        at = 0
+            residual = self.residuals[fragment] = torch.zeros(local.fragment.numel)
         for chunk, (start, stop) in enumerate(self.chunks[fragment]):
-            payload = captured[at : at + self.payload_nbytes(fragment, chunk)]
-            at += payload.numel()
-            delta = self._delta(fragment, chunk)
+            payload = captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]
+            delta = self._delta(local, chunk)
             if residual is not None:
                 delta.add_(residual[start:stop], alpha=beta)
             self.up.encode(delta, payload)
             if residual is not None:
                 self.up.accumulate_(delta, payload, -1.0)
                 residual[start:stop].copy_(delta)
-        self._captured[fragment] = captured
+        local.captured = captured
 
     def release_capture(self, fragment: int) -> None:
-        """The captured payload is not needed any more."""
-        self._captured.pop(fragment, None)
+        """Forget the captured payload."""
+        self._local[fragment].captured = None
 
     def keep_base(self, fragment: int) -> None:
-        """The anchor is about to move, and the local parameters started from it; nothing to do once they are sent."""
-        if fragment not in self._bases and fragment not in self._captured:
-            self._bases[fragment] = self.anchors[fragment].clone()
+        """Copy the anchor before it moves, if local parameters started from it and are not captured yet."""
+        local = self._local[fragment]
+        if local.base is None and local.captured is None:
+            local.base = local.anchor.clone()
 
     def payload_nbytes(self, fragment: int, chunk: int) -> int:
         """Length of `encode`'s result in bytes."""
-        start, stop = self.chunks[fragment][chunk]
-        return self.up.nbytes(stop - start)
+        payload_at = self._local[fragment].payload_at
+        return payload_at[chunk + 1] - payload_at[chunk]
 
     def payload_numel(self, fragment: int) -> int:
         """Length of the payload of a whole fragment in bytes."""
-        return sum(self.up.nbytes(stop - start) for start, stop in self.chunks[fragment])
+        return self._local[fragment].payload_at[-1]
+
+    # -- what this peer adopts ----------------------------------------------------------------------------------------
 
     def update_nbytes(self, fragment: int) -> int:
         """Length of a whole update of a fragment in bytes."""
-        return sum(self.down.nbytes(stop - start) for start, stop in self.chunks[fragment])
+        return self._local[fragment].update_at[-1]
 
     def apply_update_(self, fragment: int, update: Tensor, step: OuterStep | None = None) -> str:
-        """Move the anchor by a whole update (uint8) and return the digest of what it is now. A backup needs the `step`.
+        """Move the anchor by a whole update (uint8) and return its new digest. A backup needs the `step`.
 
-        `PayloadError` before anything is changed when the length is wrong; an update that is invalid inside leaves an
-        anchor that the caller heals by fetching the fragment's state.
+        `PayloadError` before anything is changed when the length is wrong. An update that is invalid inside leaves an
+        anchor that the caller repairs by fetching the fragment's state.
         """
         if update.numel() != self.update_nbytes(fragment):
             raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
-        standby, outer, at = self.standby.get(fragment), self.outer.get(fragment), 0
+        local, standby = self._local[fragment], self.standby.get(fragment)
         if standby is not None and (step is None or step.version != standby.version):
             standby = None
         momentum = None if standby is None else standby.momentum
-        if outer is not None and step is not None and self.can_stand_by:
-            momentum = outer.momentum  # the syncer before this one published once more
-        for start, stop in self.chunks[fragment]:
-            size = self.down.nbytes(stop - start)
-            anchor = self.anchors[fragment][start:stop]
-            before = anchor.clone() if momentum is not None else anchor
-            self.down.apply_update_(anchor, update[at : at + size])
-            if momentum is not None and step is not None:
-                followed_(momentum[start:stop], anchor - before, *self._rates(step))
-            at += size
+        if fragment in self.held and self.can_stand_by:
+            momentum = self.held[fragment].momentum  # the syncer before this one published once more
+        for chunk, (start, stop) in enumerate(self.chunks[fragment]):
+            payload = update[local.update_at[chunk] : local.update_at[chunk + 1]]
+            anchor = local.anchor[start:stop]
+            if momentum is None or step is None:
+                self.down.apply_update_(anchor, payload)
+                continue
+            moved = buffer("displacement", torch.float32, stop - start).copy_(anchor)
+            self.down.apply_update_(anchor, payload)
+            self.optimizer.follow_(momentum[start:stop], torch.sub(anchor, moved, out=moved), step)
         if standby is not None:
             standby.version += 1
         return self.digest(fragment)
@@ -211,13 +201,13 @@ class Replica:
         2501.18512, Algorithm 2).
         """
         for index in range(len(self.fragments)) if fragments is None else fragments:
-            self._bases.pop(index, None)
+            self._local[index].base = None
             for start, stop in self.chunks[index]:
                 values = self.anchors[index][start:stop]
                 if mixing:
-                    local = torch.empty(stop - start)
-                    gather_(local, self.fragments[index], start, stop, self.parameters)
-                    values = torch.lerp(values, local, mixing)
+                    own = buffer("chunk", torch.float32, stop - start)
+                    gather_(own, self.fragments[index], start, stop, self.parameters)
+                    values = torch.lerp(values, own, mixing, out=own)
                 scatter_(self.parameters, self.fragments[index], start, stop, values)
 
     def load_late_(self, fragment: int, peers: int) -> None:
@@ -226,21 +216,21 @@ class Replica:
         The pseudo-gradient of the round was captured before and acts in the next update. With `eager` this peer's own
         part of it acts at once, for itself: a *shadow* of the Nesterov step is added (Eager updates, arXiv 2502.12996).
         """
-        numel, settings = self.fragments[fragment].numel, self.settings
-        base = self._bases.get(fragment)
-        if settings.eager and fragment not in self._shadows:
-            self._shadows[fragment] = (torch.zeros(numel), torch.zeros(numel), torch.zeros(numel))
-        start_of_round = torch.empty(numel) if base is None else base
+        local, settings = self._local[fragment], self.settings
+        numel = local.fragment.numel
+        if settings.eager and local.shadow is None:
+            local.shadow = (torch.zeros(numel), torch.zeros(numel), torch.zeros(numel))
+        start_of_round = torch.empty(numel) if local.base is None else local.base
         for chunk, (start, stop) in enumerate(self.chunks[fragment]):
-            delta = self._delta(fragment, chunk)
-            values = self.anchors[fragment][start:stop].clone()
-            if settings.eager:
-                shadow, velocity, previous = (vector[start:stop] for vector in self._shadows[fragment])
+            values = local.anchor[start:stop]
+            if local.shadow is not None:
+                delta = self._delta(local, chunk)
+                shadow, velocity, previous = (vector[start:stop] for vector in local.shadow)
                 eager_(shadow, velocity, previous, delta, peers=peers, lr=settings.lr, beta=settings.momentum)
-                values += shadow
-            scatter_(self.parameters, self.fragments[fragment], start, stop, values)
+                values = torch.add(values, shadow, out=delta)
+            scatter_(self.parameters, local.fragment, start, stop, values)
             start_of_round[start:stop] = values
-        self._bases[fragment] = start_of_round
+        local.base = start_of_round
 
     def show_anchor_(self, fragment: int) -> None:
         """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""
@@ -259,12 +249,12 @@ class Replica:
         """Digests of all anchors, by fragment."""
         return [self.digest(index) for index in range(len(self.fragments))]
 
-    # -- the syncer ---------------------------------------------------------------------------------------------------
+    # -- becoming backup and syncer -----------------------------------------------------------------------------------
 
     @property
     def can_stand_by(self) -> bool:
-        """Whether the outer state follows from the updates."""
-        return self.settings.optimizer == "nesterov" and self.settings.momentum > 0
+        """Whether there is an outer momentum, and a backup can compute it from the updates."""
+        return self.optimizer.can_follow and self.settings.momentum > 0
 
     def stand_by(self, fragment: int, version: int = 0, momentum: Tensor | None = None) -> None:
         """Become backup: follow the momentum from this version on; at version 0 it is zero."""
@@ -272,205 +262,90 @@ class Replica:
         self.standby[fragment] = Standby(version, momentum)
 
     def stand_down(self, fragment: int) -> None:
-        """Be backup no more."""
+        """Stop being backup."""
         self.standby.pop(fragment, None)
 
     def hold(self, fragment: int, master: Tensor | None = None, momentum: Tensor | None = None) -> None:
-        """Become syncer: keep the outer state there is or take what is given; else it starts at the anchor with the
-        momentum of the backup, or zero.
+        """Become syncer, with this outer state, or keep the one there is.
+
+        Without either the state starts at the anchor, with the momentum of the backup, or zero.
         """
-        standby = self.standby.pop(fragment, None)
-        if fragment in self.outer and master is None:
+        standby, held = self.standby.pop(fragment, None), self.held.get(fragment)
+        if held is not None and master is None:
             return
-        anchor = self.anchors[fragment]
         if momentum is None and standby is not None:
             momentum = standby.momentum
-        self.outer[fragment] = OuterState(
-            fragment=fragment,
-            master=anchor.clone() if master is None else master,
-            momentum=torch.zeros_like(anchor) if momentum is None else momentum,
-            total=torch.zeros(0) if self.stages else torch.zeros_like(anchor),
-            weights=[0.0] * len(self.chunks[fragment]),
-            buffer=None if self.settings.optimizer == "nesterov" else torch.zeros_like(anchor),
-            staged=self._new_staged(fragment) if self.stages else None,
-        )
+        self.held[fragment] = Held(
+            self.fragments[fragment], self.anchors[fragment], self.settings, self.rng,
+            master=master, momentum=momentum, norms=None if held is None else held.norms,
+        )  # fmt: skip
 
     def release(self, fragment: int) -> None:
-        """Be syncer no more."""
-        self.outer.pop(fragment, None)
-        self._norms.forget(fragment)
+        """Stop being syncer."""
+        self.held.pop(fragment, None)
+
+    # -- `Held`, by number of the fragment ----------------------------------------------------------------------------
+
+    @property
+    def outer(self) -> dict[int, Held]:
+        return self.held
+
+    @property
+    def draw(self) -> random.Random:
+        return self.rng
+
+    @draw.setter
+    def draw(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    @property
+    def stages(self) -> bool:
+        return self.settings.judged_together
 
     @contextmanager
     def merging(self, fragment: int) -> Iterator[None]:
-        """A version is made inside, perhaps in another thread: what it is made of stays, even after `release`."""
-        self._merging[fragment] = self.outer[fragment]
+        """A version is made inside, perhaps in another thread, from the state there is now, even after `release`."""
+        self._merging[fragment] = self.held[fragment]
         try:
             yield
         finally:
             del self._merging[fragment]
 
-    def _held(self, fragment: int) -> OuterState:
-        return self._merging[fragment] if fragment in self._merging else self.outer[fragment]
-
-    @property
-    def stages(self) -> bool:
-        """Whether contributions are kept and judged together (`stage`, `judge`), or folded in as they come (`fold`)."""
-        return self.rule not in ("none", "recent")
-
-    def _new_staged(self, fragment: int) -> Staged:
-        sizes = [stop - start for start, stop in self.chunks[fragment]]
-        return Staged(fragment, sizes, self.up, self._norms, self.draw)
+    def _in_work(self, fragment: int) -> Held:
+        return self._merging.get(fragment) or self.held[fragment]
 
     def stage(self, fragment: int, chunk: int, peer: str, payload: Tensor) -> None:
-        """Keep a received chunk until the version closes; `PayloadError` leaves everything as it was."""
-        staged = self.outer[fragment].staged
+        staged = self.held[fragment].staged
         assert staged is not None, f"contributions are folded in with outer.robust={self.settings.robust}"
         staged.put(peer, chunk, payload)
 
-    def judge(self, fragment: int, weights: Mapping[str, float]) -> tuple[list[str], Judgement]:
-        """What the staged contributions of these peers count, by name; those left out count nothing."""
-        staged = self._held(fragment).staged
-        assert staged is not None
-        return staged.judge(weights, self.rule, self.settings.clip_factor)
+    def fold(
+        self, fragment: int, chunk: int, payload: Tensor, weight: float, discount: float = 1.0,
+        norm: float | None = None,
+    ) -> None:  # fmt: skip
+        self.held[fragment].fold(chunk, payload, weight, discount, norm)
+
+    def norm_of(self, fragment: int, chunk: int, payload: Tensor) -> float:
+        return self.held[fragment].norm_of(chunk, payload)
+
+    def judge(self, fragment: int, weights: Mapping[str, float]) -> Judged:
+        return self._in_work(fragment).judge(weights)
+
+    def merge_chunk_(self, fragment: int, chunk: int, step: OuterStep, out: Tensor) -> None:
+        self._in_work(fragment).merge_chunk_(chunk, step, out)
 
     def merge_staged_(
-        self, fragment: int, chunk: int, step: OuterStep, peers: Sequence[str], judged: Judgement, out: Tensor
+        self, fragment: int, chunk: int, step: OuterStep, peers: list[str], judged: Judgement, out: Tensor
     ) -> None:
-        """As `merge_chunk_`, of what was staged."""
-        outer = self._held(fragment)
-        start, stop = self.chunks[fragment][chunk]
-        staged = outer.staged
-        assert staged is not None
-        if self.rule == "trimmed_mean":
-            merged = trimmed_mean(staged.decoded(peers, chunk), self.settings.trim)
-        else:
-            merged = torch.zeros(stop - start)
-            kept = [part for part in zip(peers, judged.coefficients, judged.weights, strict=True) if part[2]]
-            for peer, coefficient, weight in kept:
-                payload = staged.payload(peer, chunk)
-                self._add_(outer, chunk, merged, payload, weight, coefficient / weight)
-            self._mean_(outer, chunk, merged, sum(weight for _, _, weight in kept))
-        self._publish_(outer, start, stop, merged, step, out)
+        self._in_work(fragment).merge_chunk_(chunk, step, out, (peers, judged))
 
     def staged(self, fragment: int) -> Staged | None:
-        """Contributions to the next version, where they are kept."""
-        return self._held(fragment).staged
+        return self._in_work(fragment).staged
 
     def clear_staged(self, fragment: int) -> None:
-        """The version is made."""
         staged = self.staged(fragment)
         if staged is not None:
             staged.clear()
 
-    def norm_of(self, fragment: int, chunk: int, payload: Tensor) -> float:
-        """L2 norm of a received chunk; `PayloadError` for one that `fold` would refuse."""
-        start, stop = self.chunks[fragment][chunk]
-        values = torch.empty(stop - start)
-        self.up.decode(payload, values)
-        norm = norm_of(values)
-        if self.rule == "recent":
-            self._norms.check(fragment, chunk, norm)
-        return norm
-
-    def fold(
-        self,
-        fragment: int,
-        chunk: int,
-        payload: Tensor,
-        weight: float,
-        discount: float = 1.0,
-        norm: float | None = None,
-    ) -> None:
-        """Add weight * discount times a received chunk to the sum; `PayloadError` leaves the sum as it was.
-
-        The mean divides by the weights alone, so that a discount shrinks the step. `norm` is that of the chunk, where
-        it is known already.
-        """
-        outer = self._held(fragment)
-        start, stop = self.chunks[fragment][chunk]
-        scale = 1.0
-        if self.rule == "recent":
-            norm = self.norm_of(fragment, chunk, payload) if norm is None else norm
-            scale = self._norms.see(fragment, chunk, norm, self.settings.clip_factor)
-        self._add_(outer, chunk, outer.total[start:stop], payload, weight * discount, scale)
-        outer.weights[chunk] += weight
-
-    def _add_(self, outer: OuterState, chunk: int, total: Tensor, payload: Tensor, weight: float, scale: float) -> None:
-        """total += weight * scale * the chunk that a payload holds, or what RDA makes of it."""
-        if self.settings.merge == "mean":
-            self.up.accumulate_(total, payload, weight * scale)
-            return
-        start, stop = self.chunks[outer.fragment][chunk]
-        values = torch.empty(stop - start)
-        self.up.decode(payload, values)
-        if scale != 1.0:
-            values.mul_(scale)
-        pieces = directional_pieces(self.fragments[outer.fragment], start, stop)
-        norms = add_directions_(total, values, pieces, weight)
-        sums = outer.norms.setdefault(chunk, [0.0] * len(pieces))
-        outer.norms[chunk] = [one + other for one, other in zip(sums, norms, strict=True)]
-
-    def _mean_(self, outer: OuterState, chunk: int, total: Tensor, weight: float) -> None:
-        """Turns what `_add_` summed up into the average, in place."""
-        if self.settings.merge == "mean":
-            mean_(total, weight)
-            return
-        fragment = self.fragments[outer.fragment]
-        pieces = directional_pieces(fragment, *self.chunks[fragment.index][chunk])
-        radial_directional_(total, pieces, weight, outer.norms.pop(chunk))
-
-    def merge_chunk_(self, fragment: int, chunk: int, step: OuterStep, out: Tensor) -> None:
-        """Mean of the sum, outer step on the master, update encoded into `out` (uint8) and applied to the anchor."""
-        outer = self._held(fragment)
-        start, stop = self.chunks[fragment][chunk]
-        total = outer.total[start:stop]
-        self._mean_(outer, chunk, total, outer.weights[chunk])
-        self._publish_(outer, start, stop, total, step, out)
-        total.zero_()
-        outer.weights[chunk] = 0.0
-
-    def _publish_(self, outer: OuterState, start: int, stop: int, merged: Tensor, step: OuterStep, out: Tensor) -> None:
-        """Outer step on the master with a merged chunk; the update goes to `out` and to the anchor."""
-        self._outer_step_(outer, start, stop, merged, step)
-        anchor = self.anchors[outer.fragment][start:stop]
-        self.down.encode_update(outer.master[start:stop], anchor, out)
-        self.down.apply_update_(anchor, out)
-
-    def _outer_step_(self, outer: OuterState, start: int, stop: int, delta: Tensor, step: OuterStep) -> None:
-        """Move the master by the merged pseudo-gradient."""
-        settings = self.settings
-        lr, beta = self._rates(step)
-        master, momentum = outer.master[start:stop], outer.momentum[start:stop]
-        if outer.buffer is None:
-            nesterov_(master, momentum, delta, lr, beta)
-            return
-        buffer = outer.buffer[start:stop]
-        pushes = step.contributions
-        if settings.optimizer == "delayed_nesterov":
-            delayed_nesterov_(
-                master, momentum, buffer, delta,
-                lr=lr, beta=beta, pushes=pushes, delay=step.delay, flush=step.flush, c=settings.delay_c,
-            )  # fmt: skip
-            return
-        buffer.add_(delta, alpha=pushes / step.delay)
-        if step.flush:  # FedBuff: one step with the mean of `delay` contributions
-            nesterov_(master, momentum, buffer, lr, beta)
-            buffer.zero_()
-
-    def _rates(self, step: OuterStep) -> tuple[float, float]:
-        """Learning rate and momentum of an outer step."""
-        settings = self.settings
-        rates = {int(peers): lr for peers, lr in settings.lr_by_peers.items()}
-        lr = lr_at(step.version, max(step.contributions, step.delay), settings.lr, rates)
-        return lr, momentum_at(step.version, settings.momentum, settings.momentum_warmup)
-
     def restart(self, fragment: int) -> None:
-        """The anchor of a held fragment was replaced: the master starts from it, with the momentum that there is."""
-        outer = self.outer[fragment]
-        outer.master.copy_(self.anchors[fragment])
-        outer.total.zero_()
-        outer.weights = [0.0] * len(self.chunks[fragment])
-        outer.norms.clear()
-        self.clear_staged(fragment)
-        if outer.buffer is not None:
-            outer.buffer.zero_()
+        self.held[fragment].restart()

@@ -1,22 +1,21 @@
-"""Merging that one bad contribution cannot spoil: what each contribution counts, from norms and inner products.
+"""The math of judging: how much each contribution counts, so that one bad contribution cannot spoil a version.
 
-    clip           norms above factor x the median are scaled down to it; what points against the others is left out
-    trimmed mean   coordinate by coordinate, the largest and smallest values are left out (Yin et al., arXiv 1803.01498)
+    clip           scales norms above factor x the median down to that; leaves out what points against the others
+    trimmed mean   coordinate by coordinate, leaves out the largest and smallest values (Yin et al., arXiv 1803.01498)
     CenteredClip   v += mean(min(1, r / |x_i - v|) (x_i - v)), again and again (Karimireddy et al., arXiv 2012.10333)
 
-Clip and CenteredClip give *coefficients*: the merged pseudo-gradient is their combination of the contributions. All
-that they need to know is the Gram matrix of the contributions, because every iterate of CenteredClip is itself such a
-combination; so they see each value once, whatever the number of iterations. The radius r is the median distance from
-the starting point, the contribution whose median distance from the others is least: a fixed one means nothing for
-pseudo-gradients, whose length falls with the learning rate.
+Clip and CenteredClip give *coefficients*: the merged pseudo-gradient is their combination of the contributions. Both
+need only the Gram matrix of the contributions, because every iterate of CenteredClip is itself such a combination. So
+each value is read once, whatever the number of iterations. The radius r is the median distance from the starting point,
+which is the contribution whose median distance from the others is least. A fixed radius would mean nothing, because the
+length of pseudo-gradients falls with the learning rate.
 
-The order of arrival changes nothing: contributions come in the order of their peers' names.
+The order of arrival changes nothing: contributions are taken in the order of their peers' names.
 
-What this does not do. There is no defence against a majority that colludes, nor against one person with many
-identities. Whoever sends what looks like the others' work is believed: a bias that stays below the norm and the angle
-allowed here moves the model, as a back door may. Clip alone bounds the *length* of a lie, and a lie at the bound still
-counts like an honest contribution; it is the angle that takes a reversed one out. With three contributions or fewer
-there is no majority to go by, so nothing is done. And a syncer is trusted with its fragments.
+Limits. There is no defence against a majority that colludes, nor against one person with many identities. A lie that
+stays within the norm and the angle allowed here moves the model, as a back door may. Clipping alone bounds the *length*
+of a lie; the angle is what takes a reversed contribution out. Fewer than `MIN_JUDGED` contributions have no majority to
+compare with, so they all count as they are. And peers trust the syncer of a fragment with it.
 """
 
 from __future__ import annotations
@@ -26,83 +25,73 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 
 __all__ = [
-    "MIN_PEERS", "Judgement", "Norms", "Rule", "centered_clip", "clip", "norm_of", "opposed", "rule_of",
-    "trim_count", "trimmed_mean",
+    "MIN_JUDGED", "Judgement", "Norms", "centered_clip", "clip", "norm_of", "opposed", "trim_count", "trimmed_mean",
 ]  # fmt: skip
 
-Rule = Literal["none", "recent", "clip", "trimmed_mean", "centered_clip"]
-"""How a syncer goes about it: `recent` folds contributions in as they come, clipped by norms seen before."""
-
-MIN_PEERS = 4
-"""Contributions (or norms seen) below which nothing is judged."""
+MIN_JUDGED = 4
+"""Fewer contributions to a version (or fewer norms seen before) than this are not judged."""
 OPPOSED_COSINE = -0.1
-"""Honest pseudo-gradients of one round agree: the least cosine against the mean of the others that was measured over
-the presets is positive, and a reversed one is at its negative."""
+"""Least cosine with the mean of the others that is tolerated. Honest pseudo-gradients of one round agree: all cosines
+measured over the presets are positive, and a reversed contribution has the negative of an honest one's."""
 OPPOSED_DEVIATIONS = 4.0
-"""Cosines of what is pure noise spread by numel ** -0.5; few values so prove nothing."""
+"""Cosines of pure noise have a standard deviation of numel ** -0.5, so cosines of few values prove nothing."""
 ITERATIONS = 20
-"""Of CenteredClip, as in its authors' code."""
+"""Iterations of CenteredClip, as in its authors' code."""
 RISE = 4 / 3
-"""Norms seen before say less than those of the same round: in a warm-up of the learning rate they rise up to threefold
-from one round to the next."""
+"""Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while the learning rate
+warms up, norms rise up to threefold from one round to the next."""
 MEMORY = 8
-"""Norms remembered per chunk: few, because they follow the learning rate."""
+"""Norms remembered per chunk; few, because norms follow the learning rate."""
 SAFE = 1e15
-"""Norms beyond it, or below its inverse, are taken in float64: squares of what a peer may send exceed fp32."""
+"""Norms above it or below its inverse are computed in float64: squares of what a peer may send overflow fp32."""
 ABSURD = 1000.0
-"""Times the median: no honest pseudo-gradient; refused, where what is only too long is clipped."""
+"""No honest pseudo-gradient has this many times the median norm; it is refused, where shorter ones are clipped."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What becomes of contributions, in the order in which they were given: the merged value is
-    sum(coefficient x) / sum(weight) over those that are kept.
+    """What each contribution to a version counts, in the order in which they were given.
+
+    With `outer.merge=mean` the merged value is sum(coefficient x) / sum(weight). A contribution with coefficient below
+    weight is scaled down by their quotient before any average takes it; one with weight 0 is left out.
     """
 
     coefficients: tuple[float, ...]
     weights: tuple[float, ...]
-    clipped: tuple[int, ...] = ()
+    clipped: tuple[int, ...] = ()  # indices of contributions that were scaled down
     left_out: tuple[int, ...] = ()
 
+    @classmethod
+    def plain(cls, weights: Sequence[float]) -> Judgement:
+        """Every contribution counts its weight."""
+        return cls(tuple(weights), tuple(weights))
 
-def rule_of(settings: OuterConfig) -> Rule:
-    """What `outer.robust` comes to with these settings.
-
-    To judge contributions together a syncer keeps their payloads until the version closes. That is cheap where a
-    value takes a byte or less, so `auto` does it there; 16- and 32-bit payloads it folds in as they come, and so does
-    `clip` where a version has a quorum and may close with one contribution.
-    """
-    wide = settings.codec_up in ("fp32", "fp16")
-    if settings.robust == "auto":
-        return "recent" if wide or settings.quorum is not None else "clip"
-    if settings.robust == "clip" and settings.quorum is not None:
-        return "recent"
-    return settings.robust
+    @property
+    def scales(self) -> list[float]:
+        """What each contribution is multiplied with before it is averaged; 0 for one that is left out."""
+        pairs = zip(self.coefficients, self.weights, strict=True)
+        return [coefficient / weight if weight else 0.0 for coefficient, weight in pairs]
 
 
 def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor: float, numel: int) -> Judgement:
-    """Median-norm clip, then without those that oppose the others. Few contributions are all kept as they are.
+    """Clip norms at `factor` times their median, and leave out the contributions that oppose the others.
 
     Honest contributions come out with coefficient = weight, so that the mean is the plain one, bit for bit.
 
     Args:
-        norms: L2 norms of n contributions.
+        norms: L2 norms of n contributions, at least `MIN_JUDGED`.
         gram: (n, n) float64, cosines of the contributions with each other.
         weights: what they count in the mean; finite, positive.
-        factor: times the median norm that are allowed.
-        numel: values of a contribution.
+        factor: how many times the median norm is allowed.
+        numel: how many values of each contribution the cosines compare.
     """
-    if len(norms) < MIN_PEERS:
-        return Judgement(tuple(weights), tuple(weights))
     limit = factor * statistics.median_low(norms)
     clipped = tuple(i for i, norm in enumerate(norms) if norm > limit)
     left_out = opposed(gram, numel)
@@ -114,12 +103,13 @@ def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor:
 
 
 def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
-    """Contributions that point against the mean direction of the others; none when they are not a clear minority.
+    """Indices of contributions that point against the mean direction of the others; none if they are not a minority.
 
-    The worst one goes first, and the others are looked at without it: two that lie would make an honest one look bad.
+    The worst one goes first, and the rest are compared again without it: two liars would make an honest one look bad.
 
     Args:
-        gram: (n, n) float64, cosines. numel: values of a contribution.
+        gram: (n, n) float64, cosines of the contributions with each other.
+        numel: how many values of each contribution the cosines compare.
     """
     limit = min(OPPOSED_COSINE, -OPPOSED_DEVIATIONS * numel**-0.5)
     left, out = list(range(gram.shape[0])), list[int]()
@@ -136,12 +126,10 @@ def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
 
 
 def centered_clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float]) -> Judgement:
-    """CenteredClip in coefficients; arguments as of `clip`."""
+    """CenteredClip in coefficients; the arguments are those of `clip`."""
     count = len(norms)
-    if count < MIN_PEERS:
-        return Judgement(tuple(weights), tuple(weights))
     unit = max(statistics.median_low(norms), 1e-300)
-    lengths = (torch.tensor(norms, dtype=torch.float64) / unit).clamp_max(1e12)  # so that squares stay finite
+    lengths = (torch.tensor(norms, dtype=torch.float64) / unit).clamp_max(1e12)  # keeps squares finite
     products = gram * lengths.outer(lengths)
     squares = products.diagonal()
     between = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * products).clamp_min(0).sqrt()
@@ -156,56 +144,52 @@ def centered_clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float]
         pulls = shares * (radius / from_center.clamp_min(1e-300)).clamp_max(1.0)
         center = center * (1 - pulls.sum()) + pulls
     coefficients = tuple(center.tolist())
-    total = sum(coefficients)  # 1 but for rounding; the mean divides by it
+    total = sum(coefficients)  # 1, up to rounding; the mean divides by it
     return Judgement(coefficients, tuple(total / count for _ in range(count)))
 
 
 def trim_count(count: int, trim: float) -> int:
-    """How many of `count` values the trimmed mean leaves out at each end: at least one, and some are kept."""
-    return 0 if count < MIN_PEERS else min(max(1, int(trim * count)), (count - 1) // 2)
+    """How many of `count` values the trimmed mean leaves out at each end: at least one, but never all."""
+    return 0 if count < MIN_JUDGED else min(max(1, int(trim * count)), (count - 1) // 2)
 
 
 def trimmed_mean(values: Tensor, trim: float) -> Tensor:
-    """(n, m) -> (m,): the mean without the `trim_count` largest and smallest values of each coordinate, unweighted."""
+    """(n, m) -> (m,): the unweighted mean without the `trim_count` largest and smallest values of each coordinate."""
     count = values.shape[0]
     left_out = trim_count(count, trim)
     return values.sort(dim=0).values[left_out : count - left_out].mean(0)
 
 
 def norm_of(x: Tensor) -> float:
-    """L2 norm of (n,) fp32 values, finite for all that a codec carries."""
+    """L2 norm of (n,) fp32 values; finite for all values that a codec carries."""
     norm = float(torch.linalg.vector_norm(x))
     return norm if 1 / SAFE < norm < SAFE else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 class Norms:
-    """Norms of recent contributions, chunk by chunk, for those that are folded in as they come.
+    """Norms of recent contributions to one fragment, chunk by chunk; clips contributions that are folded in on arrival.
 
-    Nothing is known after a takeover, so the first three contributions to a fragment pass as they are.
+    A new syncer knows no norms, so the first `MIN_JUDGED` - 1 contributions to a fragment pass as they are.
     """
 
     def __init__(self) -> None:
-        self._recent: dict[tuple[int, int], deque[float]] = {}
+        self._recent: dict[int, deque[float]] = {}
 
-    def see(self, fragment: int, chunk: int, norm: float, factor: float) -> float:
-        """What a chunk of this norm is multiplied with so that it is not too long; it is remembered.
+    def see(self, chunk: int, norm: float, factor: float) -> float:
+        """Remember the norm of a chunk, and return what the chunk is multiplied with, 1 unless it is too long.
 
         Raises PayloadError, and remembers nothing, for a norm that is `ABSURD`.
         """
-        median = self.check(fragment, chunk, norm)
+        median = self.check(chunk, norm)
         limit = RISE * factor * median if median else math.inf
         scale = limit / norm if norm > limit else 1.0
-        self._recent.setdefault((fragment, chunk), deque(maxlen=MEMORY)).append(norm * scale)
+        self._recent.setdefault(chunk, deque(maxlen=MEMORY)).append(norm * scale)
         return scale
 
-    def check(self, fragment: int, chunk: int, norm: float) -> float:
-        """The median of the recent norms, 0 while there are few; PayloadError for a norm that is `ABSURD` beside it."""
-        recent = self._recent.get((fragment, chunk), ())
-        median = statistics.median_high(recent) if len(recent) >= MIN_PEERS else 0.0
+    def check(self, chunk: int, norm: float) -> float:
+        """The median of the recent norms, or 0 while there are few. Raises PayloadError for a norm that is `ABSURD`."""
+        recent = self._recent.get(chunk, ())
+        median = statistics.median_high(recent) if len(recent) >= MIN_JUDGED else 0.0
         if median and norm > ABSURD * median:
             raise PayloadError(f"a contribution of norm {norm:.3g} is absurd where {median:.3g} is usual")
         return median
-
-    def forget(self, fragment: int) -> None:
-        """This peer is syncer of the fragment no more."""
-        self._recent = {key: norms for key, norms in self._recent.items() if key[0] != fragment}

@@ -1,16 +1,17 @@
-"""Contributions that are kept encoded until a version closes, and are judged together then (see `robust`).
+"""Contributions that the syncer keeps encoded until a version closes, so that a rule can compare them (see `merging`).
 
     put        payload, chunk by chunk -> kept, with its norm and a sketch         as it arrives
-    judge      norms, and every two sketches' inner product -> what each contribution counts
-    merge      decoded again, chunk by chunk -> their combination
+    norms      L2 norm of each contribution                                        at the close
+    cosines    of every two contributions, by their sketches                       at the close
+    decoded    the values of a chunk, contribution by contribution                 while it is merged
 
-A *sketch* is some 8,000 values of a chunk, at equal distances; a short chunk is its own. The distance is odd, so that
-it is in step with no width of a layer, and where it begins is drawn anew for each chunk of each version, so that nobody
-can be honest in just these values. A cosine is so known to about 0.01 from a single chunk, and better from more.
+A *sketch* is some 8,000 values of a chunk at equal distances; a short chunk is its own sketch. The distance is odd, so
+it is in step with no layer's width. A generator that only the syncer knows chooses where each sketch begins, anew for
+each version, so nobody can be honest in exactly the sketched values. A cosine is known to about 0.01 from one chunk,
+and better from several.
 
-Memory: one encoded fragment per contributor, a quarter of a fp32 copy with int8, and 1/31 of one for the sketch, in
-place of the sum of one fp32 copy that contributions are folded into otherwise. Time: each payload is decoded twice, to
-check and to merge it.
+Memory: one encoded fragment per contributor, a quarter of a fp32 copy with int8, plus 1/31 of a copy for the sketch.
+There is no sum of one fp32 copy then. Time: each payload is decoded twice, once to check and once to merge it.
 
 A contribution that never became whole leaves nothing behind.
 """
@@ -19,13 +20,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from diloco.outer.payloads import Codec, buffer
-from diloco.outer.robust import Judgement, Norms, Rule, centered_clip, clip, norm_of
+from diloco.outer.payloads import Codec
+from diloco.outer.robust import Norms, norm_of
 
 __all__ = ["SKETCH", "Staged"]
 
@@ -33,76 +35,65 @@ SKETCH = 8192
 """Values of a chunk that are compared."""
 
 
+class _Chunk(NamedTuple):
+    payload: Tensor  # (nbytes,) uint8
+    norm: float
+    sketch: Tensor  # (about SKETCH,) fp32
+
+
 class Staged:
     """Contributions to the next version of one fragment.
 
     Args:
-        fragment: its number. sizes: elements of its chunks.
-        codec: of the payloads. norms: of recent contributions; one that is absurd beside them is refused.
-        draw: where sketches begin; nobody else can foresee it.
+        sizes: elements of each chunk of the fragment.
+        codec: decodes the payloads.
+        norms: of recent contributions; one that is absurd beside them is refused.
+        rng: chooses where sketches begin; nobody else may be able to foresee it.
     """
 
-    def __init__(
-        self, fragment: int, sizes: Sequence[int], codec: Codec, norms: Norms, draw: random.Random | None = None
-    ) -> None:
-        self._fragment, self._sizes, self._codec, self._norms = fragment, tuple(sizes), codec, norms
-        self._draw = draw or random.SystemRandom()
-        self._payloads: dict[str, dict[int, Tensor]] = {}
-        self._chunk_norms: dict[str, dict[int, float]] = {}
-        self._sketches: dict[str, dict[int, Tensor]] = {}
+    def __init__(self, sizes: Sequence[int], codec: Codec, norms: Norms, rng: random.Random | None = None) -> None:
+        self.sizes, self.codec = tuple(sizes), codec
+        self._norms = norms
+        self._rng = rng or random.SystemRandom()
+        self._kept: dict[str, dict[int, _Chunk]] = {}  # by peer and chunk
         self._begin: dict[int, int] = {}
 
     def put(self, peer: str, chunk: int, payload: Tensor) -> None:
-        """Keep a chunk (uint8), in place of what this peer sent before; PayloadError when it is invalid."""
-        values = buffer("staged", torch.float32, self._sizes[chunk])
-        self._codec.decode(payload, values)
+        """Keep a chunk (uint8) in place of an earlier one of this peer; an invalid one raises PayloadError."""
+        values = self.codec.values(payload, self.sizes[chunk])
         norm = norm_of(values)
-        self._norms.see(self._fragment, chunk, norm, math.inf)
+        self._norms.see(chunk, norm, math.inf)
         stride = max(1, len(values) // SKETCH - 1 | 1)
-        begin = self._begin.setdefault(chunk, self._draw.randrange(stride))
-        self._sketches.setdefault(peer, {})[chunk] = values[begin::stride] * stride**0.5  # one for so many
-        self._payloads.setdefault(peer, {})[chunk] = payload
-        self._chunk_norms.setdefault(peer, {})[chunk] = norm
-
-    def judge(self, weights: Mapping[str, float], rule: Rule, factor: float) -> tuple[list[str], Judgement]:
-        """The whole contributions of these peers, by name, and what each of them counts."""
-        peers = sorted(weights)
-        by_peer = [weights[peer] for peer in peers]
-        if rule == "trimmed_mean" or len(peers) < 2:
-            return peers, Judgement(tuple(by_peer), tuple(by_peer))
-        norms, (gram, numel) = self.norms(peers), self.cosines(peers)
-        if rule == "centered_clip":
-            return peers, centered_clip(norms, gram, by_peer)
-        return peers, clip(norms, gram, by_peer, factor, numel)
+        begin = self._begin.setdefault(chunk, self._rng.randrange(stride))
+        sketch = values[begin::stride] * stride**0.5  # as long as the whole chunk
+        self._kept.setdefault(peer, {})[chunk] = _Chunk(payload, norm, sketch)
 
     def norms(self, peers: Sequence[str]) -> list[float]:
         """L2 norms of whole contributions."""
-        return [math.hypot(*self._chunk_norms[peer].values()) for peer in peers]
+        return [math.hypot(*(chunk.norm for chunk in self._kept[peer].values())) for peer in peers]
 
     def cosines(self, peers: Sequence[str]) -> tuple[Tensor, int]:
-        """(n, n) float64 cosines of the sketches, and how many values these have."""
-        chunks = range(len(self._sizes))
-        sketches = torch.stack([torch.cat([self._sketches[peer][chunk] for chunk in chunks]) for peer in peers])
-        largest = sketches.abs().amax(1, keepdim=True)  # so that squares are finite
-        sketches /= largest.clamp_min(1e-30)
+        """(n, n) float64 cosines of the sketches, and how many values each sketch has."""
+        chunks = range(len(self.sizes))
+        sketches = torch.stack([torch.cat([self._kept[peer][chunk].sketch for chunk in chunks]) for peer in peers])
+        largest = sketches.abs().amax(1, keepdim=True)
+        sketches /= largest.clamp_min(1e-30)  # keeps squares finite
         gram = (sketches @ sketches.T).double()
         lengths = gram.diagonal().clamp_min(1e-30).sqrt()
         return gram / lengths.outer(lengths), sketches.shape[1]
 
     def decoded(self, peers: Sequence[str], chunk: int) -> Tensor:
         """(n, elements) fp32, a chunk of each of these peers."""
-        values = torch.empty(len(peers), self._sizes[chunk])
+        values = torch.empty(len(peers), self.sizes[chunk])
         for row, peer in zip(values, peers, strict=True):
-            self._codec.decode(self._payloads[peer][chunk], row)
+            self.codec.decode(self.payload(peer, chunk), row)
         return values
 
     def payload(self, peer: str, chunk: int) -> Tensor:
         """What a peer sent (uint8)."""
-        return self._payloads[peer][chunk]
+        return self._kept[peer][chunk].payload
 
     def clear(self) -> None:
-        """The version is made, or given up."""
-        self._payloads.clear()
-        self._sketches.clear()
+        """Forget everything: the version is made, or given up."""
+        self._kept.clear()
         self._begin.clear()
-        self._chunk_norms.clear()

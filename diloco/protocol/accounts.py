@@ -1,6 +1,7 @@
-"""What one peer keeps of the run's accounts: what each version of its anchors is made of. Sans-IO.
+"""One peer's accounts of the run: what each version of its anchors is made of, and who has which data. Sans-IO.
 
-records, states, checkpoints -> who is merged, up to where; what of the data is handed out -> states, checkpoints
+records, states, checkpoints -> shares of each anchor -> contributors, merged contributions, swarm clock
+statuses, requests, contributions -> dealer -> data cursor of each version
 """
 
 from __future__ import annotations
@@ -10,57 +11,93 @@ from typing import Any
 
 from diloco.protocol.actions import Action, Note
 from diloco.protocol.dealer import DataCursor, Dealer, fields_of
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.ledger import Units
-from diloco.protocol.membership import Member
+from diloco.protocol.membership import Membership
 from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.protocol.messages.control import Claim, Published, Status
 from diloco.protocol.shares import OTHERS, Contributor, Share, Shares, credited, short_name
-from diloco.protocol.view import View
 
-__all__ = ["CONTROL_FRAGMENT", "Accounts"]
-
-CONTROL_FRAGMENT = 0  # its update records carry the swarm clock and the word on the data; its syncer deals out units
+__all__ = ["Accounts"]
 
 
-class Accounts(View):
-    """The base of `Peer`. What is said of a version goes with that version: who adopts it adopts its accounts.
+class Accounts:
+    """Everything here belongs to a version: a peer that adopts a version adopts its accounts.
 
-    A contribution counts as merged for its peer once that peer has the version, so a version that dies with its syncer
-    has only this one's own tokens in it:
+    Args:
+        me, name: id and display name of this peer.
+        fragments: the fragments of this peer; their `shares` change here.
+        members: the other peers.
+        applied_tokens: swarm clock at the versions that this peer starts with.
+        payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
+
+    A contribution counts as merged for its peer once that peer has the version. A version that dies with its syncer
+    therefore has only that syncer's own tokens in it:
 
     1. Without a barrier a syncer makes versions of its own contributions alone, and dies before anybody has them.
-    2. Its successor goes on from the version before. Its claim carries the swarm clock there, which so goes back for
-       all, and the shares there have nothing of what was lost. Whoever else contributed makes its contribution again.
-    3. If the syncer comes back from a checkpoint of such a version, and the others are not behind that, it adopts
-       theirs, and counts its tokens as discarded.
+    2. Its successor goes on from the version before. Its claim carries the swarm clock there, which thus goes back for
+       all, and the shares there contain nothing of the lost versions. Other contributors contribute again.
+    3. The syncer comes back from a checkpoint of such a version. If the others are not behind that version, the syncer
+       adopts theirs and counts its own tokens as discarded.
     """
 
-    def _begin(self) -> None:
-        self._shares: list[Shares] = [{} for _ in self.versions]
-        self.dealer = Dealer(self.versions[CONTROL_FRAGMENT])
+    def __init__(
+        self,
+        me: str,
+        name: str,
+        fragments: Sequence[Fragment],
+        members: Membership,
+        applied_tokens: int = 0,
+        payload_bytes: Sequence[int] = (),
+    ) -> None:
+        self.units: Units = []  # leased to this peer, and not in the model as far as it knows
+        self.dealer = Dealer(fragments[CONTROL_FRAGMENT].version)
+        self._me, self._name = me, name
+        self._fragments, self._members = fragments, members
+        self._payload_bytes = tuple(payload_bytes)
+        self._fill_clock(applied_tokens)
 
     # -- contributions ------------------------------------------------------------------------------------------------
 
+    @property
+    def applied_tokens(self) -> int:
+        """The swarm clock: tokens in the anchor of the control fragment here."""
+        return sum(share.tokens for share in self.shares(CONTROL_FRAGMENT).values())
+
     def shares(self, fragment: int) -> Shares:
-        """Who contributed how much to the anchor here; goes with the fragment's state."""
-        return self._shares[fragment]
+        """Which peer contributed how much to the anchor here; travels with the fragment's state."""
+        return self._fragments[fragment].shares
 
     def restore_shares(self, shares: Sequence[Mapping[str, Share]]) -> None:
-        """What `shares` was for each fragment when a checkpoint was written."""
-        for fragment, known in enumerate(shares):
-            self._shares[fragment] = dict(known)
+        """Take over the `shares` of each fragment from a checkpoint; the swarm clock stays where it is."""
+        clock = self.applied_tokens
+        for fragment, known in zip(self._fragments, shares, strict=False):
+            fragment.shares = dict(known)
+        self._fill_clock(clock)
+
+    def _fill_clock(self, applied_tokens: int) -> None:
+        """Tokens that no share explains, as in a checkpoint without shares, are those of others."""
+        missing = applied_tokens - self.applied_tokens
+        if missing > 0:
+            control = self._fragments[CONTROL_FRAGMENT]
+            known = control.shares.get(OTHERS, Share(0, 0, control.version, control.version))
+            control.shares = {**control.shares, OTHERS: known._replace(tokens=known.tokens + missing)}
 
     def merged(self, fragment: int) -> dict[str, int]:
-        """For each peer the base version up to which its contributions are in the anchor here, or were left out; so
-        that a successor merges nothing again.
+        """For each peer the base version up to which its contributions are in the anchor here, or were left out; a
+        successor uses it to merge nothing twice.
         """
-        return {peer: share.last_version - 1 for peer, share in self._shares[fragment].items() if peer != OTHERS}
+        return self._fragments[fragment].merged()
+
+    def credit(self, fragment: Fragment, version: int, contributors: Mapping[str, int]) -> None:
+        """Contributions of so many tokens made this version of the one that is here."""
+        fragment.shares = credited(fragment.shares, version, contributors, self._names())
 
     def contributions(self) -> list[Contributor]:
-        """Who contributed how much to the run, as far as this peer's anchors go; who gave most comes first.
+        """Which peer contributed how much to the run, as far as this peer's anchors go; the largest comes first.
 
-        Equal on all peers with equal anchors, but for names of peers that somebody has never met. A peer stands in it
-        from its first contribution to the control fragment.
+        Peers with equal anchors have equal lists, except for names of peers that they never met. A peer appears after
+        its first contribution to the control fragment.
         """
         names = self._names()
         rows = [
@@ -68,72 +105,69 @@ class Accounts(View):
                 peer, names.get(peer) or share.name or ("others" if peer == OTHERS else ""),
                 share.contributions, share.tokens, self._bytes_of(peer), share.first_version, share.last_version,
             )
-            for peer, share in self._shares[CONTROL_FRAGMENT].items()
+            for peer, share in self.shares(CONTROL_FRAGMENT).items()
         ]  # fmt: skip
         return sorted(rows, key=lambda row: (-row.tokens, row.peer_id))
 
     def _bytes_of(self, peer: str) -> int:
         return sum(
-            shares[peer].contributions * size
-            for shares, size in zip(self._shares, self.payload_bytes, strict=False)
-            if peer in shares
+            fragment.shares[peer].contributions * size
+            for fragment, size in zip(self._fragments, self._payload_bytes, strict=False)
+            if peer in fragment.shares
         )
 
     def _names(self) -> dict[str, str]:
-        members = [(self.me, self.name), *((member.peer, member.name) for member in self.members.all())]
+        members = [(self._me, self._name), *((member.peer, member.name) for member in self._members.all())]
         return {peer: short_name(name) for peer, name in members}
-
-    def _credit(self, fragment: int, version: int, contributors: Mapping[str, int]) -> None:
-        self._shares[fragment] = credited(self._shares[fragment], version, contributors, self._names())
 
     # -- work units ---------------------------------------------------------------------------------------------------
 
     def lease_units(self, peer: str, wanted: int, has: Iterable[Sequence[int]]) -> Units | None:
-        """Lease that many sequences more to a member, or to this peer, who has no others than `has`.
+        """Lease that many more sequences to a member or to this peer; `has` is all that the peer has left.
 
-        None when another peer deals them out, and for who is no member (nobody would notice that it is gone).
+        None when another peer deals them out, and for a peer that is no member: nobody would notice its death.
         """
-        member = peer == self.me or peer in self.members
+        member = peer == self._me or peer in self._members
         return self.dealer.lease(peer, wanted, has) if member else None
 
     def leased_to(self, peer: str) -> Units | None:
-        """Sequences that are this peer's to learn from; None when another peer deals them out."""
+        """Sequences that are leased to a peer; None when another peer deals them out."""
         ledger = self.dealer.ledger
         return None if ledger is None else ledger.leased.get(peer, [])
 
     def data_cursor(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
+        """Fields `cursor` and `open` of a message about the version of a fragment here, or about the next version,
+        which these contributors make. Only the control fragment has any.
+        """
         if fragment != CONTROL_FRAGMENT:
             return {}
-        if contributors is not None and self.dealer.ledger is not None:  # of the version that they are about to make
+        if contributors is not None and self.dealer.ledger is not None:
             return fields_of(self.dealer.after(contributors))
-        return fields_of(self.dealer.cursor_at(self.versions[fragment]))
+        return fields_of(self.dealer.cursor_at(self._fragments[fragment].version))
 
     def hear_data_cursor(self, said: Claim | Published | Record | StateHeader) -> None:
-        """What the author of a version says of the data."""
+        """Take in the data cursor of a version from its author."""
         if said.fragment == CONTROL_FRAGMENT:
             self.dealer.hear(said)
 
     def restore_data_cursor(self, cursor: DataCursor) -> None:
-        """What the word on this peer's version was when a checkpoint was written."""
-        self.dealer.know(self.versions[CONTROL_FRAGMENT], cursor)
+        """Take over the data cursor of the version here from a checkpoint."""
+        self.dealer.know(self._fragments[CONTROL_FRAGMENT].version, cursor)
 
-    def _heard_units(self, peer: str, status: Status) -> None:
-        if status.state in ("leaving", "done"):
+    def heard_units(self, peer: str, status: Status) -> None:
+        """A peer says in its status which units it has."""
+        if status.gone:
             self.dealer.give_back(peer)
         else:
             self.dealer.has(peer, status.units)
 
-    def _deal(self, fragment: int) -> None:
-        """As syncer of the control fragment, deal out units behind what is in the anchor here."""
-        if fragment == CONTROL_FRAGMENT:
-            said = {member.peer: member.status.units for member in self.members.all() if self._live(member.peer)}
-            self.dealer.resume(self.versions[fragment], {**said, self.me: self.units})
+    def deal(self) -> None:
+        """Deal out units from now on: this peer is syncer of the control fragment, at the version here."""
+        said = {member.peer: member.status.units for member in self._members.all() if not member.status.gone}
+        self.dealer.resume(self._fragments[CONTROL_FRAGMENT].version, {**said, self._me: self.units})
 
-    def _apply_units(self, version: int, contributors: Collection[str]) -> list[Action]:
-        live = {self.me, *(member.peer for member in self.members.all() if self._live(member.peer))}
+    def apply_units(self, version: int, contributors: Collection[str]) -> list[Action]:
+        """The units of these contributors are in this version of the control fragment."""
+        live = {self._me, *(member.peer for member in self._members.all() if not member.status.gone)}
         twice = self.dealer.published(version, contributors, live)
         return [Note("units_twice", {"count": twice, "version": version})] if twice else []
-
-    def _live(self, peer: str) -> Member | None:
-        member = self.members.get(peer)
-        return None if member is None or member.status.state in ("leaving", "done") else member

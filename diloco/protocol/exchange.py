@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import Lease
 from diloco.protocol.ledger import Units
 from diloco.protocol.messages.bulk import Contribution, Verdict
 

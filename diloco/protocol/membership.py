@@ -1,4 +1,4 @@
-"""Who is in the swarm, as one peer sees it: hellos and heartbeats in, live members out. Sans-IO."""
+"""The members of the swarm, as one peer sees them: hellos and heartbeats in, live members out. Sans-IO."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from diloco.protocol.messages.control import Hello, Status
 __all__ = ["Member", "Membership"]
 
 SILENCE_FLOOR_S = 10.0
-SILENCE_FACTOR = 8.0  # heartbeats of the measured interval that may go missing
+SILENCE_FACTOR = 8.0  # heartbeats at the measured interval that may go missing
 STALL_FLOOR_S = 20.0
-STALL_FACTOR = 10.0  # inner steps of the measured length that may pass without one being done
+STALL_FACTOR = 10.0  # inner steps at the measured pace in whose time one must be done
+STALL_INTERVALS = 3.0  # Large swarms say their progress seldom; one message that is late must not look like a stall.
 STALL_UNMEASURED_S = 180.0  # a first step may compile kernels or wait for data
-AWAKE_S = 5.0  # longer than this between two looks at the members, and this peer itself was asleep
+AWAKE_S = 5.0  # When more time than this passes between two looks at the members, this peer itself was asleep.
 
 
 @dataclass
 class Member:
-    """Another peer: what it said last, and when it was last heard of and last seen to get on."""
+    """Another peer: its last status, when it was heard of last, and when it made progress last."""
 
     peer: str
     name: str
@@ -28,7 +29,7 @@ class Member:
     heard_at: float
     progress_at: float
     interval_s: float = 0.0
-    round_versions: list[int] | None = None  # its anchor when it began the round that it is in
+    round_versions: list[int] | None = None  # its anchors when it began the round that it is in
     device: str = ""
 
     def __post_init__(self) -> None:
@@ -52,27 +53,37 @@ class Member:
             self.round_versions = self.status.versions
 
     def silence_s(self) -> float:
-        """Seconds without a word after which this peer counts as gone, from its own measured heartbeat."""
+        """Seconds of silence after which this peer counts as gone, from its own measured heartbeat."""
         return max(SILENCE_FLOOR_S, SILENCE_FACTOR * self.interval_s)
 
     def stall_s(self) -> float:
         """Seconds without progress after which nobody waits for this peer, from its own measured step time."""
         if self.status.steps_per_s <= 0.0:
             return STALL_UNMEASURED_S
-        return max(STALL_FLOOR_S, STALL_FACTOR / self.status.steps_per_s)
+        return max(STALL_FLOOR_S, STALL_FACTOR / self.status.steps_per_s, STALL_INTERVALS * self.interval_s)
 
     def stalled(self, now: float, progress_at: float = 0.0) -> bool:
-        """Whether this peer does not get on; `progress_at` is when something else than its status last said it does."""
+        """Whether this peer makes no progress.
+
+        `progress_at` is when something other than its status showed progress, such as a chunk that arrived.
+        """
         return now - max(self.progress_at, progress_at) > self.stall_s()
 
 
 class Membership:
-    """The members one peer is connected to. Losing one is an ordinary event; nothing here raises."""
+    """The members that one peer is connected to. Losing one is an ordinary event; nothing here raises.
+
+    Attributes:
+        generation: grows whenever somebody joins, ends, or says that it takes part no more, so that what follows from
+            the set of peers that take part can be cached.
+    """
 
     def __init__(self) -> None:
+        self.generation = 0
         self._members: dict[str, Member] = {}
         self._in_order: list[Member] | None = None
         self._looked_at: float | None = None
+        self._highest: list[int] | None = None  # versions, by fragment; None when it has to be computed anew
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._members
@@ -91,23 +102,40 @@ class Membership:
         return self._in_order
 
     def join(self, peer: str, hello: Hello, now: float) -> bool:
-        """Take in a hello; True when the peer was not a member before. One that was may be another process by now."""
+        """Take in a hello; True when the peer was not a member before. A known peer may be another process by now."""
         new = peer not in self._members
-        self._in_order = None
         self._members[peer] = Member(
             peer, hello.name, hello.trains, hello.holds, hello.status, now, now, device=hello.device
         )
+        self._changed()
         return new
 
-    def remove(self, peer: str) -> bool:
-        """Forget a peer; True when it was a member."""
-        self._in_order = None
-        return self._members.pop(peer, None) is not None
+    def hear(self, peer: str, status: Status, now: float) -> None:
+        """A member says its status."""
+        member = self._members[peer]
+        before = member.status
+        member.hear(status, now)
+        if status.gone != before.gone:
+            self.generation += 1
+        if self._highest is not None and status.versions != before.versions:
+            if any(new < old for new, old in zip(status.versions, before.versions, strict=True)):
+                self._highest = None
+            else:
+                self._highest = list(map(max, self._highest, status.versions))
+
+    def remove(self, peer: str) -> Member:
+        """Forget a member."""
+        self._changed()
+        return self._members.pop(peer)
+
+    def _changed(self) -> None:
+        self.generation += 1
+        self._in_order = self._highest = None
 
     def silent(self, now: float) -> list[str]:
-        """Members not heard of for longer than their own measured heartbeat allows.
+        """Members that have said nothing for longer than their own measured heartbeat allows.
 
-        While this peer was asleep (SIGSTOP, laptop lid) nobody was silent: what they said waits to be read.
+        Nobody was silent while this peer was asleep (SIGSTOP, laptop lid): their messages wait to be read.
         """
         asleep_s = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at - AWAKE_S)
         self._looked_at = now
@@ -118,9 +146,15 @@ class Membership:
 
     def highest_version(self, fragment: int) -> int:
         """Highest anchor version of a fragment that any member says it has; -1 when there are no members."""
-        return max((m.status.versions[fragment] for m in self._members.values()), default=-1)
+        if not self._members:
+            return -1
+        if self._highest is None:
+            self._highest = list(map(max, zip(*(m.status.versions for m in self._members.values()), strict=True)))
+        return self._highest[fragment]
 
     def donors(self, fragment: int, version: int) -> list[str]:
         """Members that have the fragment at that version or a later one, latest first."""
+        if self.highest_version(fragment) < version:
+            return []
         able = [m for m in self.all() if m.status.versions[fragment] >= version]
         return [m.peer for m in sorted(able, key=lambda m: -m.status.versions[fragment])]

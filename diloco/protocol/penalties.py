@@ -1,15 +1,18 @@
-"""Peers that misbehave are refused for a while, and for twice as long each next time. Sans-IO.
+"""Peers that misbehave are refused for a while, and for twice as long after each further offence. Sans-IO.
 
     offence -> refused for 10 s -> next offence -> 20 s -> 40 s -> ... one hour at most
 
-An *offence* is what no honest peer of this version sends, whatever its link: a message that does not fit its schema or
-its stream, a payload that does not decode, an absurd norm, a token claim that cannot be, a word on a fragment that the
-run does not have. What a thin link, a crash or a lost lease brings about is none: streams that break or stall,
-contributions that are sent twice, come late, or are left out, claims that others have overtaken. Nor is what an honest
-peer may repeat after a liar, such as a term far above the one that is known here.
+An *offence* is a message that no honest peer of this version sends, whatever its link:
 
-After a day without an offence a peer begins anew. There is no defence against a peer that comes with another identity;
-that is what admission is for.
+- a message that does not fit its schema or its stream, or is about a fragment that the run does not have;
+- a payload that does not decode or has an absurd norm, or a claim of tokens that cannot be true.
+
+A thin link, a crash or a lost lease makes nobody an offender: streams may break or stall, contributions may come twice
+or late, and claims may be overtaken. An honest peer may also repeat what a liar told it, such as a term far above the
+one that is known here, and a newer peer may send kinds of messages that are not known here.
+
+After a day without an offence the count begins anew. A peer that returns under another identity is not recognised;
+admission is the defence against that.
 """
 
 from __future__ import annotations
@@ -19,26 +22,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import OtherVersion
+from diloco.protocol.messages import OtherVersion, UnknownKind
 
 __all__ = ["FIRST_S", "FORGET_S", "LONGEST_S", "Offence", "Penalties", "offences"]
 
 FIRST_S = 10.0
 LONGEST_S = 3600.0
 FORGET_S = 86400.0
-MAX_PEERS = 4096  # remembered; identities cost nothing, so those refused the longest ago are forgotten
+MAX_PEERS = 4096  # remembered; identities cost nothing, so the oldest offenders are forgotten
 
 
 class Offence(PayloadError):
-    """What no honest peer of this version sends, whatever its link."""
+    """A message that no honest peer of this version sends, whatever its link."""
 
 
 @contextmanager
 def offences() -> Iterator[None]:
-    """What is invalid in here is an offence."""
+    """A `PayloadError` that is raised inside becomes an offence, unless the sender may be honest and newer."""
     try:
         yield
-    except OtherVersion:
+    except (OtherVersion, UnknownKind):
         raise
     except PayloadError as error:
         raise Offence(str(error)) from None
@@ -52,18 +55,18 @@ class _Record:
 
 
 class Penalties:
-    """Who is refused until when. Never raises; times are seconds of one monotonic clock."""
+    """Which peers are refused until when. Never raises; times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
 
     def offence(self, peer: str, reason: str, now: float) -> float:
-        """A peer did what no honest one does; returns for how many seconds it is refused from now on.
+        """Count an offence; returns for how many seconds the peer is refused from now on.
 
-        Offences while it is refused already, from streams that were open, count as one.
+        Further offences while it is refused, from streams that were already open, count as one.
         """
         record = self._records.pop(peer, _Record())
-        self._records[peer] = record  # at the end: the order is that of the last offence
+        self._records[peer] = record  # moved to the end: the order is that of the last offence
         if now >= record.until + FORGET_S:
             record.offences = 0
         if now >= record.until:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 
 __all__ = ["assign", "order", "score"]
 
 
+@lru_cache(maxsize=1 << 16)  # asked for again whenever somebody joins or goes
 def score(peer: str, fragment: int, weight: float = 1.0) -> float:
     """Rendezvous score of a peer for a fragment; higher is better (weighted form: -weight / ln(hash))."""
     digest = hashlib.sha256(f"{fragment}:{peer}".encode()).digest()

@@ -16,8 +16,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Val
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages.base import Count, Index, Rate
-from diloco.protocol.messages.control import State
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES
+from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.protocol.states import State
 from diloco.text import plain
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "LossPoint",
     "PeerRound",
     "PeerRow",
-    "Phases",
     "Round",
     "RunInfo",
     "Snapshot",
@@ -59,15 +59,6 @@ Text = Annotated[str, Field(max_length=512), AfterValidator(plain)]
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Phases(_Part):
-    """Wall seconds of a training loop by what it did."""
-
-    compute: Rate = 0.0
-    wait: Rate = 0.0
-    comm: Rate = 0.0
-    outer: Rate = 0.0
 
 
 class RunInfo(_Part):
@@ -108,7 +99,7 @@ class PeerRow(_Part):
     bytes_sent: Count
     bytes_received: Count
     last_seen_s: Rate
-    seconds: Phases | None
+    seconds: PhaseSeconds | None
     addresses: list[Annotated[str, Field(max_length=256)]] = Field(default_factory=list, max_length=4)
 
 
@@ -134,7 +125,7 @@ class Round(_Part):
     participating: Count
     merged: Count
     staleness: Count
-    seconds: Phases | None
+    seconds: PhaseSeconds | None
     closed_at: Finite
 
 
@@ -145,7 +136,7 @@ class PeerRound(_Part):
     round: Count
     version: Count
     ended_at: Finite
-    seconds: Phases
+    seconds: PhaseSeconds
 
 
 class Contributions(_Part):

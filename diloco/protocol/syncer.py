@@ -198,6 +198,15 @@ class Syncer:
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
+    def may_close(self, now: float) -> bool:
+        """Whether any contribution is whole, so that it is worth to `poll`; notes whose chunks make progress."""
+        if self._closing:
+            return False
+        for offer in self._offers.values():
+            if offer.chunks > offer.polled:
+                offer.polled, offer.progress_at = offer.chunks, now
+        return any(offer.whole for offer in self._offers.values())
+
     def poll(self, members: Mapping[str, Member], now: float, sync_s: float = 0.0) -> Close | None:
         """Decide whether to close; `grace_until` says when to ask again if nothing else happens.
 
@@ -206,13 +215,10 @@ class Syncer:
             now: seconds of a monotonic clock.
             sync_s: measured seconds from a decision to close to its publication.
         """
-        if self._closing:
+        if not self.may_close(now):
             return None
-        for offer in self._offers.values():
-            if offer.chunks > offer.polled:
-                offer.polled, offer.progress_at = offer.chunks, now
         whole = {peer for peer, offer in self._offers.items() if offer.whole}
-        if not whole or not self._enough(whole, members, now, sync_s):
+        if not self._enough(whole, members, now, sync_s):
             return None
         if self.grace_until is None or now < self.grace_until:
             if any(peer not in whole and self._expected(member, now) for peer, member in members.items()):
@@ -256,7 +262,7 @@ class Syncer:
         missing = (self.last_contributors | set(self._offers)) - whole if self._settings.quorum is None else set()
         contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
         close = Close(self.fragment, self.version, contributors, tuple(sorted(missing)))
-        return close if self._settings.optimizer == "nesterov" else self._delayed(close, members)
+        return self._delayed(close, members) if self._settings.windowed else close
 
     def _delayed(self, close: Close, members: Mapping[str, Member]) -> Close:
         if self._pushes == 0:  # N changes between two momentum steps only
@@ -268,7 +274,7 @@ class Syncer:
 
     def _expected(self, member: Member, now: float) -> bool:
         status = member.status
-        if not member.trains or status.state in ("starting", "leaving", "done"):
+        if not member.trains or not status.counted_in:
             return False
         offer = self._offers.get(member.peer)
         if member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at):
@@ -322,4 +328,4 @@ class Syncer:
 
 def _active(members: Mapping[str, Member]) -> int:
     """Peers that train, at least 1."""
-    return max(1, sum(m.trains and m.status.state not in ("starting", "leaving", "done") for m in members.values()))
+    return max(1, sum(m.trains and m.status.counted_in for m in members.values()))

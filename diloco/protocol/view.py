@@ -1,118 +1,99 @@
-"""What one peer knows of the swarm, and what follows from it. Sans-IO; nothing here changes anything."""
+"""Questions to one peer's knowledge of the swarm. Sans-IO; nothing here changes anything."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
+from diloco.protocol.accounts import Accounts
 from diloco.protocol.address_book import AddressBook
-from diloco.protocol.leases import Lease, LeaseTable
-from diloco.protocol.ledger import Units
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
+from diloco.protocol.leases import LeaseTable
 from diloco.protocol.membership import Membership
 from diloco.protocol.messages import Message, objection_to_wire
-from diloco.protocol.messages.base import MAX_UNIT_RANGES
-from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Revocations, State, Status
+from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
+from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
+from diloco.protocol.plausible import implausible
 from diloco.protocol.rendezvous import assign
-from diloco.protocol.syncer import SYNC
+from diloco.protocol.states import STATES, State
+from diloco.protocol.syncer import Syncer
 
-__all__ = ["WIRE_VERSION", "View"]
+__all__ = ["View"]
 
 
 class View:
-    """State and conclusions of a peer; `Peer` takes in events and changes it.
+    """What follows from what a peer knows. `Peer` sets these attributes, and changes them with each event.
 
-    Args:
-        me: this peer's id.
-        name: display name.
-        run_id, manifest_hash: what a peer on the other side must have too.
-        digests: digest of each fragment's anchor; its length is the number of fragments.
-        versions: anchor version of each fragment (all 0 in a new run).
-        applied_tokens: swarm clock at these versions.
-        trains, holds: whether this peer contributes, and whether it can be a syncer.
-        min_peers: connected peers, this one included, before anything is claimed.
-        newcomer: this peer joins others, and claims nothing before `discovered` says that it has heard all of them;
-            else it would take every fragment for vacant.
+    Attributes:
+        me, name, device: id of this peer, its display name, and what it trains on.
+        trains, holds: whether it contributes, and whether it can be a syncer.
         outer: when versions close, and how far behind a contribution may be.
-        tokens_per_step: of an inner step of any peer, as the manifest has it; None where nobody says.
-        device: what it trains on, for whoever watches.
-        payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
+        tokens_per_step: tokens of any peer's inner step; None where the manifest does not say it.
+        state: what its training loop is doing.
+        fragments: what it knows of each fragment. leases: a table over them, by holder.
+        accounts: what the anchors are made of. members: the other peers. address_book: where to call them.
     """
 
-    def __init__(
-        self,
-        me: str,
-        name: str,
-        run_id: str,
-        manifest_hash: str,
-        digests: list[str],
-        versions: list[int] | None = None,
-        applied_tokens: int = 0,
-        trains: bool = True,
-        holds: bool = True,
-        min_peers: int = 1,
-        newcomer: bool = False,
-        outer: OuterConfig = SYNC,
-        tokens_per_step: int | None = None,
-        device: str = "",
-        payload_bytes: Sequence[int] = (),
-    ) -> None:
-        self.me = me
-        self.name = name
-        self.run_id = run_id
-        self.manifest_hash = manifest_hash
-        self.digests = list(digests)
-        self.versions = list(versions or [0] * len(digests))
-        self.applied_tokens = applied_tokens
-        self.swarm_tokens = applied_tokens  # swarm clock at the newest version that was heard of
-        self.trains = trains
-        self.holds = holds
-        self.min_peers = min_peers
-        self.newcomer = newcomer
-        self.outer = outer
-        self.tokens_per_step = tokens_per_step
-        self.device = device
-        self.payload_bytes = tuple(payload_bytes)
-        self.members = Membership()
-        self.address_book = AddressBook()
-        self.leases = LeaseTable()
-        self.state: State = "starting"
-        self.units: Units = []  # leased to this peer; its owner keeps them up to date
-        self.traffic = (0, 0)  # bytes sent and received; its owner keeps them up to date
-        self._progress = (0, 0, 0.0, 0)
-        self._measured: tuple[float, int, list[float], int] = (0.0, 0, [], 0)
-        self._begin()
+    me: str
+    name: str
+    run_id: str
+    manifest_hash: str
+    device: str
+    trains: bool
+    holds: bool
+    outer: OuterConfig
+    tokens_per_step: int | None
+    state: State
+    fragments: list[Fragment]
+    leases: LeaseTable
+    accounts: Accounts
+    members: Membership
+    address_book: AddressBook
+    _progress: tuple[int, int, float, int]
+    _figures: dict[str, Any]
+    _heirs: tuple[tuple[object, ...], dict[int, str]]
 
-    def _begin(self) -> None:
-        """Further state of a subclass."""
+    @property
+    def versions(self) -> list[int]:
+        """Anchor version of each fragment here."""
+        return [fragment.version for fragment in self.fragments]
 
-    def data_cursor(self, fragment: int, contributors: Collection[str] | None = None) -> dict[str, Any]:
-        """Fields of a message about this peer's version of a fragment, or about the next one, which these contributors
-        make: what of the data is handed out, and what of it is not in the model. Only the control fragment has any.
-        """
-        return {}
+    @property
+    def digests(self) -> list[str]:
+        """Digest of each fragment's anchor here."""
+        return [fragment.digest for fragment in self.fragments]
+
+    @property
+    def syncers(self) -> dict[int, Syncer]:
+        """The fragments that this peer is syncer of, with what collects their next versions."""
+        return {fragment.index: fragment.syncer for fragment in self.fragments if fragment.syncer is not None}
+
+    @property
+    def applied_tokens(self) -> int:
+        """The swarm clock at the anchors here."""
+        return self.accounts.applied_tokens
+
+    @property
+    def gone(self) -> bool:
+        """Whether this peer takes part no more."""
+        return STATES[self.state].gone
 
     # -- what this peer says ------------------------------------------------------------------------------------------
 
     def status(self, figures: bool = False) -> Status:
-        """This peer's status as the others shall see it, at a heartbeat with figures for whoever watches."""
+        """This peer's status as the others shall see it, at a heartbeat with figures for watchers."""
         inner_step, target_steps, steps_per_s, tokens = self._progress
         return Status(
             state=self.state,
-            versions=list(self.versions),
+            versions=self.versions,
             inner_step=inner_step,
             target_steps=target_steps,
             steps_per_s=steps_per_s,
             tokens=tokens,
-            units=[list(unit) for unit in self.units[:MAX_UNIT_RANGES]],
-            figures=self._figures() if figures else None,
-        )
-
-    def _figures(self) -> Figures:
-        loss, rounds, seconds, discarded = self._measured
-        sent, received = self.traffic
-        return Figures(
-            discarded=discarded, loss=loss, bytes_sent=sent, bytes_received=received, rounds=rounds, seconds=seconds
+            units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
+            figures=Figures(**self._figures) if figures else None,
         )
 
     def hello(self) -> Hello:
@@ -139,8 +120,23 @@ class View:
             version=lease.version,
             digest=lease.digest,
             applied_tokens=0 if lease.fragment else self.applied_tokens,
-            **self.data_cursor(lease.fragment),
+            **self.accounts.data_cursor(lease.fragment),
         )
+
+    def publication(self, fragment: Fragment, syncer: Syncer, contributors: Collection[str]) -> Published:
+        """Announces the version of a fragment that this peer has just made of these contributions."""
+        return Published(
+            fragment=fragment.index,
+            term=syncer.term,
+            version=fragment.version,
+            digest=fragment.digest,
+            contributors=sorted(contributors),
+            applied_tokens=self.applied_tokens,
+            staleness=syncer.last_staleness,
+            **self.accounts.data_cursor(fragment.index),
+        )
+
+    # -- what others say ----------------------------------------------------------------------------------------------
 
     def objection(self, hello: Hello) -> str | None:
         """Why the sender of this hello cannot be in this run, as one line for its user; None when it can."""
@@ -150,29 +146,29 @@ class View:
             return f"run.id={hello.run_id} is not the run here, which is run.id={self.run_id}"
         if hello.manifest_hash != self.manifest_hash:
             return f"the manifest {hello.manifest_hash[:12]} differs from {self.manifest_hash[:12]} here"
-        if len(hello.status.versions) != len(self.versions):
-            return f"{len(hello.status.versions)} fragments there, {len(self.versions)} here"
+        if len(hello.status.versions) != len(self.fragments):
+            return f"{len(hello.status.versions)} fragments there, {len(self.fragments)} here"
         return None
 
     def impossible(self, message: Message) -> str | None:
         """Why no honest peer of this run says that on a control stream, in one line; None when one may.
 
-        By what a peer knows for itself only. A term or a version that cannot be true may come from one that a liar has
-        told it, so who says it is not to blame.
+        It judges only by what this peer knows for certain. A message may also name a term or version that cannot be
+        true; its sender is not to blame for these, because a liar may have told it.
         """
-        fragments = len(self.versions)
-        match message:
-            case Status():
-                said = len(message.versions)
-                return None if said == fragments else f"a status of {said} fragments, and the run has {fragments}"
-            case Claim() | Published():
-                known = message.fragment < fragments
-                return None if known else f"a word on fragment {message.fragment}, and the run has {fragments}"
-            case Hello():
-                return next(filter(None, map(self.impossible, (message.status, *message.claims))), None)
-            case Revocations():
-                return None
-        return f"a control stream does not carry {type(message).__name__}"
+        if message.place not in (Place.HELLO, Place.CONTROL):
+            return f"a control stream does not carry {type(message).__name__}"
+        return message.misfit(len(self.fragments))
+
+    def implausible(self, peer: str, header: Contribution, now: float) -> str | None:
+        """What cannot be true of a contribution's claims, in one line; None when they can be."""
+        member = self.members.get(peer)
+        pace = 0.0 if member is None else member.status.steps_per_s
+        fragment = self.fragments[header.fragment] if header.fragment < len(self.fragments) else None
+        since_base_s = None
+        if fragment is not None and fragment.came_at is not None and member is not None:
+            since_base_s = now - fragment.came_at if fragment.version == header.base_version else None
+        return implausible(header, self.tokens_per_step, self.outer.sync_every, pace, since_base_s)
 
     # -- when to train ------------------------------------------------------------------------------------------------
 
@@ -182,58 +178,71 @@ class View:
         return self.outer.quorum is None and not self.outer.staggered and not self.outer.overlap
 
     def may_train(self) -> bool:
-        """Whether inner steps may be taken: in step with the others, who train or have all started."""
-        states = {member.status.state for member in self.members.all() if member.trains}
-        return self.state == "ready" and ("starting" not in states or bool(states & {"training", "exchanging"}))
+        """Whether inner steps may be taken: in step with the others, when these train or have all started."""
+        if self.state != "ready":
+            return False
+        trainers = [member.status for member in self.members.all() if member.trains]
+        return any(status.in_round for status in trainers) or all(status.state != "starting" for status in trainers)
+
+    def under_way(self) -> bool:
+        """Whether others train already; then nobody waits for `min_peers`, who may never be there at once."""
+        return any(member.status.in_round for member in self.members.all())
 
     def in_step(self, now: float) -> bool:
-        """Whether a round that began now would be the others' too; ask after an exchange, and join anew if it is not.
+        """Whether a round that began now would be the others' too; asked after an exchange, to join anew if it is not.
 
-        In the middle of an exchange some fragments are a version ahead of the others. Who began to train from there (a
-        newcomer, or a peer that came late and caught up) would be out of step with everybody, in this round and in all
-        that follow: too early for some fragments and too late for the rest, so that each side waits for the other's
-        inner steps. So this peer must not be between the versions from which another one began its round and the next.
+        In the middle of an exchange some fragments are a version ahead of the others. A newcomer, or a peer that came
+        late and caught up, must not begin to train from there. It would be out of step with everybody, in this round
+        and in all that follow: too early for some fragments and too late for the rest, so that each side waits for the
+        other's inner steps. It must not be between the versions from which another peer began its round and the next.
         """
-        if any(map(self.behind, range(len(self.versions)))):
+        if any(self.behind(fragment.index) for fragment in self.fragments):
             return False
-        if not self.lockstep:
+        if not self.lockstep or not self.trains:
             return True
+        mine = self.versions
         for member in self.members.all():
-            if not self.trains or member.status.state not in ("training", "exchanging") or member.stalled(now):
+            if not member.status.in_round or member.stalled(now):
                 continue
             theirs = member.round_versions
-            if theirs is None or not (
-                theirs == self.versions or all(a > b for a, b in zip(self.versions, theirs, strict=True))
-            ):
+            if theirs is None or not (theirs == mine or all(a > b for a, b in zip(mine, theirs, strict=True))):
                 return False
         return True
 
     def first_position(self, now: float | None = None) -> int:
         """Inner steps of its first cycle that this peer leaves out, because the others are in the middle of theirs.
 
-        They have gone on since they said where they are. With staggered fragments, who begins behind them is too late
-        for every one, and who begins ahead waits a little once, so a step is left out for good measure.
+        The others have gone on since their last status. With staggered fragments, a peer that begins behind them is too
+        late for every fragment, and one that begins ahead waits a little once; so this leaves out one step more.
         """
         if self.outer.quorum is not None:
             return 0
         ahead = [
             m.status.inner_step + (0 if now is None else round((now - m.heard_at) * m.status.steps_per_s))
             for m in self.members.all()
-            if m.trains
-            and m.status.state in ("training", "exchanging")
-            and (not self.lockstep or m.status.versions == self.versions)
+            if m.trains and m.status.in_round and (not self.lockstep or m.status.versions == self.versions)
         ]
         margin = 1 if self.outer.staggered and now is not None and ahead else 0
         return min(max(ahead, default=0) + margin, self.outer.sync_every - 1)
 
     def num_trainers(self) -> int:
         """Peers that train now, this one included."""
-        states = [member.status.state for member in self.members.all() if member.trains]
-        return 1 + sum(state not in ("starting", "leaving", "done") for state in states)
+        return 1 + sum(member.trains and member.status.counted_in for member in self.members.all())
+
+    def num_merged(self) -> int:
+        """How many peers' contributions made the control fragment's version here."""
+        return len(self.fragments[CONTROL_FRAGMENT].contributors())
 
     def fastest_steps_per_s(self, mine: float) -> float:
         """The pace of the fastest peer that trains."""
         return max([mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)])
+
+    # -- who holds what -----------------------------------------------------------------------------------------------
+
+    def live_lease(self, fragment: int) -> Lease | None:
+        """The lease of a fragment whose holder is connected, or is this peer."""
+        lease = self.leases.get(fragment)
+        return lease if lease is not None and (lease.holder == self.me or lease.holder in self.members) else None
 
     def backs_up(self) -> set[int]:
         """Fragments that this peer would claim if their syncers died, one syncer at a time."""
@@ -241,12 +250,20 @@ class View:
 
     def heirs(self) -> dict[int, str]:
         """For each fragment the peer that would claim it if its syncer died, one syncer at a time."""
-        able = [m.peer for m in self.members.all() if m.holds and m.status.state not in ("leaving", "done")]
-        if self.holds and self.state not in ("leaving", "done"):
-            able.append(self.me)
-        load = {peer: len(self.leases.held_by(peer)) for peer in able}
+        depends_on = (self.members.generation, self.leases.generation, self.holds, self.gone)
+        if self._heirs[0] != depends_on:
+            self._heirs = (depends_on, self._find_heirs())
+        return self._heirs[1]
+
+    def able(self) -> list[str]:
+        """Peers that can hold fragments; this one comes last."""
+        others = [member.peer for member in self.members.all() if member.holds and not member.status.gone]
+        return [*others, self.me] if self.holds and not self.gone else others
+
+    def _find_heirs(self) -> dict[int, str]:
+        load = {peer: self.leases.load(peer) for peer in self.able()}
         heirs: dict[int, str] = {}
-        for holder in able:
+        for holder in [peer for peer, held in load.items() if held]:
             others = {peer: held for peer, held in load.items() if peer != holder}
             heirs |= assign((lease.fragment for lease in self.leases.held_by(holder)), others, others)
         return heirs
@@ -255,31 +272,27 @@ class View:
 
     def agrees(self, fragment: int) -> bool:
         """Whether the anchor of a fragment is the one that its syncer published last."""
-        lease = self.leases.get(fragment)
-        return lease is not None and lease.version == self.versions[fragment] and lease.digest == self.digests[fragment]
+        return self.fragments[fragment].agrees()
 
     def near(self, fragment: int) -> bool:
-        """Whether the anchor is the syncer's, or as little behind as a contribution may be."""
-        lease = self.leases.get(fragment)
+        """Whether the anchor is the syncer's, or at most as far behind as a contribution may be."""
+        lease, version = self.leases.get(fragment), self.fragments[fragment].version
         if lease is None:
             return False
-        return self.agrees(fragment) or 0 < lease.version - self.versions[fragment] <= self.outer.staleness_limit
+        return self.agrees(fragment) or 0 < lease.version - version <= self.outer.staleness_limit
 
     def behind(self, fragment: int) -> bool:
         """Whether the fragment's syncer published a later version, or another anchor under the same one."""
         lease = self.leases.get(fragment)
-        if lease is None or lease.version < self.versions[fragment]:
+        if lease is None or lease.version < self.fragments[fragment].version:
             return False
         return not self.near(fragment)
 
     def swarm_clock(self) -> tuple[int, int]:
         """Lowest version of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
-        leases = map(self.leases.get, range(len(self.versions)))
-        newest = (
-            mine if lease is None else max(mine, lease.version)
-            for lease, mine in zip(leases, self.versions, strict=True)
-        )
-        return min(newest), max(self.applied_tokens, self.swarm_tokens)
+        newest = (f.version if f.lease is None else max(f.version, f.lease.version) for f in self.fragments)
+        control = self.fragments[CONTROL_FRAGMENT].lease
+        return min(newest), max(self.applied_tokens, 0 if control is None else control.applied_tokens)
 
     def ended_as_one(self) -> bool:
         """Whether all peers that train are done, and (where they do not end in lockstep) all have the same anchors."""
@@ -288,6 +301,8 @@ class View:
             return False
         if self.lockstep:
             return True
-        return all(map(self.agrees, range(len(self.versions)))) and all(
-            m.status.versions == self.versions for m in trainers
-        )
+        return all(f.agrees() for f in self.fragments) and all(m.status.versions == self.versions for m in trainers)
+
+    def merging(self, fragment: int) -> bool:
+        """Whether a `Merge` of this fragment has been asked for and not reported as published."""
+        return self.fragments[fragment].busy is Busy.MERGING

@@ -1,1 +1,1 @@
-"""The run directory: what a run writes, and how it is read, summarised, plotted and compared."""
+"""The run directory: writes the files of a run, and reads, summarises, plots and compares them."""

@@ -1,12 +1,12 @@
-"""Checkpoints that a crash, a full disk or a bad sector cannot turn into a wrong resume.
+"""Checkpoints. A crash, a full disk or a bad sector never leads to a wrong resume.
 
-Only step 4 of a save is visible to a reader, and it is one rename:
+A reader sees only step 4 of a save, which is a single rename:
 
-1. `.tmp-step-00000012-PID/` is made beside the older checkpoints.
-2. Every group of tensors becomes `NAME.safetensors`, hashed while it is written, then fsynced.
-3. `state.json` lists format, step, and size and sha256 of every file, and carries a digest of itself.
-4. The directory is fsynced and renamed to `step-00000012/`.
-5. Checkpoints beyond `keep` are renamed back to temporary names, then deleted.
+1. Make `.tmp-step-00000012-PID/` beside the older checkpoints.
+2. Write every group of tensors to `NAME.safetensors`, hash it on the way, and fsync it.
+3. Write `state.json`: format, step, size and sha256 of every file, and a digest of all this.
+4. Fsync the directory and rename it to `step-00000012/`.
+5. Rename checkpoints beyond `keep` back to temporary names, then delete them.
 
 Nothing is pickled: tensors are safetensors, everything else is JSON.
 """
@@ -30,24 +30,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.errors import CheckpointError
-from diloco.rundir.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 
-__all__ = [
-    "FORMAT",
-    "Checkpoint",
-    "CheckpointStore",
-    "flatten_optimizer",
-    "restore_optimizer",
-    "restore_rng",
-    "rng_state",
-]
+__all__ = ["FORMAT", "Checkpoint", "CheckpointStore"]
 
 FORMAT = 1
 STATE_FILE = "state.json"
-BLOCK_BYTES = 16 * 2**20  # hashed while still in the cache; both hashing and writing release the GIL
+BLOCK_BYTES = 16 * 2**20  # a block is still in the cache when it is hashed; hashing and writing release the GIL
 
 _TEMPORARY = ".tmp-"
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # ".1" and so on: a step that was saved again
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a suffix ".1", ".2", ... counts repeated saves of a step
 _STEM = re.compile(r"[A-Za-z0-9_-]+")
 _DTYPES = {
     torch.float64: "F64",
@@ -66,16 +57,16 @@ logger = logging.getLogger(__name__)
 
 
 class _UnusableError(Exception):
-    """Why one checkpoint cannot be used; ends in `Checkpoint.skipped` or in a `CheckpointError`."""
+    """One checkpoint cannot be used. The text goes into `Checkpoint.skipped` or into a `CheckpointError`."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every byte was verified.
+    """A checkpoint, after every byte of it was verified.
 
-    `tensors[stem]` reads that file anew at each access, so a caller that takes one group after the other never holds
-    the whole checkpoint; the files stay readable when they are pruned meanwhile. The tensors are fresh copies on the
-    CPU in the dtype that was saved. `skipped` says which newer checkpoints could not be used, and why.
+    `tensors[stem]` reads that file again at each access: a caller that takes one group after the other never holds the
+    whole checkpoint in memory. The files stay readable if they are pruned meanwhile. The tensors are copies on the CPU,
+    in the saved dtype. `skipped` names newer checkpoints that could not be used, with the reasons.
     """
 
     path: Path
@@ -89,29 +80,29 @@ class CheckpointStore:
     """The checkpoints of one peer in one directory; the `keep` newest stay.
 
     A directory has one writer and any number of readers: nothing is created or deleted before the first `save`.
-    Memory: one tensor at a time where it is not already contiguous and on the CPU. On failure of `save` the older
-    checkpoints are untouched; a crash leaves at most a temporary directory, which the next `save` removes.
+    Memory: a copy of one tensor at a time, if the tensor is not contiguous on the CPU already. If `save` fails, older
+    checkpoints stay as they are; a crash leaves at most a temporary directory, which the next `save` removes.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
         assert keep >= 1, f"keep={keep}"
         self.directory = Path(directory)
         self.keep = keep
-        self._rejected: set[str] = set()  # known to be unusable: never counted among the `keep`
+        self._rejected: set[str] = set()  # unusable ones; they do not count towards `keep`
         self._clean = False
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
         """Writes `tensors` (file stem -> name -> tensor of any shape and device) and the JSON-able `state`.
 
-        When it returns, `load_latest` gives exactly this checkpoint, also if later steps were there before: they are
-        of a timeline that this run has left. Saving a step again replaces it.
+        When it returns, `load_latest` gives exactly this checkpoint, even if there were later steps before: they belong
+        to a timeline that this run has left. Saving a step again replaces it.
 
         Raises:
-            CheckpointError: no space, no permission and the like; nothing half-written remains.
+            CheckpointError: no space, no permission or the like; nothing half-written remains.
         """
         assert step >= 0, f"step={step}"
         assert all(_STEM.fullmatch(stem) for stem in tensors), f"file stems {sorted(tensors)}"
-        plain = _through_json(state)  # a state that JSON cannot hold is our bug and must not leave files behind
+        plain = _through_json(state)  # a state that JSON cannot hold is our bug: raise before there are files
         temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
         try:
             self._remove_stale()
@@ -132,9 +123,9 @@ class CheckpointStore:
         return target
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest usable checkpoint, or None where there never was one.
+        """The newest usable checkpoint, or None if there never was one.
 
-        Every byte is verified first (about 1 s per GB). Unusable ones are skipped with a warning each, which
+        Every byte is verified first (about 1 s per GB). Each unusable checkpoint is skipped with a warning, which
         `Checkpoint.skipped` repeats for the run's events.
 
         Raises:
@@ -142,7 +133,7 @@ class CheckpointStore:
         """
         reasons: list[str] = []
         tried: set[str] = set()
-        # Listed anew each time: while we look at one, the peer that writes here may prune it and add a newer one.
+        # Listed again each time: while we read one checkpoint, its writer may prune it and add a newer one.
         while names := [name for name in self._names() if name not in tried]:
             name = names[0]
             tried.add(name)
@@ -178,14 +169,14 @@ class CheckpointStore:
         return [name for match, name in sorted(names, key=lambda pair: _age(pair[0]), reverse=True)]
 
     def _free_name(self, step: int) -> str:
-        """A new name for a step saved before: there is no portable way to swap two directories in one operation."""
+        """An unused name for a step. A step saved before gets a suffix, because POSIX cannot swap two directories."""
         same = [match for name in self._names() if (match := _NAME.fullmatch(name)) and int(match[1]) == step]
         if not same:
             return f"step-{step:08d}"
         return f"step-{step:08d}.{max(int(match[2] or 0) for match in same) + 1}"
 
     def _remove_stale(self) -> None:
-        """Once per process: what a crashed one left behind."""
+        """Deletes what a crashed process left behind; once per process."""
         if self._clean:
             return
         os.makedirs(self.directory, exist_ok=True)
@@ -195,7 +186,7 @@ class CheckpointStore:
         self._clean = True
 
     def _prune(self, saved: str) -> None:
-        """Leaves `saved` and the newest older ones; failing to delete is no reason to stop a run."""
+        """Keeps `saved` and the newest older ones. A failure to delete does not stop the run."""
         try:
             names = self._names()
             step = saved.partition(".")[0]
@@ -203,7 +194,7 @@ class CheckpointStore:
             kept = {saved, *[name for name in older if name not in self._rejected][: self.keep - 1]}
             for name in names:
                 if name not in kept:
-                    # Renamed first: a crash amid the deletion must not leave what looks like a damaged checkpoint.
+                    # Renamed first: a crash during the deletion must not leave an apparently damaged checkpoint.
                     doomed = self.directory / f"{_TEMPORARY}{name}-{os.getpid()}"
                     os.replace(self.directory / name, doomed)
                     shutil.rmtree(doomed)
@@ -255,7 +246,7 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
 
 
 def _is_complete(body: dict[str, Any]) -> bool:
-    """Whether a state file has what we write, and names no file outside of its directory."""
+    """Whether a state file has all fields that we write, and names no file outside of its directory."""
     files = body.get("files")
     return (
         type(body.get("step")) is int
@@ -273,7 +264,7 @@ def _is_complete(body: dict[str, Any]) -> bool:
 
 
 class _Groups(Mapping[str, dict[str, Tensor]]):
-    """The tensor files of one checkpoint, mapped at once and read when asked for."""
+    """The tensor files of one checkpoint: all are mapped at once, and each is read on access."""
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
         try:
@@ -296,10 +287,10 @@ class _Groups(Mapping[str, dict[str, Tensor]]):
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """A safetensors file in pieces: length of the header (u64), header (JSON), data.
 
-    Ours rather than the library's `save_file`, because that one cannot hash or fsync, and refuses tensors that are
-    not contiguous or share memory; here, each tensor is written in full. The library reads what this writes.
+    We do not use the library's `save_file`: it can neither hash nor fsync, and it refuses tensors that share memory or
+    are not contiguous. Here each tensor is written in full. The library reads the result.
     """
-    assert "__metadata__" not in tensors, "this name is reserved by safetensors"
+    assert "__metadata__" not in tensors, "safetensors reserves this name"
     header: dict[str, Any] = {}
     stop = 0
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps the data aligned
@@ -339,7 +330,7 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, A
 
 
 def _hash_file(path: Path, expected_bytes: int) -> tuple[int, str]:
-    """Size and sha256; the latter is left empty where the size already decides."""
+    """Size and sha256; the latter is empty if the size already differs."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -365,7 +356,7 @@ def _reason(name: str, error: OSError | ValueError) -> str:
 
 
 def _through_json(value: Any) -> Any:
-    """What a reader will get: tuples become lists and keys become strings."""
+    """The value as a reader gets it: tuples become lists and keys become strings."""
     return json.loads(json.dumps(value))
 
 

@@ -1,7 +1,7 @@
-"""Runs side by side: what differs in their settings, what each came to, and curves of the held-out loss.
+"""Compares runs: the settings that differ, the results, and curves of the held-out loss.
 
-Read from what a run directory holds: `config.yaml`, `summary.json`, `metrics.jsonl`. A run that broke or still goes on
-has only some of it; then what is known is shown and the rest is None.
+Reads `config.yaml`, `summary.json` and `metrics.jsonl` of each run directory. A run that broke or is still going on has
+only some of these files; then unknown values are None.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_A_DIFFERENCE = ("run.dir", "run.id", "run.name", "run.lead", "run.report", "
 
 @dataclass(frozen=True)
 class Point:
-    """Held-out loss in nats per token at a version; `time_s` since the run began, virtual if simulated."""
+    """Held-out loss in nats per token at a version; `time_s` is seconds since the start, virtual if simulated."""
 
     version: int
     loss: float
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass
 class Run:
-    """What is known of one run; seconds, bytes of all peers together, utilization as the mean over peers."""
+    """One run, as far as it is known. `bytes_sent` is the sum over the peers, `utilization` the mean."""
 
     directory: Path
     settings: dict[str, Any]
@@ -57,10 +57,10 @@ class Run:
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
-    """The run directories among `places`, those of sweeps included, each once and in the order given.
+    """The run directories that `places` are or, for a sweep, contain; each once, in the given order.
 
     Raises:
-        ConfigError: one of them is neither a run nor a sweep, or there is no run at all.
+        ConfigError: a place is neither a run nor a sweep.
     """
     found: dict[Path, None] = {}
     for place in places:
@@ -74,22 +74,22 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Everything known of the runs, and names that tell them apart."""
+    """Reads the runs, and gives them names that tell them apart."""
     runs = [_read(directory) for directory in directories]
     _name(runs)
     return runs
 
 
 def worst_loss(runs: Sequence[Run]) -> float | None:
-    """The largest final loss of the runs that finished (of all, if none did): one that each of them has reached."""
+    """The largest final loss of the finished runs (of all runs, if none finished): every one of them has reached it."""
     finished = [run for run in runs if run.exit == 0] or runs
     return max((run.loss for run in finished if run.loss is not None), default=None)
 
 
 def time_to_loss(run: Run, loss: float) -> float | None:
-    """Seconds (virtual if simulated) until the held-out loss was at most `loss`, with straight lines between points.
+    """Seconds (virtual if simulated) until the held-out loss was at most `loss`, interpolated linearly between points.
 
-    None if it never was, or nothing is known of the time.
+    None if it never was, or if the times are unknown.
     """
     before: Point | None = None
     for point in run.curve:
@@ -103,10 +103,10 @@ def time_to_loss(run: Run, loss: float) -> float | None:
 
 
 def plot_runs(runs: Sequence[Run], directory: Path) -> list[Path]:
-    """Draws held-out loss by tokens, by time and by bytes into `directory`; returns the pictures, one per axis.
+    """Draws held-out loss by tokens, by time and by bytes into `directory`; returns the paths of the three pictures.
 
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: a picture cannot be written.
     """
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -161,8 +161,8 @@ def _read(directory: Path) -> Run:
     member = _json(directory / "member.json")
     run = Run(directory, _settings(directory / "config.yaml", member.get("overrides")))
     summary = _json(directory / "summary.json")
-    _take(run, summary)
-    if run.exit is None:  # it ended without a summary, but a sweep has seen it end
+    _read_summary(run, summary)
+    if run.exit is None:  # it wrote no summary, but the sweep knows its exit code
         run.exit = _whole(member.get("exit"))
     records = read_json_lines(directory / "metrics.jsonl")
     run.curve = _curve(records, run, _whole(summary.get("outer_steps")) or 0)
@@ -176,7 +176,7 @@ def _read(directory: Path) -> Run:
 
 
 def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
-    """The settings by key; of a run that broke before it wrote them, those that a sweep gave it, if they are known."""
+    """The settings by key. A run that broke before it wrote them has those of its sweep, or none."""
     with contextlib.suppress(ConfigError):
         if saved.is_file():
             return dict(flatten(compose(base=saved).model_dump(mode="json")))
@@ -185,8 +185,8 @@ def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
     return {}
 
 
-def _take(run: Run, summary: Mapping[str, Any]) -> None:
-    """What summary.json says, each field as far as it is what it should be."""
+def _read_summary(run: Run, summary: Mapping[str, Any]) -> None:
+    """Sets the fields of `run` that summary.json has with the right type."""
     run.loss = _number(_get(summary, "eval", "loss"))
     run.perplexity = _number(_get(summary, "eval", "perplexity"))
     run.virtual_s, run.wall_s = _number(summary.get("virtual_s")), _number(summary.get("wall_s"))
@@ -200,9 +200,9 @@ def _take(run: Run, summary: Mapping[str, Any]) -> None:
 
 
 def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> list[Point]:
-    """Held-out loss by version; a resumed run repeats some, and the later ones count.
+    """Held-out loss by version; a resumed run repeats some versions, and the later lines count.
 
-    Lines that do not say what was sent so far share the bytes of the run by version.
+    Without `bytes_sent` in the lines, the bytes of the whole run are divided in proportion to the version.
     """
     began = next((at for record in records if (at := _number(record.get("time"))) is not None), None)
     if run.virtual_s is not None:
@@ -224,7 +224,7 @@ def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> 
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
+    """The JSON object in a file; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
         if isinstance(content, dict):
@@ -252,7 +252,7 @@ def _number(value: Any) -> float | None:
 
 
 def _name(runs: Sequence[Run]) -> None:
-    """Names each run by the settings in which it differs from others; by its directory where that says too little."""
+    """Names each run by the settings in which it differs from others, or else by its directory."""
     keys = _differing([run.settings for run in runs])
     leaves = Counter(key.rpartition(".")[2] for key in keys)
     for run in runs:
@@ -267,7 +267,7 @@ def _name(runs: Sequence[Run]) -> None:
     for run in runs:
         if count[run.name] > 1 and run.name != run.directory.resolve().name:
             run.name = f"{run.name} ({run.directory.resolve().name})"
-    if len({run.name for run in runs}) < len(runs):  # directories of one name in different places
+    if len({run.name for run in runs}) < len(runs):  # two directories with the same name
         for run in runs:
             run.name = str(run.directory)
 
@@ -277,7 +277,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = dict.fromkeys(key for one in known for key in one if not key.startswith(NOT_A_DIFFERENCE))
     absent = object()
     found = [key for key in keys if any(one.get(key, absent) != known[0].get(key, absent) for one in known)]
-    if "model.name" in found:  # stands for the model's settings
+    if "model.name" in found:  # it implies the model's settings
         found = [key for key in found if key == "model.name" or not key.startswith("model.")]
     return found
 

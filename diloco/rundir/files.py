@@ -1,8 +1,8 @@
-"""Files of a run directory that stay readable whatever happens to their writers.
+"""Files of a run directory that stay readable when a writer dies.
 
-All peers of `diloco local` append to the same JSON-lines files; a line is one `write` in append mode, so lines of
-several processes never mix. A process that dies amid a write leaves at most one torn line, which `read_json_lines`
-passes over. Other files are replaced as a whole. Non-finite numbers become null: every file is JSON for any reader.
+All peers of `diloco local` append to the same JSON-lines files. A line is one `write` in append mode; therefore lines
+of several processes never mix. A process that dies during a write leaves at most one torn line, and `read_json_lines`
+skips it. Other files are replaced as a whole. Non-finite numbers become null: any JSON reader can read every file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_run_directory(path: Path) -> None:
-    """Creates the run directory and proves that it can be written, before anything slow or shared is started.
+    """Creates the run directory and checks that it can be written, before anything slow or shared starts.
 
     Raises:
         ConfigError: it cannot be created or written.
@@ -52,10 +52,10 @@ def prepare_run_directory(path: Path) -> None:
 
 
 def check_same_run(config: Config, manifest: str) -> None:
-    """The budget may be extended; any other change of the manifest that a run was begun with would make it another run.
+    """Checks that a run directory belongs to this run: since its `manifest`, only the budget may have changed.
 
     Raises:
-        CheckpointError: names the settings that differ.
+        CheckpointError: other settings differ; the text names them.
     """
     differing = config.manifest().differences(Manifest.from_json(manifest, any_wire_version=True))
     differing = [line for line in differing if not line.startswith("budget.")]
@@ -68,9 +68,10 @@ def check_same_run(config: Config, manifest: str) -> None:
 
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Holds a directory, which is made when it is missing, for one process; ends with the process, however that ends.
+    """Locks a directory for this process, and creates it if it is missing. The lock ends with the process.
 
-    Two commands in one run directory would overwrite each other's checkpoints. File systems without locks are trusted.
+    Two commands in one run directory would overwrite each other's checkpoints. Without effect on file systems that have
+    no locks.
 
     Raises:
         ConfigError: another process holds it.
@@ -82,7 +83,7 @@ def exclusive(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"run.dir: {directory} is in use by a process that still runs; end it, or choose another run.dir"
+                f"run.dir: {directory} is in use by another process; end that process, or choose another run.dir"
             ) from None
         except OSError as error:
             logger.debug("%s cannot be locked: %s", directory, error)
@@ -92,10 +93,10 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replaces the file `path` as a whole: a reader sees the old content or the new one, also after a crash.
+    """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a crash.
 
     Raises:
-        ConfigError: no space, no permission and the like; the old content stays.
+        ConfigError: no space, no permission or the like; the old content stays.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -116,8 +117,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 class JsonLines:
     """Appends objects to a file that several processes and threads share; one `write` per line.
 
-    Raises `ConfigError` where the file cannot be opened or written. A line cut short, by a full disk or by a process
-    that died, is closed before the next one, so it costs that one line only.
+    Raises `ConfigError` if the file cannot be opened or written. A full disk or a dying process may cut a line short;
+    the next write ends that line first, so that only this one is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +131,7 @@ class JsonLines:
             raise _unwritable(self.path, error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends `record`, which must be JSON-able; non-finite numbers become null."""
+        """Appends `record`, a JSON object; non-finite numbers become null."""
         assert self._descriptor >= 0, f"{self.path} is closed"
         line = json.dumps(finite(record), allow_nan=False).encode() + b"\n"
         data = b"\n" + line if self._torn else line
@@ -153,7 +154,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file in order, without torn lines; empty where there is no such file."""
+    """The objects of a JSON-lines file in order, without torn lines; empty if there is no such file."""
     records = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
@@ -172,7 +173,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def finite(value: Any) -> Any:
-    """`value`, a JSON-able structure, with null for every number that JSON cannot hold."""
+    """A copy of `value`, a JSON structure, with None for every number that JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a peer reports while it trains: metrics and events in the run directory, and to Weights & Biases if asked."""
+"""Logs of one peer: metrics and events in the run directory, and in Weights & Biases if configured."""
 
 from __future__ import annotations
 
@@ -13,39 +13,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from diloco.errors import ConfigError
-from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
-from diloco.rundir.summary import (
-    Evaluation,
-    PeerSummary,
-    Phase,
-    Phases,
-    Seconds,
-    Summary,
-    Tokens,
-    merge_peer_summaries,
-    peer_message,
-    write_summary,
-)
+from diloco.rundir.files import JsonLines
 
-__all__ = [
-    "AGGREGATE_EVERY_S",
-    "Evaluation",
-    "JsonLines",
-    "PeerSummary",
-    "Phase",
-    "Phases",
-    "RunLog",
-    "Seconds",
-    "Summary",
-    "Tokens",
-    "WandbLog",
-    "merge_peer_summaries",
-    "peer_message",
-    "prepare_run_directory",
-    "read_json_lines",
-    "write_atomic",
-    "write_summary",
-]
+__all__ = ["AGGREGATE_EVERY_S", "RunLog", "WandbLog"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +25,12 @@ AGGREGATE_EVERY_S = 30.0
 class RunLog:
     """`metrics.jsonl` and `events.jsonl` of one peer; each line carries `time` (unix seconds) and `peer`.
 
-    `metrics.jsonl`: version, inner_step (this peer's global count), tokens (swarm clock), and what was measured then;
-    one line per outer step has bytes_sent and the seconds of each phase so far.
+    `metrics.jsonl`: version, inner_step (counted over this peer's sessions), tokens (swarm clock) and the measured
+    values; one line per outer step also has bytes_sent and the seconds of each phase so far.
     `events.jsonl`: `kind` and the fields of that kind.
 
-    Files that cannot be opened raise `ConfigError`. A line that cannot be written later (the disk is full) is lost: one
-    warning says so, and the run goes on.
+    Raises `ConfigError` if a file cannot be opened. If a line cannot be written later (the disk is full), that line is
+    lost, one warning says so, and the run goes on.
     """
 
     def __init__(
@@ -85,8 +55,8 @@ class RunLog:
         tokens_per_s: float | None = None,
         **others: Any,
     ) -> None:
-        """Losses are in nats per token; what is None is left out, what is not finite becomes null."""
-        assert not others.keys() & {"time", "peer"}, f"these belong to the line: {sorted(others)}"
+        """Logs a line. Losses are in nats per token; None is left out, and a non-finite number becomes null."""
+        assert not others.keys() & {"time", "peer"}, f"the line has its own time and peer: {sorted(others)}"
         measured = {"loss": loss, "eval_loss": eval_loss, "lr": lr, "tokens_per_s": tokens_per_s, **others}
         record = {"version": version, "inner_step": inner_step, "tokens": tokens}
         record |= {name: value for name, value in measured.items() if value is not None}
@@ -95,12 +65,12 @@ class RunLog:
             self._wandb.log(record)
 
     def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """Where the aggregated form of wandb has the swarm's figures from."""
+        """Sets the source of the swarm's figures for a wandb run of the whole swarm."""
         if self._wandb is not None:
             self._wandb.figures = figures
 
     def event(self, kind: str, **fields: Any) -> None:
-        assert not fields.keys() & {"time", "peer"}, f"{kind}: these belong to the line: {sorted(fields)}"
+        assert not fields.keys() & {"time", "peer"}, f"{kind}: the line has its own time and peer: {sorted(fields)}"
         self._write(self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields})
 
     def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
@@ -126,13 +96,13 @@ class RunLog:
 
 
 class WandbLog:
-    """One wandb run per peer, grouped by run id, whose id stays the same when the peer resumes; or one of the swarm.
+    """A wandb run for each peer, grouped by run id, with an id that survives a resume; or one run for the whole swarm.
 
-    With `aggregate` it is called `swarm`, and what `figures` returns is logged instead of the peer's own metrics, once
-    per outer step and in long ones every 30 s. Another peer that goes on with it resumes the same run.
+    With `aggregate` the run is called `swarm`. It logs what `figures` returns instead of the peer's own metrics: once
+    per outer step, and every 30 s in a long one. Any other peer with `aggregate` continues the same run.
 
-    The service is a convenience: whatever fails in it is one warning, and the run goes on with its own files. wandb is
-    imported only if `mode` asks for it.
+    A failure of the service is one warning, and the run goes on with its own files. wandb is imported only if `mode`
+    needs it.
     """
 
     def __init__(
@@ -159,13 +129,13 @@ class WandbLog:
         try:
             import wandb
 
-            # Its console capture would swallow the supervisor's lines, and it must never stop to ask for a key.
+            # wandb's console capture would swallow the lines for the supervisor, and wandb must never ask for a key.
             options = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=10)
             self._run = wandb.init(
                 mode=mode,
                 project=project,
                 entity=entity,
-                group=os.environ.get("WANDB_RUN_GROUP") or run_id,  # a sweep names one for its members
+                group=os.environ.get("WANDB_RUN_GROUP") or run_id,  # a sweep sets it for its members
                 name=peer,
                 id=re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-{peer}")[:128],
                 resume="allow",
@@ -177,7 +147,7 @@ class WandbLog:
             self._give_up(f"wandb.mode={mode}: cannot start", error)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """A line of `metrics.jsonl`."""
+        """Logs a line of `metrics.jsonl`."""
         if self._run is None:
             return
         try:
@@ -189,7 +159,7 @@ class WandbLog:
             self._give_up("wandb: cannot log", error)
 
     def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The swarm's figures, when they are due; the held-out loss is the swarm's too, since anchors are equal."""
+        """The swarm's figures, if they are due. As anchors are equal, this peer's held-out loss is the swarm's."""
         version, at = self._logged
         held_out = {"swarm/held_out_loss": record["eval_loss"]} if "eval_loss" in record else {}
         if not held_out and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:

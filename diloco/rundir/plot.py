@@ -1,4 +1,4 @@
-"""`loss.png` of a run: training loss of every peer and held-out loss of the anchor over the swarm clock."""
+"""Draws `loss.png`: the training loss of every peer and the held-out loss of the anchor over the swarm clock."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Curve", "plot_losses", "read_curves"]
 
-LEGEND_PEERS = 8  # beyond, one line of the legend stands for all peers
-SMOOTHED_SHARE = 40  # a running mean over 1/40 of a curve
+LEGEND_PEERS = 8  # with more peers, one line of the legend stands for all
+SMOOTHED_SHARE = 40  # curves are smoothed by a running mean over 1/40 of their length
 
 
 @dataclass
 class Curve:
-    """Losses in nats per token over `x`, in tokens of the swarm clock or in steps."""
+    """Losses in nats per token; `x` is in tokens of the swarm clock or in inner steps."""
 
     x: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Curve:
 def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
     """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and replaces `out_png`.
 
-    Works without a display. Where nothing was logged, the picture says so.
+    Works without a display. If nothing was logged, the picture says so.
 
     Raises:
         ConfigError: `out_png` cannot be written.
@@ -53,10 +53,10 @@ def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
 
 
 def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve, str]:
-    """Training loss per peer, held-out loss, and what both are drawn over: "tokens" or "steps".
+    """Training loss per peer, held-out loss, and the unit of both x axes: "tokens" or "steps".
 
     A resumed peer repeats the steps after its checkpoint: the later lines count. The swarm clock stands still between
-    outer steps, so inner steps of equal clock are spread evenly up to its next value.
+    outer steps; therefore inner steps with equal clock are spread evenly up to its next value.
     """
     training: dict[str, list[_Point]] = {}
     held_out: dict[int, _Point] = {}
@@ -87,7 +87,7 @@ class _Point:
 
     @property
     def when(self) -> tuple[float, float]:
-        """The clock first: a peer that rejoins with nothing counts its steps from zero, and has not gone back."""
+        """Sorts by clock first: a peer that rejoins without a checkpoint counts its steps from zero again."""
         return self.tokens or 0.0, self.step
 
 
@@ -102,7 +102,10 @@ def _curve(points: Sequence[_Point], clock: bool, spread: bool) -> Curve:
 
 
 def _spread(x: list[float]) -> list[float]:
-    """[0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]: equal values share the way to the next; the last do as those before."""
+    """Spreads equal values up to the next value, the last as widely as those before them.
+
+    [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
+    """
     result: list[float] = []
     width = 0.0
     start = 0
@@ -118,7 +121,9 @@ def _spread(x: list[float]) -> list[float]:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Running mean, centred; shorter towards the start, where losses fall fast, cut off at the end, where not."""
+    """Centred running mean. Near the start, where losses fall fast, its window shrinks on both sides; near the end it
+    is cut off on one side.
+    """
     reach = len(values) // (2 * SMOOTHED_SHARE)
     sums = [0.0]
     for value in values:

@@ -1,66 +1,217 @@
-"""What one peer says while it trains, to whoever listens: a supervisor, a live table, or the log."""
+"""What one peer reports while it trains: the messages, and two of their listeners, a supervisor's pipe and the log.
+
+training loop -> Message -> to_wire -> one JSON object per line -> read_message -> Message -> live table
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
 
 from diloco.config import Config
 from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.files import finite
+from diloco.rundir.summary import Summary
 
-__all__ = ["Listener", "json_lines", "log_lines", "swarm_figures", "who_can_join"]
+__all__ = [
+    "Finished",
+    "Listener",
+    "Message",
+    "Ready",
+    "Stage",
+    "Status",
+    "json_lines",
+    "log_lines",
+    "read_message",
+    "swarm_figures",
+    "to_wire",
+    "who_can_join",
+]
 
 logger = logging.getLogger(__name__)
 
-Listener = Callable[[Mapping[str, Any]], None]
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages. `peer` is the name of the peer that reports, `time` unix seconds (virtual if simulated)."""
+
+    t: ClassVar[str]
+    peer: str = "?"
+    time: float = 0.0
 
 
-def json_lines(message: Mapping[str, Any]) -> None:
-    """One JSON object per line on stdout, at once: the language between `diloco local` and its peers."""
-    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer about to leave
-        sys.stdout.write(json.dumps(finite(dict(message))) + "\n")
+@dataclass(frozen=True)
+class Stage(Message):
+    """A peer prepares to train. `stage` is "data" or "state"; the latter says how many bytes of how many came in."""
+
+    t = "stage"
+    stage: str = ""
+    received: int = 0
+    wanted: int = 0
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """A peer has joined the swarm, or has started it (`first`).
+
+    address: the best one, empty if the peer listens nowhere. addresses: all, the best first.
+    command: the command to which others append an address to join. advice: how to become reachable, if it is not.
+    """
+
+    t = "ready"
+    address: str = ""
+    addresses: tuple[str, ...] = ()
+    first: bool = False
+    command: str = "diloco join"
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Status(Message):
+    """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget, counts of this peer.
+
+    A value that is None is not known, and a display keeps the one before.
+    """
+
+    t = "status"
+    state: str = ""
+    version: int | None = None
+    outer_steps: int | None = None
+    inner_step: int | None = None
+    target_steps: int | None = None
+    exchanged: bool = False
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens: int | None = None
+    discarded: int | None = None
+    tokens_per_s: float | None = None
+    bytes_sent: int | None = None
+    bytes_received: int | None = None
+    peers: int | None = None
+
+
+@dataclass(frozen=True)
+class Finished(Message):
+    """The summary of this single peer, after its last step."""
+
+    t = "summary"
+    summary: Summary = field(default_factory=lambda: Summary.from_message({}))
+
+
+Said = Message | Mapping[str, Any]
+Listener = Callable[[Said], None]
+_KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Status, Finished)}
+
+
+def to_wire(said: Said) -> dict[str, Any]:
+    """A message as a JSON object; `t` names its kind. Numbers that JSON lacks become null."""
+    if isinstance(said, Finished):
+        said = {"t": said.t, "peer": said.peer, "time": said.time, **said.summary.to_message()}
+    elif isinstance(said, Message):
+        said = {"t": said.t, **asdict(said)}
+    wire: dict[str, Any] = finite(dict(said))
+    return wire
+
+
+def read_message(said: Said) -> Message | None:
+    """A message from its JSON object; None if the kind is unknown or the summary is unreadable.
+
+    Never raises: another version of diloco may have written the object. An unknown field is ignored; a field that is
+    missing or of another type has its default.
+    """
+    if isinstance(said, Message):
+        return said
+    kind = _KINDS.get(str(said.get("t")))
+    if kind is None:
+        return None
+    if kind is Finished:
+        with contextlib.suppress(AttributeError, OverflowError, TypeError, ValueError):
+            summary = Summary.from_message(said)
+            return Finished(_text(said.get("peer")) or "?", _number(said.get("time")) or 0.0, summary)
+        return None
+    values = {}
+    for column in fields(kind):
+        value = _READ[str(column.type).removesuffix(" | None")](said.get(column.name))
+        if value is not None:
+            values[column.name] = value
+    return kind(**values)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _number(value: Any) -> float | None:
+    with contextlib.suppress(OverflowError):
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return None
+
+
+def _count(value: Any) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None and math.isfinite(number) else None
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "str": _text,
+    "int": _count,
+    "float": _number,
+    "bool": lambda value: value if isinstance(value, bool) else None,
+    "tuple[str, ...]": lambda value: tuple(map(str, value)) if isinstance(value, list | tuple) else None,
+}
+
+
+def json_lines(said: Said) -> None:
+    """Writes a message to stdout at once, one JSON object per line: `diloco local` reads its peers this way."""
+    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer is about to leave
+        sys.stdout.write(json.dumps(to_wire(said)) + "\n")
         sys.stdout.flush()
 
 
 class log_lines:
-    """Messages as log lines, one per outer step, for a peer that nobody watches."""
+    """Writes messages to the log, one line per outer step, for a peer without a terminal."""
 
     def __init__(self, config: Config) -> None:
         self._notice = who_can_join(config, config.run.key)
         self._began_at = time.monotonic()
-        self._version = -1
+        self._version: int | None = -1
 
-    def __call__(self, message: Mapping[str, Any]) -> None:
-        if message["t"] == "ready" and self._notice is not None:
+    def __call__(self, said: Said) -> None:
+        message = read_message(said)
+        if isinstance(message, Ready):
+            self._ready(message)
+        elif isinstance(message, Status) and message.version != self._version and message.loss is not None:
+            self._version = message.version
+            logger.info(
+                "[%6.1fs] outer step %s/%s loss %.3f, %s peers",
+                time.monotonic() - self._began_at,
+                message.version,
+                message.outer_steps,
+                message.loss,
+                message.peers,
+            )
+
+    def _ready(self, message: Ready) -> None:
+        if self._notice is not None:
             text, is_warning = self._notice
             logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-        if message["t"] == "ready" and message.get("address"):
-            logger.info("this peer can be reached at %s", message["address"])
-            if message.get("first"):
-                logger.info("others join with: %s %s", message["command"], message["address"])
-        if message["t"] != "status" or message["version"] == self._version or message["loss"] is None:
-            return
-        self._version = message["version"]
-        logger.info(
-            "[%6.1fs] outer step %s/%s loss %.3f, %d peers",
-            time.monotonic() - self._began_at,
-            message["version"],
-            message["outer_steps"],
-            message["loss"],
-            message["peers"],
-        )
+        if message.address:
+            logger.info("this peer can be reached at %s", message.address)
+            if message.first:
+                logger.info("others join with: %s %s", message.command, message.address)
 
 
 def who_can_join(config: Config, run_key: str | None) -> tuple[str, bool] | None:
-    """One line on whether strangers can join, and whether it is a warning; None without a swarm.
+    """One line on whether strangers can join, and whether that line is a warning; None without a swarm.
 
-    What whoever starts a peer should know before anything else.
+    Commands show it first, because everybody who starts a peer should know it.
     """
     if config.outer.method != "diloco":
         return None
@@ -75,7 +226,7 @@ def who_can_join(config: Config, run_key: str | None) -> tuple[str, bool] | None
 
 
 def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
-    """A swarm in a few numbers, for one wandb run; none without a snapshot."""
+    """The swarm's figures for a single wandb run, by name; empty without a snapshot."""
     if snapshot is None:
         return {}
     peers, ledger = snapshot.peers, snapshot.ledger
@@ -94,5 +245,5 @@ def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
     if newest is not None:
         figures |= {"merged": newest.merged, "staleness": newest.staleness}
         if newest.seconds is not None:
-            figures |= {f"seconds/{name}": value for name, value in newest.seconds.model_dump().items()}
+            figures |= {f"seconds/{name}": value for name, value in asdict(newest.seconds).items()}
     return {f"swarm/{name}": value for name, value in figures.items()}

@@ -1,4 +1,4 @@
-"""State of optimizers and random generators as tensors plus JSON, so that no checkpoint needs pickle."""
+"""Converts the state of optimizers and random generators to tensors plus JSON: no checkpoint needs pickle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tenso
     The tensors are the optimizer's own, not copies: save them before the next step.
 
     Raises:
-        TypeError: the state holds something other than tensors, containers, numbers, strings and None.
+        TypeError: the state holds anything else than tensors, containers, numbers, strings and None.
     """
     tensors: dict[str, Tensor] = {}
     encoded = _encode(optimizer.state_dict(), "", tensors)
@@ -31,12 +31,12 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tenso
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]
 ) -> None:
-    """The inverse of `flatten_optimizer`: per-parameter state and the hyper-parameters of every group.
+    """The inverse of `flatten_optimizer`: restores per-parameter state and the hyper-parameters of every group.
 
-    Takes the tensors over without a copy where device and dtype fit: do not use them elsewhere afterwards.
+    The optimizer keeps the tensors themselves if device and dtype fit: do not use them elsewhere afterwards.
 
     Raises:
-        CheckpointError: the state is of another optimizer class, or of parameters of other shapes.
+        CheckpointError: the state belongs to another optimizer class or to parameters of other shapes.
     """
     here, there = (type(optimizer).__name__, _shapes(optimizer)), (saved["type"], saved["shapes"])
     if here != there:
@@ -55,7 +55,7 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors["python"] = torch.tensor(words)  # (625,) int64
     legacy: dict[str, Any] = dict(numpy.random.get_state(legacy=False))
     twister = legacy.pop("state")
-    tensors["numpy"] = torch.tensor(twister["key"].astype(numpy.int64))  # (624,), torch lacks much of uint32
+    tensors["numpy"] = torch.tensor(twister["key"].astype(numpy.int64))  # (624,), torch supports little of uint32
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for index, state in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"cuda.{index}"] = state
@@ -66,7 +66,7 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_rng(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """The inverse of `rng_state`; the state of CUDA devices that this machine lacks is ignored."""
+    """The inverse of `rng_state`; ignores the state of CUDA devices that this machine lacks."""
     torch.set_rng_state(tensors["torch"])
     python, legacy = saved["python"], saved["numpy"]
     random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
@@ -87,9 +87,9 @@ def _numel(shapes: list[list[int]]) -> int:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for nested containers; what JSON lacks (tensors, tuples, keys that are numbers) is spelled out."""
+    """Nested containers as JSON. Tensors, tuples and number keys, which JSON lacks, become small objects and lists."""
     if isinstance(value, Tensor):
-        assert path not in tensors, f"two tensors are called {path}"
+        assert path not in tensors, f"two tensors have the name {path}"
         tensors[path] = value
         return {"tensor": path}
     if isinstance(value, dict):

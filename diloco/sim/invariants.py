@@ -1,137 +1,211 @@
-"""What holds whatever fails: checked after every event, and once the swarm is whole again.
+"""What holds whatever fails: checked after every turn of the loop, and once the swarm is whole again.
 
-After every event, of every living process:
+After every turn, of every living node that something happened to:
 
 - its versions never go back;
-- it is syncer of a fragment exactly when it believes that it holds the lease, under the same term, and then the
-  version it collects for is the one after its anchor;
-- its anchors are what their digests say, but while they move;
+- it is syncer of a fragment exactly when it believes that it holds the lease, under the same term; then the next
+  version that it collects for is the one after its anchor, and it has the fragment's outer state;
+- each of its anchors has the digest that the node names, unless the anchor is moving;
+- a version of a fragment under one term has one author and one digest, as long as all peers could always reach each
+  other (two sides of a split may claim the same term);
 - its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it.
 
 At the end, when everything is healed and everybody is done:
 
-- all anchors are the same, and all believe in the same living syncer and term for each fragment. Both sides of a split
-  may author the same version; the side whose version is lower adopts the other's, so one author of it survives;
-- no chunk of a contribution is in the surviving anchor twice;
-- of every contribution that is over, its peer knows the truth: it is in the anchor, or counted as discarded. A
-  contribution may be lost with a version that was made and did not survive: its peer was told, and could not know.
-  (With a staleness limit a peer may err about a contribution that was merged when its syncer changed: records name
-  contributors, and not from which base they contributed.)
+- all anchors are equal;
+- no contribution is in the surviving anchors twice;
+- tokens are conserved: what a peer that never restarted has processed is applied, counted as discarded, or was not sent
+  yet. (With a staleness limit a peer may err when its syncer changed: records name contributors without their base
+  versions.)
+- no life failed, nobody left an exception untaken, and no task of an ended life goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+from typing import Any
 
-from diloco.protocol.peer import CONTROL_FRAGMENT
-from diloco.sim.arena import CHUNKS
-from diloco.sim.bare import BareNode, Swarm
-from diloco.sim.lineage import Contributed, Total
-from diloco.sim.world import Node, Violation
+from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.sim.crowd import Crowd, Life
+from diloco.sim.lineage import Contributed, Lineage, Made, Total
+from diloco.swarm.node.node import Node
 
-__all__ = ["Watch", "check_end"]
+__all__ = ["Violation", "Watch", "check_end"]
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
 
 
 class Watch:
-    """Looks at a swarm after every event; raises `Violation` with the node and what is wrong."""
+    """Looks at the nodes of a crowd after every turn of the loop, and writes the lineage; raises `Violation`."""
 
-    def __init__(self, swarm: Swarm) -> None:
-        self._swarm = swarm
-        self._seen: dict[BareNode, list[int]] = {}
+    def __init__(self, crowd: Crowd) -> None:
+        self.lineage = Lineage()
+        self._crowd = crowd
+        self._touched: dict[str, Life] = {}
+        self._seen: dict[str, tuple[list[int], list[str]]] = {}
+        self._authors: dict[tuple[int, int, int], tuple[str, str]] = {}
+        crowd.on_life = self._observe
+        crowd.loop.on_turn = self._look
 
-    def look(self, touched: Collection[Node]) -> None:
-        """Check the processes that something happened to."""
-        for node in touched:
-            if not isinstance(node, BareNode) or not self._swarm.alive(node):
-                continue
-            versions = node.peer.versions
-            seen = self._seen.get(node)
-            if seen != versions:
-                if seen is not None and any(now < before for now, before in zip(versions, seen, strict=True)):
-                    raise Violation(f"versions of {node.name} go back from {seen} to {versions}")
-                self._seen[node] = list(versions)
-            if not node.moving and node.anchors != node.peer.digests:
-                raise Violation(f"an anchor of {node.name} is not what its digest says")
-            if seen != versions:
-                _check_shares(self._swarm, node)
-            if node.peer.syncers or node.peer.leases.held_by(node.name):
-                self._look_at_syncers(node)
+    def _observe(self, life: Life) -> None:
+        """Be told of everything that happens to the node of a life, and of the versions that it makes."""
+        node = life.node
+        assert node is not None
+        peer, do = node.protocol, node.do
 
-    def _look_at_syncers(self, node: BareNode) -> None:
-        peer = node.peer
-        held = {lease.fragment: lease.term for lease in peer.leases.held_by(node.name)}
-        collecting = {fragment: syncer.term for fragment, syncer in peer.syncers.items()}
-        if held != collecting or not collecting.keys() <= node.momentum.keys():
+        def told(actions: list[Any]) -> None:
+            self._touched[life.owner] = life
+            do(actions)
+
+        node.do = told  # type: ignore[method-assign]
+        self._seen[life.owner] = (list(peer.versions), list(peer.digests))
+        published, adopted = peer.published, peer.adopted
+
+        def makes(index: int, digest: str, contributors: Any, now: float) -> Any:
+            before, syncer = peer.digests[index], peer.syncers.get(index)
+            actions = published(index, digest, contributors, now)
+            if syncer is not None:
+                bases = syncer._merged
+                made = tuple((Contributed(name, bases[name]), tokens) for name, tokens in sorted(contributors.items()))
+                self._made(digest, Made(before, index, syncer.version, peer.me, syncer.term, made))
+            return actions
+
+        def moves(
+            index: int, version: int, digest: str, now: float, contributors: Any = None, shares: Any = None
+        ) -> Any:
+            before = peer.digests[index]
+            if contributors is not None and digest not in self.lineage.made:  # made here, for a lease that was lost
+                made = tuple((Contributed(name, version - 1), tokens) for name, tokens in sorted(contributors.items()))
+                self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
+            return adopted(index, version, digest, now, contributors, shares)
+
+        peer.published, peer.adopted = makes, moves  # type: ignore[method-assign]
+
+    def _made(self, digest: str, made: Made) -> None:
+        self.lineage.add(digest, made)
+        key = (made.fragment, made.term, made.version)
+        known = self._authors.setdefault(key, (made.author, digest))
+        if known != (made.author, digest) and not self._crowd.torn:
             raise Violation(
-                f"{node.name} holds {held} (fragment: term), is syncer of {collecting} and has the outer state of "
-                f"{sorted(node.momentum)}"
+                f"version {made.version} of fragment {made.fragment} under term {made.term} is {digest[:8]} by "
+                f"{made.author} and {known[1][:8]} by {known[0]}"
             )
-        for fragment, syncer in peer.syncers.items():
+
+    def _look(self) -> None:
+        if not self._touched:
+            return
+        touched, self._touched = self._touched, {}
+        for owner, life in touched.items():
+            if not life.ended and life.node is not None:
+                self._check(owner, life, life.node)
+
+    def _check(self, owner: str, life: Life, node: Node) -> None:
+        peer = node.protocol
+        versions, digests = self._seen[owner]
+        self._check_syncers(life.name, node)
+        if versions == peer.versions and digests == peer.digests:
+            return
+        if any(now < before for now, before in zip(peer.versions, versions, strict=True)):
+            raise Violation(f"versions of {life.name} go back from {versions} to {peer.versions}")
+        for fragment, digest in enumerate(peer.digests):
+            if digest != digests[fragment] and not moving(node, fragment) and node.replica.digest(fragment) != digest:
+                raise Violation(f"anchor {fragment} of {life.name} is not what its digest says")
+        check_shares(self.lineage, life.name, node)
+        self._seen[owner] = (list(peer.versions), list(peer.digests))
+
+    def _check_syncers(self, name: str, node: Node) -> None:
+        peer = node.protocol
+        held = {lease.fragment: lease.term for lease in peer.leases.held_by(name)}
+        collecting = {fragment: syncer.term for fragment, syncer in sorted(peer.syncers.items())}
+        if held != collecting or not collecting.keys() <= node.replica.outer.keys():
+            raise Violation(
+                f"{name} holds {held} (fragment: term), is syncer of {collecting} and has the outer state of "
+                f"{sorted(node.replica.outer)}"
+            )
+        for fragment, syncer in sorted(peer.syncers.items()):
             if syncer.version != peer.versions[fragment]:
                 raise Violation(
-                    f"{node.name} collects for version {syncer.version + 1} of fragment {fragment}, and its anchor is "
-                    f"at version {peer.versions[fragment]}"
+                    f"{name} collects for version {syncer.version + 1} of fragment {fragment}, and its anchor is at "
+                    f"version {peer.versions[fragment]}"
                 )
 
 
-def check_end(swarm: Swarm) -> None:
-    """Check a swarm that is whole and done; raises `Violation`."""
-    nodes = swarm.alive_nodes()
-    one, names = nodes[0].peer, {node.name for node in nodes}
-    for node in nodes:
-        peer = node.peer
-        if (peer.versions, peer.digests) != (one.versions, one.digests):
-            raise Violation(
-                f"{node.name} ends at {_brief(node)}, {nodes[0].name} at {_brief(nodes[0])} (version, digest)"
-            )
-        for fragment in range(swarm.fragments):
-            lease, its = peer.leases.get(fragment), one.leases.get(fragment)
-            if lease is None or its is None or lease.holder not in names:
-                raise Violation(f"fragment {fragment} ends without a syncer for {node.name} or {nodes[0].name}")
-            if (lease.holder, lease.term) != (its.holder, its.term):
-                raise Violation(f"{node.name} believes in {lease}, {nodes[0].name} in {its}")
-        if node.anchors != peer.digests:
-            raise Violation(f"an anchor of {node.name} ends as something else than its digest says")
-        if not node.peer.syncers.keys() == node.momentum.keys():
-            raise Violation(f"{node.name} has outer states of {sorted(node.momentum)}, holds {sorted(peer.syncers)}")
-    for fragment, digest in enumerate(one.digests):
-        if again := swarm.lineage.repeated(digest):
-            raise Violation(f"in fragment {fragment} are merged more than once: {again}")
-    for node in nodes:
-        _check_shares(swarm, node)
-    for fragment in range(0 if one.outer.staleness_limit else swarm.fragments):
-        _check_ledger(swarm, nodes, fragment)
+def moving(node: Node, fragment: int) -> bool:
+    """Whether the anchor is being changed, maybe in another thread."""
+    return node.rounds.moving(fragment).locked()
 
 
-def _brief(node: BareNode) -> list[tuple[int, str]]:
-    return [(version, digest[:8]) for version, digest in zip(node.peer.versions, node.peer.digests, strict=True)]
-
-
-def _check_shares(swarm: Swarm, node: BareNode) -> None:
-    peer = node.peer
+def check_shares(lineage: Lineage, name: str, node: Node) -> None:
+    """What the node says of its anchors' contributions is true."""
+    peer = node.protocol
     for fragment, digest in enumerate(peer.digests):
-        shares, truth = peer.shares(fragment), swarm.lineage.totals(digest)
-        if {name: Total(*share[:4]) for name, share in shares.items()} != truth:
-            raise Violation(f"{node.name} counts {shares} in fragment {fragment}, and {truth} is in it")
-    tokens = sum(share.tokens for share in peer.shares(CONTROL_FRAGMENT).values())
+        shares, truth = peer.accounts.shares(fragment), lineage.totals(digest)
+        if {who: Total(*share[:4]) for who, share in shares.items()} != truth:
+            raise Violation(f"{name} counts {shares} in fragment {fragment}, and {truth} is in it")
+    tokens = sum(share.tokens for share in peer.accounts.shares(CONTROL_FRAGMENT).values())
     if peer.applied_tokens != tokens:
+        raise Violation(f"the swarm clock of {name} is {peer.applied_tokens}, and {tokens} tokens are in its anchor")
+
+
+def check_end(crowd: Crowd, lineage: Lineage) -> None:
+    """Check a swarm whose trainers are done; raises `Violation`."""
+    gc.collect()  # exceptions that nobody took are told when their tasks are collected
+    if crowd.failures:
+        raise Violation("; ".join(crowd.failures))
+    for life in crowd.ended:
+        if left := [task.get_coro() for task in crowd.loop.tasks_of(life.owner)]:
+            raise Violation(f"{life.name} has ended ({life.ended}), and goes on with {left}")
+    done = [life for life in crowd.ended if life.ended == "done" and life.node is not None]
+    if not done:
+        raise Violation("nobody finished")
+    one = done[0].node
+    assert one is not None
+    for life in done:
+        node = life.node
+        assert node is not None
+        mine, its = (_brief(each) for each in (node, one))
+        if mine != its:
+            raise Violation(f"{life.name} ends at {mine}, {done[0].name} at {its} (version, digest)")
+        check_shares(lineage, life.name, node)
+    for fragment, digest in enumerate(one.protocol.digests):
+        if again := lineage.repeated(digest):
+            raise Violation(f"in fragment {fragment} are merged more than once: {again}")
+    for life in done:
+        if one.replica.settings.quorum is None and life.fresh:
+            _check_tokens(life, lineage)
+
+
+def _brief(node: Node) -> list[tuple[int, str]]:
+    return [(v, digest[:8]) for v, digest in zip(node.protocol.versions, node.protocol.digests, strict=True)]
+
+
+def _check_tokens(life: Life, lineage: Lineage) -> None:
+    """processed = applied + discarded + in flight, of a peer whose only life this was.
+
+    Tokens may also be lost: they were merged into a version that died with everybody who had it.
+    """
+    sync, node = life.sync, life.node
+    assert sync is not None and node is not None
+    share = node.protocol.accounts.shares(CONTROL_FRAGMENT).get(life.name)
+    applied = 0 if share is None else share.tokens
+    in_flight = sync.unsent_tokens
+    counted = applied + sync.discarded_tokens + in_flight
+    if not 0 <= sync.tokens - counted <= _lost(lineage, node.protocol.digests[CONTROL_FRAGMENT], life.name):
         raise Violation(
-            f"the swarm clock of {node.name} is {peer.applied_tokens}, and {tokens} tokens are in its anchor"
+            f"{life.name} processed {sync.tokens} tokens, of which {applied} are applied, {sync.discarded_tokens} "
+            f"discarded and {in_flight} in flight"
         )
 
 
-def _check_ledger(swarm: Swarm, nodes: list[BareNode], fragment: int) -> None:
-    """Tokens of every peer's contributions: processed = applied + discarded + in flight."""
-    lineage, digest = swarm.lineage, nodes[0].peer.digests[fragment]
-    survived = lineage.merged(digest, CHUNKS)
-    versions = {made for made in lineage.made.values() if made.fragment == fragment} - set(lineage.of(digest))
-    lost = {whose for made in versions for whose, _ in made.chunks}
-    for node in nodes:
-        for exchange in node.exchanges:
-            if exchange.fragment != fragment or exchange is node.flying.get(fragment):
-                continue
-            mine = Contributed(node.name, exchange.base_version)
-            if exchange.discarded and mine in survived:
-                raise Violation(f"{mine} counts as discarded, and is in fragment {fragment}")
-            if not exchange.discarded and mine not in survived | lost:
-                raise Violation(f"{mine} is neither in fragment {fragment} nor counted as discarded")
+def _lost(lineage: Lineage, digest: str, peer: str) -> int:
+    """Tokens of a peer that are in versions of the control fragment, and not in the one with this digest."""
+    survived = lineage.merged(digest)
+    made = {
+        whose: tokens
+        for version in lineage.made.values()
+        for whose, tokens in version.contributions
+        if version.fragment == CONTROL_FRAGMENT and whose.peer == peer and whose not in survived
+    }
+    return sum(made.values())

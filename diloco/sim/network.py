@@ -16,13 +16,16 @@ from dataclasses import dataclass
 
 from diloco.errors import SwarmError
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.wire.transport import Handler
+from diloco.swarm.node.mesh import CONTROL
+from diloco.swarm.wire.gate import GREETING, Gate
+from diloco.swarm.wire.transport import Handler, Reader, Writer
 
 __all__ = ["Link", "Network", "SimTransport"]
 
 PIECE_BYTES = 64 * 1024
 BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
 UNANSWERED_S = 30.0  # how long a call across a cut lasts
+HEAD_BYTES = 4  # of a frame: its length
 DOOMED_WRITES = (3, 6)  # which write of both sides breaks a doomed stream; the third begins the payload
 
 
@@ -66,7 +69,7 @@ class _Pipe:
         self.arrived: deque[_Piece] = deque()
         self.landing: deque[_Piece] = deque()
         self.backlog = 0
-        self.ended = self.broken = False
+        self.ended = self.broken = self.reader_ended = False
         self.reverse: _Pipe = self
         self._network = network
         self._fate = fate
@@ -81,6 +84,9 @@ class _Pipe:
                 self._network.break_stream(self)
                 return
         network, view = self._network, memoryview(data).cast("B")
+        if self.source in network.garbling:
+            network.garbling.discard(self.source)
+            view = memoryview(bytes(view[:HEAD_BYTES]) + b"\xff" * (len(view) - HEAD_BYTES))
         for start in range(0, len(view), PIECE_BYTES):
             self.waiting.append(_Piece(view[start : start + PIECE_BYTES]))
         self.backlog += len(view)
@@ -116,8 +122,6 @@ class _Pipe:
             self.reverse.reset()
         elif not self.reader_ended:
             self.reader.feed_data(piece.data)
-
-    reader_ended = False
 
     def end_reader(self) -> None:
         if not self.reader_ended:
@@ -167,7 +171,7 @@ class _Direction:
                 self._turns[pipe] = None
             if seconds > 0.0:
                 self._busy = True
-                self._loop.call_later(seconds, self._free)
+                self._loop.at(self._loop.seconds + seconds, self._free)
             self._served(pipe, piece, seconds)
 
     def _free(self) -> None:
@@ -201,16 +205,17 @@ class Network:
         self._transports: dict[str, SimTransport] = {}
         self._pipes: dict[_Pipe, None] = {}
         self._cuts: set[frozenset[str]] = set()
+        self.garbling: set[str] = set()
 
-    def join(self, peer: str, seeds: list[str], link: Link | None = None) -> SimTransport:
-        """A peer's access to the network; a peer that crashed can join again."""
+    def join(self, peer: str, seeds: list[str], link: Link | None = None, gate: Gate | None = None) -> SimTransport:
+        """A peer's access to the network; a peer that crashed can join again. The gate decides who may open streams."""
         self._links[peer] = link = link or Link()
         self.uplinks[peer] = _Direction(self.loop, link.up, lambda p: p.waiting, _Pipe.take, self._fly)
         self.uplinks[peer].held = lambda pipe: self._is_cut(pipe.source, pipe.target)
         self._downlinks[peer] = _Direction(
             self.loop, link.down, lambda p: p.arrived, lambda p: p.arrived.popleft(), self._land
         )
-        self._transports[peer] = transport = SimTransport(self, peer, seeds)
+        self._transports[peer] = transport = SimTransport(self, peer, seeds, gate or Gate())
         return transport
 
     def crash(self, peer: str) -> None:
@@ -218,6 +223,11 @@ class Network:
         self._transports.pop(peer, None)
         for pipe in [pipe for pipe in self._pipes if pipe.source == peer]:
             self.break_stream(pipe)
+
+    def leave(self, transport: SimTransport) -> None:
+        """A transport is closed. Another one of the same peer, which started again, stays."""
+        if self._transports.get(transport.me) is transport:
+            self.crash(transport.me)
 
     def cut(self, one: str, other: str) -> None:
         """From now on nothing passes between two peers, and neither is told."""
@@ -229,6 +239,15 @@ class Network:
         for pipe in list(self._pipes):
             if {pipe.source, pipe.target} == {one, other}:
                 self.uplinks[pipe.source].serve(pipe)
+
+    def reset(self, one: str, other: str) -> None:
+        """Every stream between two peers breaks; new ones can be opened."""
+        for pipe in [pipe for pipe in self._pipes if (pipe.source, pipe.target) == (one, other)]:
+            self.break_stream(pipe)
+
+    def garble(self, peer: str) -> None:
+        """The next message or chunk that this peer writes is noise behind its length, as a liar's may be."""
+        self.garbling.add(peer)
 
     def latency_s(self, one: str, other: str) -> float:
         """Seconds that a byte is on the way from one peer to another."""
@@ -250,7 +269,7 @@ class Network:
         there, back = _Pipe(self, source, target, fate), _Pipe(self, target, source, fate)
         there.reverse, back.reverse = back, there
         self._pipes |= {there: None, back: None}
-        with self.loop.owned_by(target):
+        with self.loop.owned_by(transport.owner):
             serving = asyncio.ensure_future(handler(source, there.reader, back))
         serving.add_done_callback(transport.served)
         try:
@@ -269,7 +288,7 @@ class Network:
             pipe.end_reader()
             pipe.reverse.reset()
 
-        self.loop.call_later(self.latency_s(pipe.source, pipe.target), hear)
+        self.loop.at(self.loop.seconds + self.latency_s(pipe.source, pipe.target), hear)
 
     def forget(self, pipe: _Pipe) -> None:
         """The pipe carries nothing any more."""
@@ -284,10 +303,10 @@ class Network:
         return bool(self._cuts) and frozenset((one, other)) in self._cuts
 
     def _fly(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
-        now, trip_s = self.loop.time(), self.latency_s(pipe.source, pipe.target)
+        now, trip_s = self.loop.seconds, self.latency_s(pipe.source, pipe.target)
         piece.whole_at = now + seconds + trip_s
         pipe.flying.append(piece)
-        self.loop.call_at(now + trip_s, self._arrive, pipe)
+        self.loop.at(now + trip_s, self._arrive, pipe)
 
     def _arrive(self, pipe: _Pipe) -> None:
         pipe.arrived.append(pipe.flying.popleft())
@@ -295,36 +314,45 @@ class Network:
 
     def _land(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
         pipe.landing.append(piece)
-        self.loop.call_at(max(self.loop.time() + seconds, piece.whole_at), pipe.land)
+        self.loop.at(max(self.loop.seconds + seconds, piece.whole_at), pipe.land)
 
 
 class SimTransport:
     """One peer's access to a `Network`; as `diloco.swarm.wire.transport.Transport`."""
 
-    def __init__(self, network: Network, me: str, seeds: list[str]) -> None:
-        self.me = me
+    def __init__(self, network: Network, me: str, seeds: list[str], gate: Gate) -> None:
+        self.me = gate.me = me
         self.seeds = seeds
         self.addresses = [f"/sim/{me}"]
         self.reachable, self.advice = True, ""
         self.where: Callable[[str], Sequence[str]] = lambda peer: ()
         self.handlers: dict[str, Handler] = {}
+        if gate.admission is not None:
+            self.handlers[GREETING] = gate.welcome
+        self.owner = network.loop.owner  # what others begin here is this peer's
+        self._gate = gate
         self._network = network
         self._failure: asyncio.Future[None] = network.loop.create_future()
 
     async def handle(self, protocol: str, handler: Handler) -> None:
-        self.handlers[protocol] = handler
+        async def guarded(peer: str, reader: Reader, writer: Writer) -> None:
+            await self._gate.serve(peer, reader, writer, handler)
+
+        self.handlers[protocol] = handler if self._gate.admission is None else guarded
 
     async def open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, _Pipe]:
+        if self._gate.admission is not None:
+            await self._gate.greet(peer, lambda: self._network.open(self.me, peer, GREETING), protocol == CONTROL)
         return await self._network.open(self.me, peer, protocol)
 
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
         """Everybody finds it after a round trip of this peer's own latency."""
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
-        self._network.records.setdefault(key, {})[subkey] = (value, self._network.loop.time() + life_s)
+        self._network.records.setdefault(key, {})[subkey] = (value, self._network.loop.seconds + life_s)
 
     async def get(self, key: str) -> dict[str, object]:
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
-        found, now = self._network.records.get(key, {}), self._network.loop.time()
+        found, now = self._network.records.get(key, {}), self._network.loop.seconds
         return {subkey: value for subkey, (value, expires_at) in found.items() if expires_at > now}
 
     async def observed(self, peer: str) -> str:
@@ -337,7 +365,7 @@ class SimTransport:
         await asyncio.shield(self._failure)
 
     async def close(self) -> None:
-        self._network.crash(self.me)
+        self._network.leave(self)
 
     def served(self, task: asyncio.Future[None]) -> None:
         """A handler has returned; one that raises is a bug, and must not pass for a peer that vanished."""

@@ -9,114 +9,70 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.data import Stream
-from diloco.protocol.shares import Contributor
-from diloco.rundir.summary import Phases
+from diloco.outer.replica import Replica
 from diloco.sim.adversary import Lying
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.node.node import Connect, Node
-from diloco.swarm.node.runner import NodeRunner
+from diloco.swarm.node.node import Connect, Node, OnEvent
+from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.gate import Gate
-from diloco.train.api import Attachment, Saved, Swarm
 from diloco.train.evaluate import EvalResult
-from diloco.train.island import Island
 from diloco.train.loop import Trainer
 
-__all__ = ["PacedStream", "SimRunner", "SimSwarm", "SimTrainer"]
+__all__ = ["PacedStream", "SimRuntime", "SimTrainer"]
 
 T = TypeVar("T")
 
 
-class SimRunner(NodeRunner):
-    """Calls into a node from a trainer in lockstep with the event loop; as `NodeRunner`, without its thread."""
+class SimRuntime:
+    """A node in virtual time, and a training loop in lockstep with it, as `Runtime`.
 
-    def __init__(self, opening: Any, loop: VirtualLoop, thread: Lockstep[Any]) -> None:
-        self.options, self.replica, self._on_event, self._connect = opening
-        self._per_round, self._asked_to_stop = 0, False
-        self.loop = loop
-        self._lockstep = thread
-        self._closed = False
+    Args:
+        loop: where virtual time passes. lockstep: the training loop's thread.
+        connect: opens the node's transport.
+        seed: of the whole run; every peer draws from one of its own.
+        factor: what the peer's contributions are multiplied with; an honest peer's is 1.
+        gate: decides who is let in; the default lets everybody in, as there are no strangers.
+    """
 
-    def start(self) -> None:
-        self._opened(self.call(Node.open(self.options, self.replica, self._on_event, self._connect)))
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        lockstep: Lockstep[Any],
+        connect: Connect,
+        seed: int = 0,
+        factor: float = 1.0,
+        gate: Gate | None = None,
+    ) -> None:
+        self._loop, self._lockstep, self._connect = loop, lockstep, connect
+        self._seed, self._factor, self._gate = seed, factor, gate
 
-    def contributions(self) -> list[Contributor]:
-        return self.protocol.contributions()
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            if hasattr(self, "node"):
-                self.call(self.node.close())
+    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
+        seed = f"{self._seed}/{options.name}"
+        replica.draw = random.Random(seed)
+        if self._factor != 1.0:
+            replica.up = Lying(replica.up, self._factor)
+        options = replace(options, gate=self._gate or Gate(), seed=seed)
+        return self.call(Node.open(options, replica, on_event, self._connect))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return self._lockstep.call(work)
 
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
 
-class SimSwarm(Swarm):
-    """A peer's membership in a simulated run: `Swarm`, over another network and without threads of its own.
+    def clock(self) -> float:
+        return self._loop.time()
 
-    `connect`, `loop` and `thread` are set before `attach`; `lie` is what contributions are multiplied with, and `seed`
-    that of the run.
-    """
-
-    lie = 1.0
-    seed = 0
-
-    connect: Connect
-    loop: VirtualLoop
-    thread: Lockstep[Any]
-
-    def attach(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        island: Island | None = None,
-        saved: Saved | None = None,
-        phases: Phases | None = None,
-    ) -> Attachment:
-        return _SimAttachment(self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or Phases())
-
-
-class _SimAttachment(Attachment):
-    """Measures its pace in virtual seconds: those of this machine say nothing."""
-
-    def _make_node(self, saved: Saved | None) -> NodeRunner:
-        real = super()._make_node(saved)
-        real.loop.close()
-        swarm = self.swarm
-        assert isinstance(swarm, SimSwarm)
-        if swarm.lie != 1.0:
-            real.replica.up = Lying(real.replica.up, swarm.lie)
-        seed = f"{swarm.seed}/{swarm.name}"  # and there are no strangers
-        real.replica.draw = random.Random(seed)
-        options = replace(swarm.options(self.parameters, saved), gate=Gate(), seed=seed)
-        return SimRunner((options, real.replica, swarm.on_event, swarm.connect), swarm.loop, swarm.thread)
-
-    def begin(self) -> None:
-        super().begin()
-        self._paced = (self.steps, self._now())
-
-    def resume(self) -> None:
-        super().resume()
-        self._paced = (self.steps, self._now())
-
-    def _measure_pace(self) -> None:
-        steps, at = self._paced
-        self._steps_per_s = (self.steps - steps) / max(self._now() - at, 1e-9)
-
-    def _now(self) -> float:
-        assert isinstance(self.swarm, SimSwarm)
-        return self.swarm.loop.time()
+    def close(self) -> None:
+        """Nothing: the loop is the simulation's."""
 
 
 class PacedStream:

@@ -11,10 +11,10 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+import torch
 
 from diloco import data
 from diloco import model as models
@@ -23,24 +23,23 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Listener
-from diloco.rundir.summary import Phases, Summary, merge_peer_summaries, peer_message, write_contributions
+from diloco.rundir.reporting import Listener, Said, to_wire
+from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions
 from diloco.sim import adversary, events
 from diloco.sim.events import Event
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
 from diloco.sim.outcome import Simulated
-from diloco.sim.peers import PacedStream, SimSwarm, SimTrainer
-from diloco.sim.toy_run import simulate_toy
+from diloco.sim.peers import PacedStream, SimRuntime, SimTrainer
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.swarm.conversations.bulk import BULK
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
-from diloco.train.api import Attachment
+from diloco.train.api import Attachment, Swarm
 from diloco.train.evaluate import EvalResult
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
-from diloco.train.run import renamed, summary_of
+from diloco.train.run import summary_of
 from diloco.train.scoring import loss_of
 from diloco.train.session import Session
 
@@ -57,8 +56,8 @@ class _Peer:
     index: int
     name: str
     seeds: list[str]
-    lockstep: Lockstep[Mapping[str, Any]]
-    task: asyncio.Task[Mapping[str, Any]]
+    lockstep: Lockstep[Summary]
+    task: asyncio.Task[Summary]
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     sync: Attachment | None = None
     crashed: bool = False
@@ -78,11 +77,8 @@ def simulate(config: Config, listen: Listener) -> Simulated:
             (config.run.dir / name).unlink(missing_ok=True)
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
         write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
-        if config.sim.mode == "toy":
-            outcome = simulate_toy(config, listen)
-        else:
-            with virtual_time() as loop:
-                outcome = simulate_in(loop, config, listen)
+        with virtual_time() as loop:
+            outcome = simulate_in(loop, config, listen)
         content = outcome.summary.to_json()
         text = json.dumps({**content, "virtual_s": outcome.virtual_s}, indent=2, allow_nan=False)
         write_atomic(config.run.dir / "summary.json", text + "\n")
@@ -100,8 +96,6 @@ def simulate_in(loop: VirtualLoop, config: Config, listen: Listener) -> Simulate
 def _check(config: Config) -> None:
     if config.outer.method == "data_parallel":
         raise ConfigError("outer.method=data_parallel has no swarm to simulate; use diloco local, or another outer")
-    if config.sim.attack and config.sim.mode == "toy":
-        raise ConfigError(f"sim.attack={list(config.sim.attack)} has no effect with sim.mode=toy; drop one of them")
     if any((config.run.dir / "checkpoints").glob("*/step-*")):
         raise ConfigError(f"run.dir={config.run.dir} holds a run with checkpoints; choose another run.dir")
 
@@ -118,6 +112,8 @@ class _Simulation:
             raise ConfigError(
                 f"sim.step_s has {len(sim.step_s)} values for {self.num_shards} peers; give one per peer, or one"
             )
+        if config.train.threads is not None:
+            torch.set_num_threads(config.train.threads)
         self.began_at = time.monotonic()
         self.loop, self.config, self.listen = loop, config, listen
         self.network = Network(loop, config.run.seed, sim.loss, {BULK})
@@ -133,15 +129,10 @@ class _Simulation:
         ).to(self.island.device)
         self.evaluated: dict[str | None, EvalResult] = {}
         self.peers: dict[int, _Peer] = {}
-        self.summaries: list[Mapping[str, Any]] = []
+        self.summaries: list[Summary] = []
 
     async def run(self) -> Simulated:
-        try:
-            await self._run()
-        finally:
-            for peer in self.peers.values():  # several may have failed alike; one of them says so
-                if peer.task.done() and not peer.task.cancelled():
-                    peer.task.exception()
+        await self._run()
         if not self.summaries:
             raise SwarmError("sim.events: every peer crashed or left; let one of them stay")
         return Simulated(self._merged(time.monotonic() - self.began_at), self.loop.time())
@@ -165,7 +156,7 @@ class _Simulation:
             del self.peers[peer.index]
 
     def _merged(self, wall_s: float) -> Summary:
-        config, order = self.config, sorted(self.summaries, key=lambda message: str(message["name"]))
+        config, order = self.config, sorted(self.summaries, key=lambda summary: summary.peers[0].name or "")
         return merge_peer_summaries(
             order,
             run_id=config.run.id,
@@ -205,9 +196,11 @@ class _Simulation:
     def _join(self, index: int, min_peers: int) -> None:
         seeds = [peer.name for peer in self.peers.values() if peer.ready.is_set() and not peer.crashed]
         name = f"p{index}"
-        lockstep: Lockstep[Mapping[str, Any]] = Lockstep(lambda: self._live(peer, min_peers), name)
+        lockstep: Lockstep[Summary] = Lockstep(lambda: self._live(peer, min_peers), name)
         with self.loop.owned_by(name):
             task = self.loop.create_task(lockstep.run(), name=name)
+        # Several peers may fail alike, and only the first one's exception is raised.
+        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         peer = self.peers[index] = _Peer(index, name, seeds, lockstep, task)
 
     async def _watch(self) -> None:
@@ -226,11 +219,11 @@ class _Simulation:
 
     # -- one peer, in its thread --------------------------------------------------------------------------------------
 
-    def _live(self, peer: _Peer, min_peers: int) -> Mapping[str, Any]:
+    def _live(self, peer: _Peer, min_peers: int) -> Summary:
         """As `diloco train`, without checkpoints."""
         config = _config_of(self.config, peer.name, min_peers)
         with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
-            phases = Phases(clock=self.loop.time)
+            phases = PhaseTimer(clock=self.loop.time)
             model = copy.deepcopy(self.model)
             optimizer = inner_optimizer(model, config.inner)
             step_s = config.sim.step_s[peer.index % len(config.sim.step_s)]
@@ -251,28 +244,24 @@ class _Simulation:
             if sync.version > 0 and not sync.interrupted:
                 trainer.evaluate()
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
-            return {
-                "peer": peer.name,
-                **peer_message(summary_of(trainer, config, self.loop.time(), config.sim.bandwidth)),
-            }
+            return summary_of(trainer, config, self.loop.time(), config.sim.bandwidth)
 
-    def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> SimSwarm:
+    def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> Swarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:
             if not peer.crashed:
-                log.event(kind, **renamed(fields))
+                log.swarm_event(kind, fields)
 
         async def connect(options: NodeOptions) -> Transport:
             return self.network.join(peer.name, peer.seeds, self.link)
 
-        identity: Path = config.run.dir / "identities" / peer.name  # named, never made
-        swarm = SimSwarm.of(config, config.manifest(), identity, peer.name, on_event, lambda address: peer.ready.set())
-        assert isinstance(swarm, SimSwarm)
-        swarm.lie, swarm.seed = self.lies.get(peer.index, 1.0), config.run.seed
-        swarm.connect, swarm.loop, swarm.thread = connect, self.loop, peer.lockstep
-        return swarm
+        factor = self.lies.get(peer.index, 1.0)
+        runtime = SimRuntime(self.loop, peer.lockstep, connect, config.run.seed, factor)
+        identity = config.run.dir / "identities" / peer.name  # a file that is named and never made
+        manifest = config.manifest()
+        return Swarm.of(config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime)
 
-    def _message(self, peer: _Peer, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {"peer": peer.name, "time": self.loop.time(), **message}
+    def _message(self, peer: _Peer, said: Said) -> dict[str, Any]:
+        return {**to_wire(said), "peer": peer.name, "time": self.loop.time()}
 
 
 def _config_of(config: Config, name: str, min_peers: int) -> Config:

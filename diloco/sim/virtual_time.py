@@ -1,16 +1,20 @@
 """An event loop whose clock is virtual: when nothing is ready, it jumps to the next timer.
 
-The node is asyncio code, so whoever owns the loop owns its time. Nothing sleeps, and no thread is started: what would
-run in one runs at once, and takes no virtual time. The same program so always runs in the same order.
+The node is asyncio code, so whoever owns the loop owns its time. Nothing sleeps, and no thread runs beside the loop.
+The same program therefore runs in the same order each time, on every version of Python.
+
+A fuzz makes the loop as unkind as an operating system: work for threads takes time (`executor_s`), a peer's clock runs
+at a rate of its own (`set_clock`), and a peer stops in the middle of everything (`freeze`, `kill`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import selectors
+import heapq
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 __all__ = ["DeadlockError", "VirtualLoop", "virtual_time"]
@@ -18,34 +22,19 @@ __all__ = ["DeadlockError", "VirtualLoop", "virtual_time"]
 T = TypeVar("T")
 RESOLUTION_S = 1e-7  # of timers; floats of 20 years of seconds are finer, else a timer would never be due
 NAMED = 5  # tasks that the report of a deadlock names
+POLL_EVERY = 256  # turns of the loop between two looks for signals
+MANY_CANCELLED = 100  # timers; as many of them, and half of all, are worth a new heap
 
 _owner: contextvars.ContextVar[str | None] = contextvars.ContextVar("diloco_sim_owner", default=None)
+_NOBODY = contextvars.Context()
 
 
 class DeadlockError(RuntimeError):
     """Nothing is ready and no timer is left, so nothing can ever happen again: a bug, here or in what was simulated."""
 
 
-class _Clockwork(selectors.DefaultSelector):
-    """Instead of waiting for a file, it moves the clock. Signals still come in by the loop's own pipe."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is not None and timeout <= 0:
-            return []
-        ready = super().select(0)
-        if not ready:
-            if timeout is None:
-                raise DeadlockError
-            self.now_s += timeout
-        return ready
-
-
 class _Task(asyncio.Task[T]):
-    """Its hash is a count and no address, so that a set of tasks has the same order in every run."""
+    """A task whose hash is a count and no address, so that a set of tasks has the same order in every run."""
 
     number = 0
 
@@ -53,33 +42,121 @@ class _Task(asyncio.Task[T]):
         return self.number
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Seconds begin at 0 and pass only by timers.
+@dataclass(frozen=True)
+class _Clock:
+    """An owner's monotonic clock: offset + rate * virtual seconds."""
 
-    Tasks belong to an owner (a simulated peer), which they inherit from whoever creates them, so that a peer can be
-    killed with everything that it does. Raises `DeadlockError` from `run_until_complete`, with the tasks that wait.
+    rate: float = 1.0
+    offset_s: float = 0.0
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Virtual seconds begin at 0 and pass only by timers.
+
+    Tasks, timers and callbacks belong to an owner (a simulated peer). They inherit it from their creator. `time` is the
+    clock of the owner that asks; `seconds` is the clock of the simulation.
+
+    Attributes:
+        executor_s: draws the virtual seconds before and after work that a thread would do; None does it at once.
+        on_turn: called after every turn of the loop. turns: how many there were.
+
+    `run_until_complete` raises `DeadlockError`, which names the tasks that wait.
     """
 
+    _timer_cancelled_count: int  # asyncio's own
+
     def __init__(self) -> None:
-        self._clockwork = _Clockwork()
+        self.seconds = 0.0
+        self.turns = 0
+        self.executor_s: Callable[[], float] | None = None
+        self.on_turn: Callable[[], None] | None = None
         self._num_tasks = 0
         self._owned: dict[str, dict[asyncio.Task[Any], None]] = {}  # ordered, unlike a set
-        super().__init__(self._clockwork)
+        self._working: dict[str | None, dict[asyncio.TimerHandle, None]] = {}  # what threads of an owner do
+        self._clocks: dict[str | None, _Clock] = {}
+        self._frozen: dict[str | None, list[asyncio.Handle]] = {}
+        super().__init__()
         self._clock_resolution = RESOLUTION_S
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
-    def time(self) -> float:
-        """Virtual seconds since the loop was made."""
-        return self._clockwork.now_s
+    # -- time ---------------------------------------------------------------------------------------------------------
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Run the function here and now; the future is done."""
-        future: asyncio.Future[T] = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def time(self) -> float:
+        """Seconds of the clock of the owner that asks."""
+        if not self._clocks:
+            return self.seconds
+        clock = self._clocks.get(_owner.get())
+        return self.seconds if clock is None else clock.offset_s + clock.rate * self.seconds
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        if self._clocks:
+            clock = self._clocks.get(_owner.get())
+            when = when if clock is None else (when - clock.offset_s) / clock.rate
+        return super().call_at(when, callback, *args, context=context)
+
+    def at(self, second: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        """Call back at a second of the simulation, on behalf of nobody: no peer's freeze or death prevents it."""
+        return super().call_at(second, callback, *args, context=_NOBODY.copy())
+
+    def set_clock(self, owner: str, rate: float, offset_s: float) -> None:
+        """From now on the owner's clock shows offset_s + rate * virtual seconds."""
+        self._clocks[owner] = _Clock(rate, offset_s)
+
+    def set_back(self, owner: str, seconds: float) -> None:
+        """The owner's clock stood still for so many virtual seconds, as that of a suspended machine does."""
+        clock = self._clocks.get(owner, _Clock())
+        self._clocks[owner] = _Clock(clock.rate, clock.offset_s - clock.rate * seconds)
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def _run_once(self) -> None:
+        """One turn: everything that is ready runs once; asyncio's own turn would wait for files and real timers."""
+        ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
+        self._drop_cancelled(timers)
+        if self.turns % POLL_EVERY == 0:
+            self._poll()
+        if not ready:
+            if self._stopping:  # type: ignore[attr-defined]
+                return
+            if not timers:
+                self._poll()
+                if not ready:
+                    raise DeadlockError
+            else:
+                self.seconds = max(self.seconds, timers[0]._when)
+        end = self.seconds + RESOLUTION_S
+        while timers and timers[0]._when <= end:
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            if self._frozen and (held := self._frozen.get(handle._context.get(_owner))) is not None:
+                held.append(handle)
+                continue
+            handle._run()
+        self.turns += 1
+        if self.on_turn is not None:
+            self.on_turn()
+
+    def _poll(self) -> None:
+        """Let signals in, which come by the loop's own pipe."""
+        self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
+
+    def _drop_cancelled(self, timers: list[Any]) -> None:
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+            self._timer_cancelled_count -= 1
+        if self._timer_cancelled_count > max(MANY_CANCELLED, len(timers) // 2):
+            for timer in timers:
+                timer._scheduled = not timer._cancelled
+            timers[:] = [timer for timer in timers if not timer._cancelled]
+            heapq.heapify(timers)
+            self._timer_cancelled_count = 0
 
     def run_until_complete(self, future: Any) -> Any:
         try:
@@ -87,13 +164,48 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         except DeadlockError:
             names = sorted(task.get_name() + ": " + _place(task) for task in asyncio.all_tasks(self))
             shown = "; ".join(names[:NAMED]) + (f"; and {len(names) - NAMED} more" if len(names) > NAMED else "")
-            raise DeadlockError(f"at {self.time():.3f} s nothing can happen any more; these wait: {shown}") from None
+            raise DeadlockError(f"at {self.seconds:.3f} s nothing can happen any more; these wait: {shown}") from None
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Do the work here: at once, or in the middle of the time that `executor_s` gives it.
+
+        As with real threads, work goes on when nobody waits for it any more.
+        """
+        future: asyncio.Future[T] = self.create_future()
+        if self.executor_s is None:
+            _settle(future, *_outcome(func, args))
+            return future
+        owner, before_s, after_s = _owner.get(), self.executor_s(), self.executor_s()
+
+        def work() -> None:
+            result, error = _outcome(func, args)
+            self._later(owner, after_s, lambda: _settle(future, result, error))
+
+        self._later(owner, before_s, work)
+        return future
+
+    def _later(self, owner: str | None, delay_s: float, callback: Callable[[], None]) -> None:
+        working = self._working.setdefault(owner, {})
+
+        def run() -> None:
+            del working[timer]
+            callback()
+
+        timer = self.call_later(delay_s, run)
+        working[timer] = None
 
     # -- owners -------------------------------------------------------------------------------------------------------
 
+    @property
+    def owner(self) -> str | None:
+        """Whose turn it is."""
+        return _owner.get()
+
     @contextmanager
-    def owned_by(self, owner: str) -> Iterator[None]:
-        """Tasks that are created inside, and their children, belong to this owner."""
+    def owned_by(self, owner: str | None) -> Iterator[None]:
+        """What is created inside, and what that creates, belongs to this owner."""
         token = _owner.set(owner)
         try:
             yield
@@ -101,9 +213,25 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             _owner.reset(token)
 
     def kill(self, owner: str) -> None:
-        """Cancel every task of an owner, in the order in which they were made."""
-        for task in list(self._owned.get(owner, ())):
+        """End an owner as SIGKILL would: what its threads do is lost, and its tasks are cancelled in their order."""
+        for timer in self._working.pop(owner, {}):
+            timer.cancel()
+        self.thaw(owner)
+        for task in self.tasks_of(owner):
             task.cancel()
+
+    def tasks_of(self, owner: str) -> list[asyncio.Task[Any]]:
+        """The tasks of an owner that are not over, in the order in which they were made."""
+        return list(self._owned.get(owner, ()))
+
+    def freeze(self, owner: str) -> None:
+        """Stop an owner as SIGSTOP would: its timers pass and its callbacks wait. Its clock goes on (`set_back`)."""
+        self._frozen.setdefault(owner, [])
+
+    def thaw(self, owner: str) -> None:
+        """A frozen owner goes on: what waited runs in the order in which it came."""
+        for handle in self._frozen.pop(owner, ()):
+            self._ready.append(handle)  # type: ignore[attr-defined]
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], **options: Any
@@ -116,6 +244,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._owned.setdefault(owner, {})[task] = None
             task.add_done_callback(self._owned[owner].pop)
         return task
+
+
+def _outcome(func: Callable[..., T], args: tuple[Any, ...]) -> tuple[T | None, Exception | None]:
+    try:
+        return func(*args), None
+    except Exception as error:
+        return None, error
+
+
+def _settle(future: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def _place(task: asyncio.Task[Any]) -> str:
@@ -132,6 +276,7 @@ def virtual_time() -> Iterator[VirtualLoop]:
         yield loop
     finally:
         try:
+            loop.on_turn = None
             _cancel_all(loop)
         finally:
             loop.close()

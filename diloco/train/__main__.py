@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from diloco.config import compose
+from diloco.config import compose, refuse_ignored
 from diloco.errors import ConfigError, guard
 
 __all__: list[str] = []
@@ -24,6 +24,8 @@ def _main(arguments: list[str]) -> int:
         base = Path(arguments[at + 1])
         arguments = arguments[:at] + arguments[at + 2 :]
     config = compose(arguments, base=base)
+    if not config.run.report:  # a supervisor has checked what the user typed, and adds settings of its own
+        refuse_ignored(config, "train", arguments)
     logging.basicConfig(level=logging.INFO, format="diloco: %(message)s", stream=sys.stderr)
     from diloco.rundir.reporting import json_lines, log_lines
     from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds

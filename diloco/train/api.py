@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.errors import ConfigError
-from diloco.rundir.summary import Phases
+from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.options import NodeOptions, RunSpec
+from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
 from diloco.train.attachment import Attachment
@@ -61,6 +62,7 @@ class Swarm:
             outer settings and the shapes of the parameters.
         on_event: called with kind and fields of everything that happens in the swarm (default: the log).
         on_ready: called with this peer's address once it listens, before it waits for others (default: the log).
+        runtime: where the swarm node runs (default: a thread of its own); the simulator's lets virtual time pass.
         **outer: settings of the outer step, as under `outer.` in the configuration: `sync_every` (required),
         `fragments`,
             `lr`, `momentum`, `codec_up`, `codec_down`.
@@ -89,6 +91,7 @@ class Swarm:
         manifest: Manifest | None = None,
         on_event: Callable[[str, dict[str, object]], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
+        runtime: Runtime | None = None,
         **outer: Any,
     ) -> None:
         self.run_id = run_id
@@ -114,6 +117,7 @@ class Swarm:
         self._identity = identity
         self.on_event = on_event or (lambda kind, fields: logger.info("%s %s", kind, fields))
         self.on_ready = on_ready or (lambda address: logger.info("this peer can be reached at %s", address))
+        self.runtime = runtime
         self._scratch: TemporaryDirectory[str] | None = None
         self.attachment: Attachment | None = None
 
@@ -126,6 +130,7 @@ class Swarm:
         name: str,
         on_event: Callable[[str, dict[str, object]], None],
         on_ready: Callable[[str], None] | None = None,
+        runtime: Runtime | None = None,
     ) -> Swarm:
         """The run of a manifest, with the peer-local settings `swarm.` of a configuration."""
         outer = manifest.outer.model_dump(exclude={"method"})
@@ -136,6 +141,7 @@ class Swarm:
             manifest=manifest,
             on_event=on_event,
             on_ready=on_ready,
+            runtime=runtime,
             **outer,
         )
         swarm.network = config.swarm
@@ -151,9 +157,9 @@ class Swarm:
     @property
     def address(self) -> str:
         """The address with which others join; there is one while a model is attached."""
-        if self.attachment is None or self.attachment.node is None:
+        if self.attachment is None or self.attachment.view is None:
             raise ConfigError("Swarm.address: no model is attached yet; read it inside `with swarm.attach(...)`")
-        return self.attachment.node.address
+        return self.attachment.view.address
 
     def attach(
         self,
@@ -162,7 +168,7 @@ class Swarm:
         *,
         island: Island | None = None,
         saved: Saved | None = None,
-        phases: Phases | None = None,
+        phases: PhaseTimer | None = None,
     ) -> Attachment:
         """Keep a model in step with the swarm while the returned context is open.
 
@@ -176,7 +182,15 @@ class Swarm:
             saved: where to go on (default: the model as it is, version 0).
             phases: where wall time is accounted.
         """
-        return Attachment(self, model, optimizer, island or Island(torch.device("cpu")), saved, phases or Phases())
+        island = island or Island(torch.device("cpu"))
+        runtime = self.runtime or NodeThread()
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        options = self.options(parameters, saved, device=island.device_name) if island.leads else None
+        phases = phases or PhaseTimer(clock=runtime.clock)
+        self.attachment = Attachment(
+            model, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready
+        )
+        return self.attachment
 
     def options(
         self, parameters: Mapping[str, Tensor], saved: Saved | None, trains: bool = True, device: str = ""

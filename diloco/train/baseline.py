@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from diloco.outer.digest import fragment_digest, part_digests
-from diloco.rundir.summary import Phases
+from diloco.rundir.summary import PhaseTimer
 from diloco.train.island import Island
 
 __all__ = ["DataParallel"]
@@ -30,7 +30,7 @@ class DataParallel:
         optimizer: torch.optim.Optimizer,
         island: Island,
         sync_every: int,
-        phases: Phases,
+        phases: PhaseTimer,
         version: int = 0,
         applied_tokens: int = 0,
     ) -> None:
@@ -40,7 +40,7 @@ class DataParallel:
         self.inner_step, self.target_steps = 0, sync_every
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = self.interrupted = self._asked_to_stop = False
-        self.node = None
+        self.view = None
         self._model = model
         self._optimizer = optimizer
         self._counted_tokens = 0
@@ -72,8 +72,8 @@ class DataParallel:
         """The parameters are what there is."""
         yield
 
-    def resume(self) -> None:
-        """Nothing to announce."""
+    def finish(self) -> None:
+        """Nothing is under way."""
 
     def _after_step(self) -> None:
         self.inner_step += 1

@@ -12,12 +12,15 @@ from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.rundir.metrics import RunLog, prepare_run_directory, write_atomic
+from diloco.rundir.files import prepare_run_directory, write_atomic
+from diloco.rundir.metrics import RunLog
 from diloco.rundir.summary import write_contributions
-from diloco.swarm.node.runner import NodeRunner
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.visit.look import check_clock, look, parse_manifest
 from diloco.swarm.wire.gate import watching
 from diloco.train.api import Swarm
+from diloco.train.node_view import NodeView
 from diloco.train.session import identity_path
 
 __all__ = ["Host"]
@@ -43,33 +46,46 @@ class Host:
         if outer.method != "diloco":
             raise ConfigError(f"outer.method={outer.method} has no swarm to host")
         fragments = partition({key: p.numel() for key, p in parameters.items()}, outer.fragments, outer.pattern)
-        replica = Replica(parameters, fragments, outer)
-        swarm = Swarm.of(config, manifest, identity_path(config, name), name, self._event)
-        self.node = NodeRunner(swarm.options(parameters, None, trains=False, device="cpu"), replica, self._event)
+        swarm = Swarm.of(config, manifest, identity_path(config, name), name, self._log.swarm_event)
+        self._options = swarm.options(parameters, None, trains=False, device="cpu")
+        self._replica = Replica(parameters, fragments, outer)
+        self._runtime = NodeThread()
         torch.set_grad_enabled(False)
 
     def __enter__(self) -> Host:
         try:
-            self.node.start()
+            node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
         except BaseException:
-            self.node.close()
+            self._runtime.close()
             raise
+        self._view = NodeView(node, self._runtime)
         if not self._config.swarm.initial_peers:
             write_atomic(self._config.run.dir / "address", self.address + "\n")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            self.node.leave(finished=False)
-            write_contributions(self._config.run.dir / "contributions.csv", self.node.contributions())
+            self._runtime.call(self.node.leave(finished=False))
+            write_contributions(self._config.run.dir / "contributions.csv", self._view.contributions())
         finally:
-            self.node.close()
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._view.close()
+        finally:
+            self._runtime.close()
             self._log.close()
+
+    @property
+    def node(self) -> Node:
+        """The swarm node, while this context is open."""
+        return self._view.node
 
     @property
     def address(self) -> str:
         """The address by which others join."""
-        return self.node.address
+        return self._view.address
 
     def status(self) -> dict[str, Any]:
         """A status message for whoever watches."""
@@ -84,6 +100,3 @@ class Host:
             "bytes_received": traffic.bytes_received,
             "peers": len(protocol.members) + 1,
         }
-
-    def _event(self, kind: str, fields: dict[str, object]) -> None:
-        self._log.event(kind, **{("subject" if key == "peer" else key): value for key, value in fields.items()})

@@ -23,7 +23,7 @@ from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Listener
-from diloco.rundir.summary import Phases, write_contributions
+from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.clock import finished, learning_rate
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
@@ -56,7 +56,7 @@ class Trainer:
     holdout: Tensor
     sync: Sync
     session: Session
-    phases: Phases
+    phases: PhaseTimer
     log: RunLog | None
     tell: Listener
     eval_loss: float | None = None
@@ -88,7 +88,8 @@ class Trainer:
             self._report(lr)
             if sync.exchanged:
                 self._boundary()
-                sync.resume()
+        if not sync.interrupted:
+            sync.finish()
 
     def _inner_step(self, batch: Tensor) -> None:
         """All ranks: forward, backward, clip, step. The step's hook does what the swarm needs."""
@@ -172,8 +173,8 @@ class Trainer:
         """One line per outer step: where the time and the bytes have gone so far, which anchors are here, and of how
         many peers that are connected how many train and how many were merged.
         """
-        node = self.sync.node
-        self.most_peers = max(self.most_peers, self.island.size if node is None else node.num_peers)
+        view = self.sync.view
+        self.most_peers = max(self.most_peers, self._num_peers())
         if self.log is not None:
             sync, seconds = self.sync, self.phases.seconds()
             self.log.metric(
@@ -182,7 +183,7 @@ class Trainer:
                 tokens=sync.applied_tokens,
                 bytes_sent=self.traffic()[0],
                 anchors=self._moved_anchors(),
-                **({} if node is None else node.membership()),
+                **({} if view is None else view.membership()),
                 **{f"{phase}_s": round(getattr(seconds, phase), 3) for phase in ("compute", "wait", "comm", "outer")},
             )
 
@@ -221,18 +222,20 @@ class Trainer:
         there; `ConfigError` (of a checkpoint: `CheckpointError`) when one cannot be written.
         """
         self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
-        if self.config.run.lead and self.sync.node is not None:
-            write_contributions(self.config.run.dir / "contributions.csv", self.sync.node.contributions())
+        if self.config.run.lead and self.sync.view is not None:
+            write_contributions(self.config.run.dir / "contributions.csv", self.sync.view.contributions())
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received by this peer, over all its sessions."""
         sent, received = self.session.traffic
-        node = self.sync.node
-        return (
-            (sent, received)
-            if node is None
-            else (sent + node.traffic.bytes_sent, received + node.traffic.bytes_received)
-        )
+        if self.sync.view is None:
+            return sent, received
+        here = self.sync.view.node.traffic
+        return sent + here.bytes_sent, received + here.bytes_received
+
+    def _num_peers(self) -> int:
+        """Peers that are connected, this one included; without a swarm, the processes of the island."""
+        return self.island.size if self.sync.view is None else self.sync.view.num_peers
 
     def _report(self, lr: float) -> None:
         now = time.monotonic()
@@ -262,7 +265,6 @@ class Trainer:
     def status(self, state: str) -> dict[str, object]:
         """A status message for whoever watches."""
         sent, received = self.traffic()
-        node = self.sync.node
         return {
             "t": "status",
             "state": state,
@@ -278,5 +280,5 @@ class Trainer:
             "tokens_per_s": round(self._pace, 1),
             "bytes_sent": sent,
             "bytes_received": received,
-            "peers": self.island.size if node is None else node.num_peers,
+            "peers": self._num_peers(),
         }

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,15 +23,14 @@ from diloco.errors import CheckpointError, UnsavedError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Listener, swarm_figures
+from diloco.rundir.reporting import Listener, swarm_figures, to_wire
 from diloco.rundir.summary import (
     Evaluation,
     PeerSummary,
-    Phases,
+    PhaseTimer,
     Summary,
     Tokens,
     merge_peer_summaries,
-    peer_message,
     write_contributions,
     write_summary,
 )
@@ -45,7 +44,7 @@ from diloco.train.planning import Exchange, Link, predict
 from diloco.train.scoring import loss_of
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
-__all__ = ["renamed", "run", "summary_of"]
+__all__ = ["run", "summary_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +99,13 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     with RunLog(config.run.dir, name, _wandb(config, name) if island.leads else None) as log:
         if session.checkpoint is not None and island.leads:
             log.event("resume", version=session.checkpoint.step, skipped=session.checkpoint.skipped)
-        phases = Phases(session.seconds)
+        phases = PhaseTimer(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         if config.outer.spot_check and isinstance(sync, Attachment):
             # With a shard of its own, this peer's list of sequences may be another one than the others'.
             sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
         stream = _stream(config, dataset, shard, island, sync)
-        log.follow(lambda: {} if sync.node is None else swarm_figures(sync.node.observe()))
+        log.follow(lambda: {} if sync.view is None else swarm_figures(sync.view.observe()))
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(
             config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases,
@@ -144,9 +143,9 @@ def _sync(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     session: Session,
-    phases: Phases,
+    phases: PhaseTimer,
     log: RunLog,
-    tell: Callable[[Mapping[str, Any]], None],
+    tell: Listener,
 ) -> Sync:
     """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
     outer, name = config.outer, config.run.name or "peer"
@@ -156,7 +155,7 @@ def _sync(
     def ready(address: str) -> None:
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
-        first, advice = not config.swarm.initial_peers, node.node.advice
+        first, advice = not config.swarm.initial_peers, node.advice
         told = {"addresses": node.addresses, "first": first, "advice": advice, "command": config.joining_command}
         tell({"t": "ready", "address": address, **told})
         if not config.swarm.initial_peers:
@@ -167,7 +166,7 @@ def _sync(
         config.manifest(),
         identity_path(config, name),
         name,
-        lambda kind, fields: log.event(kind, **renamed(fields)),
+        log.swarm_event,
         ready,
     )
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
@@ -183,9 +182,9 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
             trainer.evaluate()
             models.save(trainer.model, config.run.dir / "model", tokenizer)
     mine = summary_of(trainer, config, time.monotonic() - began_at)
-    tell({"t": "summary", **peer_message(mine)})
+    tell({"t": "summary", **mine.to_message()})
     summary = merge_peer_summaries(
-        [peer_message(mine)],
+        [mine],
         run_id=mine.run_id,
         manifest_hash=mine.manifest_hash,
         mode=mine.mode,
@@ -205,10 +204,10 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
 
 def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float | None = None) -> Summary:
     """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known."""
-    sync, node = trainer.sync, trainer.sync.node
+    sync, view = trainer.sync, trainer.sync.view
     sent, received = trainer.traffic()
     mine = PeerSummary(
-        peer_id=node.protocol.me if node else f"rank{trainer.island.rank}",
+        peer_id=view.node.protocol.me if view else f"rank{trainer.island.rank}",
         name=config.run.name or "peer",
         steps=sync.steps,
         tokens=sync.tokens,
@@ -226,10 +225,10 @@ def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float
         tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
         eval=Evaluation(trainer.eval_loss),
         peers=[mine],
-        heals=node.protocol.heals if node else 0,
-        takeovers=node.protocol.takeovers if node else 0,
+        heals=view.node.protocol.heals if view else 0,
+        takeovers=view.node.protocol.takeovers if view else 0,
         exit=0,
-        contributions=node.contributions() if node else (),
+        contributions=view.contributions() if view else (),
         predicted=_predicted(trainer, config, bandwidth or config.swarm.upload_limit),
     )
 
@@ -305,28 +304,25 @@ def _wandb(config: Config, name: str) -> WandbLog:
     )
 
 
-def _teller(listen: Listener, name: str) -> Callable[[Mapping[str, Any]], None]:
-    return lambda message: listen({"peer": name, "time": time.time(), **message})
-
-
-def renamed(fields: Mapping[str, object]) -> dict[str, object]:
-    """An event's `peer` is whom it is about; in the log that name belongs to who says it."""
-    return {("subject" if key == "peer" else key): value for key, value in fields.items()}
+def _teller(listen: Listener, name: str) -> Listener:
+    return lambda said: listen({**to_wire(said), "peer": name, "time": time.time()})
 
 
 @contextmanager
-def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+def _arriving(sync: Sync, model: nn.Module, tell: Listener) -> Iterator[None]:
     """Says how much has come from the swarm, while its state is fetched."""
-    node, arrived = sync.node, threading.Event()
-    if node is None:
+    if isinstance(sync, DataParallel):
         yield
         return
+    arrived = threading.Event()
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     wanted = ARRIVING_BYTES * trained
 
     def watch() -> None:
         while not arrived.wait(ARRIVAL_EVERY_S):
-            tell({"t": "stage", "stage": "state", "received": node.traffic.bytes_received, "wanted": wanted})
+            if sync.node is not None:
+                received = sync.node.traffic.bytes_received
+                tell({"t": "stage", "stage": "state", "received": received, "wanted": wanted})
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from diloco.config import Config
 from diloco.data import Stream
+from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
 from diloco.rundir.files import check_same_run
 from diloco.rundir.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
-from diloco.rundir.summary import Seconds
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
 
@@ -62,9 +62,9 @@ class Session:
         check_same_run(config, self.checkpoint.state["manifest"])
 
     @property
-    def seconds(self) -> Seconds:
+    def seconds(self) -> PhaseSeconds:
         """Wall time per phase in the sessions before this one."""
-        return Seconds(**self.checkpoint.state["seconds"]) if self.checkpoint else Seconds()
+        return PhaseSeconds(**self.checkpoint.state["seconds"]) if self.checkpoint else PhaseSeconds()
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class Session:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         stream: Stream,
-        seconds: Seconds,
+        seconds: PhaseSeconds,
         traffic: Sequence[int],
     ) -> None:
         """Write a checkpoint of the last outer boundary, unless there is one already."""

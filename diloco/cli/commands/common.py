@@ -7,22 +7,26 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from diloco.errors import ConfigError
 
+if TYPE_CHECKING:  # a help text does not wait for pydantic
+    from diloco.config import Config
+    from diloco.config.address import Address
+
 __all__ = [
     "Command",
     "Function",
     "admission",
+    "check",
     "configured",
     "implementation",
     "is_override",
     "run",
     "sweepable",
-    "warn",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -69,8 +73,18 @@ def sweepable(function: Function) -> Function:
     return click.option("--multirun", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")(function)
 
 
-def run(command: str, overrides: tuple[str, ...], cfg: str | None, base: Path | None, **options: Any) -> int:
-    """Composes the configuration, and prints it or runs the command with it."""
+def run(
+    command: str,
+    overrides: tuple[str, ...],
+    cfg: str | None,
+    base: Path | None,
+    given: Sequence[str] = (),
+    **options: Any,
+) -> int:
+    """Composes the configuration, and prints it or runs the command with it.
+
+    `overrides` are the user's, `given` those that the command adds.
+    """
     from diloco.config import compose, help_text
 
     if options.pop("multirun", False):
@@ -79,25 +93,26 @@ def run(command: str, overrides: tuple[str, ...], cfg: str | None, base: Path | 
         return implementation("sweep")(command=command, overrides=overrides, base=base)
     if cfg == "help":
         return _write(help_text())
-    config = compose(overrides, base=base)
+    config = compose([*overrides, *given], base=base)
     if cfg == "job":
         return _write(config.to_yaml())
     if cfg == "manifest":
         manifest = config.manifest()
         click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
         return _write(manifest.to_json(indent=2))
-    warn(command, config, overrides)
+    check(command, config, overrides)
     return implementation(command)(config, **options)
 
 
-def warn(command: str, config: Any, overrides: Sequence[str]) -> None:
-    """Says on stderr what works but is probably not meant."""
-    warnings = [] if config.run.report else config.warnings(overrides)  # a supervisor has said them already
-    if command not in ("local", "simulate", "plan"):
-        typed = [override.partition("=")[0] for override in overrides]
-        warnings += [f"{key} has no effect with diloco {command}" for key in typed if key.startswith("local.")]
-    for warning in warnings:
-        click.echo(f"diloco: warning: {warning}", err=True)
+def check(command: str, config: Config, overrides: Sequence[str]) -> None:
+    """`ConfigError` for a typed setting without effect; on stderr what works but is probably not meant."""
+    from diloco.config import refuse_ignored
+
+    if command == "train" and config.run.report:
+        return  # a supervisor has checked what the user typed, and adds settings of its own
+    refuse_ignored(config, command, overrides)
+    for doubt in config.warnings():
+        click.echo(f"diloco: warning: {doubt}", err=True)
 
 
 def is_override(argument: str) -> bool:
@@ -105,14 +120,10 @@ def is_override(argument: str) -> bool:
     return "=" in argument and not argument.startswith(("/", "@", "diloco:"))
 
 
-def admission(address: Any) -> list[str]:
+def admission(address: Address) -> list[str]:
     """The token of a link, as the setting that carries it."""
     if address.token is None:
         return []
-    from diloco.config import SwarmConfig
-
-    if "token" not in SwarmConfig.model_fields:
-        raise ConfigError("ADDRESS holds a token, which this diloco does not know; install a newer one")
     return [f"swarm.token='{address.token}'"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import click
 from diloco.cli.commands.common import (
     Command,
     admission,
+    check,
     configured,
     implementation,
     is_override,
     run,
     sweepable,
-    warn,
 )
 from diloco.errors import ConfigError
 
@@ -71,7 +70,7 @@ def join(address: str | None, overrides: tuple[str, ...], cfg: str | None, base:
     of a batch is computed at a time from a look at this machine. Ctrl+C leaves cleanly at any time, and the same
     command comes back.
     """
-    from diloco.config import compose
+    from diloco.config import compose, refuse_run_owned
     from diloco.config.address import Address
 
     if cfg is not None:
@@ -79,23 +78,11 @@ def join(address: str | None, overrides: tuple[str, ...], cfg: str | None, base:
     if address is None or is_override(address):
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
     found = Address.parse(address)
-    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
-    _refuse_run_owned(typed)
+    refuse_run_owned(overrides)
     config = compose([*overrides, *admission(found)], base=base)
-    warn("join", config, overrides)
-    return implementation("join")(config, found, frozenset(typed))
-
-
-def _refuse_run_owned(typed: Sequence[str]) -> None:
-    """`ConfigError` for what a volunteer cannot choose."""
-    from diloco.config import Manifest
-    from diloco.config.describe import leaves
-
-    owned = [key for key, _ in leaves(Manifest)]
-    for key in typed:
-        chosen = key in ("model", "data", "inner", "outer", "experiment")
-        if chosen or any(key == one or key.startswith(f"{one}.") for one in owned):
-            raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
+    check("join", config, overrides)
+    typed = frozenset(override.lstrip("+").partition("=")[0] for override in overrides)
+    return implementation("join")(config, found, typed)
 
 
 @click.command(cls=Command)
@@ -111,14 +98,16 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
 
     For a machine without an accelerator that stays: it keeps the state of the swarm and others can start from it.
     """
+    from diloco.config import refuse_run_owned
     from diloco.config.address import Address
 
     if address is not None and is_override(address):
         overrides, address = (address, *overrides), None  # the first argument was an override already
     if arguments["cfg"] is None and new == (address is not None):
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
+    given: list[str] = []
     if address is not None:
         found = Address.parse(address)
-        peers = ",".join(f"'{peer}'" for peer in found.peers)
-        overrides = (*overrides, f"swarm.initial_peers=[{peers}]", *admission(found))
-    return run("host", overrides, **arguments)
+        refuse_run_owned(overrides, {"run.id"})  # with swarm.key_path it is in the invitation
+        given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *admission(found)]
+    return run("host", overrides, given=given, **arguments)

@@ -23,7 +23,6 @@ def simulate(**arguments: Any) -> int:
     diloco simulate experiment=quickstart run.dir=runs/sim
     diloco simulate experiment=smoke 'sim.step_s=[1,1.5,2,3]' local.peers=4 sim.bandwidth=1e6 sim.latency_s=0.05
     diloco simulate experiment=smoke 'sim.events=[crash:3@120,join:4@60]' local.peers=4
-    diloco simulate sim.mode=toy local.peers=1000
 
     Compute is real, but an inner step takes sim.step_s virtual seconds and a transfer what sim.bandwidth and
     sim.latency_s make of it. The same settings give the same run.

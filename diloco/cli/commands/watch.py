@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from diloco.cli.commands.common import Command, admission, configured, implementation, is_override, run
+from diloco.cli.commands.common import (
+    Command,
+    admission,
+    check,
+    configured,
+    implementation,
+    is_override,
+    run,
+)
 
 __all__ = ["dashboard", "doctor", "status"]
 
@@ -61,7 +69,7 @@ def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, bas
     One line per check: ok, warning, or failed with the remedy. Exit code 2 says that something here has to change, 3
     that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS brings the run's own settings.
     """
-    from diloco.config import compose
+    from diloco.config import compose, refuse_run_owned
     from diloco.config.address import Address
 
     if address is not None and is_override(address):
@@ -69,6 +77,9 @@ def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, bas
     if cfg is not None:
         return run("doctor", overrides, cfg, base)
     found = None if address is None else Address.parse(address)
+    if found is not None:
+        refuse_run_owned(overrides, {"run.id"})  # with swarm.key_path it is in the invitation
     config = compose([*overrides, *([] if found is None else admission(found))], base=base)
+    check("doctor", config, overrides)
     typed = frozenset(override.lstrip("+").partition("=")[0] for override in overrides)
     return implementation("doctor")(config, found, as_json, typed)

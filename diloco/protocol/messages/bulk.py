@@ -1,17 +1,29 @@
 """What peers say on bulk streams to move tensors and work units: a request and its answers, each followed by raw
 payload whose length both sides know beforehand.
 
-What speaks of a version of the control fragment carries the ledger's *word* on it: `cursor` and `open` (see `ledger`);
-for other fragments they are empty. What brings an anchor brings its *shares* (see `shares`): who contributed how much.
+A message about a version of the control fragment carries the data cursor of that version, `cursor` and `open` (see
+`dealer`); for other fragments both are empty. A message that brings an anchor brings its *shares*: which peer
+contributed how much to it (see `shares`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
-from diloco.protocol.messages.base import Count, Digest, FewUnits, Index, Message, Name, Units
+from diloco.protocol.messages.base import (
+    MEMBERS,
+    WORKERS,
+    Count,
+    Digest,
+    FewUnits,
+    Index,
+    Message,
+    Name,
+    Place,
+    Units,
+)
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
 __all__ = [
@@ -33,9 +45,9 @@ __all__ = [
     "Verdict",
 ]
 
-MAX_PARTS = 2**13  # whose digests fill half a frame; a fragment of more than 32 GiB comes in one piece
-MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state, whose names and sizes fill half a frame
-MAX_UNITS_WANTED = 2**20  # sequences of one request
+MAX_PARTS = 2**13  # their digests fill half a frame; a fragment of more than 32 GiB comes in one piece
+MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill half a frame
+MAX_UNITS_WANTED = 2**20  # sequences in one request
 
 Contributors = Annotated[dict[Name, Count], Field(max_length=MAX_SHARES)]
 
@@ -51,14 +63,13 @@ def _sound(share: Share) -> Share:
 Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], Field(max_length=MAX_SHARES)]
 
 
-class Contribution(Message):
+class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORKERS):
     """Header of a contribution; the encoded pseudo-gradient follows once the syncer has accepted it.
 
-    `units`, for the control fragment, is the leased data that it was learned from; with `outer.spot_check` other
-    fragments name theirs, too.
+    `units` names the leased data that it was learned from. Only contributions to the control fragment name it; with
+    `outer.spot_check` all do.
     """
 
-    kind: Literal["contribution"] = "contribution"
     manifest_hash: Digest
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]
@@ -68,16 +79,16 @@ class Contribution(Message):
     units: Units = Field(default_factory=list)
 
 
-class Verdict(Message):
+class Verdict(Message, kind="verdict"):
     """The syncer's answer to a contribution.
 
-    `accepted` means: send the payload from chunk `first_chunk` on (0, or later when an earlier stream broke midway; the
-    number of chunks when the whole payload is here already). Otherwise `reason` says why not, `version` and `term`
-    where the syncer stands; with `record_follows` the contribution is one version late and the update it missed comes
-    next; `merged` says that this very contribution is in the model already (its receipt was lost).
+    `accepted` means: send the payload from chunk `first_chunk` on. That is 0, or more when an earlier stream broke
+    midway, or the number of chunks when the syncer has the whole payload already. Otherwise `reason` says why not, and
+    `version` and `term` say where the syncer stands. With `record_follows` the contribution is one version late, and
+    the update that it missed comes next. `merged` says that this very contribution is in the model already, because
+    its receipt was lost.
     """
 
-    kind: Literal["verdict"] = "verdict"
     accepted: bool
     first_chunk: Count = 0
     record_follows: bool = False
@@ -87,19 +98,16 @@ class Verdict(Message):
     term: Count = 0
 
 
-class Receipt(Message):
+class Receipt(Message, kind="receipt"):
     """The syncer has folded in the whole payload of a contribution."""
 
-    kind: Literal["receipt"] = "receipt"
 
-
-class Record(Message):
+class Record(Message, kind="record"):
     """Header of an update record; the encoded displacement follows, chunk after chunk.
 
-    `contributors` have given so many tokens each.
+    `contributors` names the tokens of each contributor.
     """
 
-    kind: Literal["record"] = "record"
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]
     version: Count
@@ -111,14 +119,13 @@ class Record(Message):
     open: Units = Field(default_factory=list)
 
 
-class StateRequest(Message):
+class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEMBERS):
     """Asks for a fragment's newest anchor, and with `outer` also for the syncer's master and momentum.
 
-    A donor that still has the update record from `have_version` to the version after it sends that instead of the
-    state; else, with `in_parts`, it sends a `PartList` and waits for a `PartRequest` on the same stream.
+    A donor that still has the update record from `have_version` to the next version sends the record instead. Else,
+    with `in_parts`, it sends a `PartList` and waits for a `PartRequest` on the same stream.
     """
 
-    kind: Literal["state_request"] = "state_request"
     manifest_hash: Digest
     fragment: Index
     have_version: Annotated[int, Field(ge=-1, lt=2**62)] = -1
@@ -127,7 +134,7 @@ class StateRequest(Message):
 
 
 class Anchor(Message):
-    """What is said of a fragment's anchor. Its shares end with its version."""
+    """Base of the messages that describe a fragment's anchor. No share in it is of a later version than the anchor."""
 
     fragment: Index
     version: Count
@@ -144,65 +151,62 @@ class Anchor(Message):
         return self
 
 
-class PartList(Anchor):
-    """The digests of all parts of a fragment's anchor, which together give `digest`."""
+class PartList(Anchor, kind="part_list"):
+    """The digests of all parts of a fragment's anchor; together they give `digest`."""
 
-    kind: Literal["part_list"] = "part_list"
     parts: Annotated[list[Digest], Field(min_length=1, max_length=MAX_PARTS), FailFast()]
 
 
-class PartRequest(Message):
-    """Asks for one part of the anchor with that digest; the first message of a stream, or a later one of the asker.
+class PartRequest(Message, kind="part_request", place=Place.REQUEST, roles=MEMBERS):
+    """Asks for one part of the anchor with that digest; begins a stream, or follows on one that the asker began.
 
-    The answer is the `StateHeader` of the anchor that the donor can give parts of, and if that is the one wanted the
-    fp32 values of the part.
+    The answer is the `StateHeader` of the anchor that the donor has, followed by the fp32 values of the part if this is
+    the anchor that was asked for.
     """
 
-    kind: Literal["part_request"] = "part_request"
     manifest_hash: Digest
     fragment: Index
     digest: Digest
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
 
 
-class StateHeader(Anchor):
-    """Header of a fragment's state; fp32 anchor follows, then master and momentum when `outer`, or one part of it when
-    that was asked for (then without shares: they are in the `PartList`).
+class StateHeader(Anchor, kind="state"):
+    """Header of a fragment's state: the fp32 anchor follows, and with `outer` the master and the momentum after it.
+
+    As the answer to a `PartRequest` it is followed by one part, and it has no shares: the `PartList` had them.
     """
 
-    kind: Literal["state"] = "state"
     outer: bool
 
 
-class UnitRequest(Message):
-    """Asks the control fragment's syncer to lease that many sequences; `has` is all that the asker has left."""
+class UnitRequest(Message, kind="unit_request", place=Place.REQUEST, roles=WORKERS):
+    """Asks the control fragment's syncer to lease `wanted` more sequences; `has` is all that the asker has left."""
 
-    kind: Literal["unit_request"] = "unit_request"
     manifest_hash: Digest
     wanted: Annotated[int, Field(ge=1, le=MAX_UNITS_WANTED)]
     has: FewUnits
 
 
-class UnitGrant(Message):
-    """These sequences are the asker's, until they are in the model or it is lost."""
+class UnitGrant(Message, kind="unit_grant"):
+    """Leases these sequences to the asker, until they are in the model or the asker is lost."""
 
-    kind: Literal["unit_grant"] = "unit_grant"
     units: Units
 
 
-class InnerRequest(Message):
+class InnerRequest(Message, kind="inner_request", place=Place.REQUEST, roles=WORKERS):
     """Asks for the state of the inner optimizer; a newcomer's first question once it has the anchor."""
 
-    kind: Literal["inner_request"] = "inner_request"
     manifest_hash: Digest
 
 
-class InnerHeader(Message):
-    """Header of an inner optimizer's state: names and elements of its tensors, whose fp32 values follow, and the inner
-    steps that it has counted for each parameter.
+class InnerHeader(Message, kind="inner"):
+    """Header of an inner optimizer's state; the fp32 values of its tensors follow.
+
+    Attributes:
+        names, numels: name and number of elements of each tensor.
+        steps: inner steps that the optimizer has counted for each parameter.
     """
 
-    kind: Literal["inner"] = "inner"
     names: Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=MAX_MOMENTS), FailFast()]
     numels: Annotated[list[Count], Field(max_length=MAX_MOMENTS), FailFast()]
     steps: Annotated[list[Annotated[int, Field(ge=1, lt=2**40)]], Field(max_length=MAX_MOMENTS), FailFast()]

@@ -1,39 +1,42 @@
 """What peers say on control streams, one in each direction between any two: `Hello` first, then `Status`, `Claim`,
-`Published`, `Revocations`. Before that, they exchange a `Greeting`.
+`Published`, `Revocations`. Before that they exchange a `Greeting`, on a stream of its own.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.revocations import MAX_REVOKED
-from diloco.protocol.messages.base import Addresses, Count, Digest, FewUnits, Index, Message, Name, Names, Rate, Units
+from diloco.protocol.messages.base import (
+    EVERYBODY,
+    MEMBERS,
+    Addresses,
+    Count,
+    Digest,
+    FewUnits,
+    Index,
+    Message,
+    Name,
+    Names,
+    Place,
+    Rate,
+    Units,
+)
+from diloco.protocol.states import STATES, State
 
-__all__ = [
-    "MAX_GREETING_BYTES",
-    "Claim",
-    "Figures",
-    "Greeting",
-    "Hello",
-    "Published",
-    "Revocations",
-    "State",
-    "Status",
-]
+__all__ = ["MAX_GREETING_BYTES", "Claim", "Figures", "Greeting", "Hello", "Published", "Revocations", "Status"]
 
-MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # read of who is not known yet: a credential, or 2048 characters of a refusal
+MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refusal of 2048 characters
 
-State = Literal["starting", "ready", "training", "exchanging", "leaving", "done"]
 Versions = Annotated[list[Count], Field(max_length=2**20), FailFast()]
 
 
-class Revocations(Message):
-    """The list of the run's owner of what counts no more, under its growing number; see `diloco.admission`."""
+class Revocations(Message, kind="revocations", place=Place.CONTROL):
+    """The newest list of what the run's owner has revoked, under its growing number; see `diloco.admission`."""
 
-    kind: Literal["revocations"] = "revocations"
     number: Annotated[int, Field(ge=1, lt=2**62)]
     token_ids: Annotated[
         list[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]], Field(max_length=MAX_REVOKED), FailFast()
@@ -42,27 +45,26 @@ class Revocations(Message):
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
-class Greeting(Message):
-    """Who is there and why it may be: each side shows its credential, if it has one.
+class Greeting(Message, kind="greeting", place=Place.GREETING, roles=EVERYBODY):
+    """Each side shows its credential, if it has one, so that both know why the other may be there.
 
-    `revoked` is the number of the newest `Revocations` that it has. They may be long, so they come once both are known,
-    and only to the side that has an older number.
+    `revoked` is the number of the newest `Revocations` that the sender has. These lists may be long, so a side sends
+    its list only after both are admitted, and only to a side whose number is lower.
     """
 
-    kind: Literal["greeting"] = "greeting"
     credential: Annotated[str, Field(max_length=MAX_CHARACTERS)] = ""
     revoked: Count = 0
 
 
 class Figures(BaseModel):
-    """What only those who watch want to know of a peer.
+    """Figures of a peer that only watchers read.
 
     Attributes:
-        discarded: tokens that it processed and that are in no version, and will not be.
-        loss: of its last inner steps, in nats per token; 0 while there is no measurement.
-        bytes_sent, bytes_received: of this process, with every stream.
+        discarded: tokens that it processed and that no version contains or will contain.
+        loss: mean loss of its last inner steps, in nats per token; 0 while there is no measurement.
+        bytes_sent, bytes_received: of this process, over all streams.
         rounds: how many rounds (exchanges and the inner steps before them) it has measured.
-        seconds: of the last of them: compute, wait, comm, outer; empty before the first.
+        seconds: of the last round: compute, wait, comm, outer; empty before the first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -75,8 +77,8 @@ class Figures(BaseModel):
     seconds: Annotated[list[Rate], Field(max_length=4), FailFast()] = Field(default_factory=list)
 
 
-class Status(Message):
-    """What a peer is doing; sent on every change and as the heartbeat.
+class Status(Message, kind="status", place=Place.CONTROL):
+    """What a peer is doing; sent when that changes, and as the heartbeat.
 
     Attributes:
         versions: anchor version of each fragment.
@@ -84,10 +86,9 @@ class Status(Message):
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
         units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
-        figures: with the heartbeat; None on a change, where they are those of before.
+        figures: only in a heartbeat; None says that those of the last heartbeat still hold.
     """
 
-    kind: Literal["status"] = "status"
     state: State
     versions: Versions
     inner_step: Count = 0
@@ -97,27 +98,57 @@ class Status(Message):
     units: FewUnits = Field(default_factory=list)
     figures: Figures | None = None
 
+    @property
+    def in_round(self) -> bool:
+        """Whether the peer is between the beginning of a round and the adoption of its update."""
+        return STATES[self.state].in_round
 
-class Claim(Message):
-    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor it stands on.
+    @property
+    def counted_in(self) -> bool:
+        """Whether others count on contributions of the peer, if it trains at all."""
+        return STATES[self.state].counted_in
 
-    `applied_tokens`, for the control fragment, is the swarm clock there.
+    @property
+    def gone(self) -> bool:
+        """Whether the peer takes part no more."""
+        return STATES[self.state].gone
+
+    def misfit(self, fragments: int) -> str | None:
+        """A status names a version of each fragment."""
+        said = len(self.versions)
+        return None if said == fragments else f"a status of {said} fragments, and the run has {fragments}"
+
+
+class _AboutFragment(Message):
+    """What the syncer of a fragment says of the fragment.
+
+    `applied_tokens`, `cursor` and `open` belong to the version of the control fragment: the swarm clock (tokens that
+    are in the model since version 0) and the data cursor (see `dealer`). Messages about other fragments leave the
+    data cursor empty.
     """
 
-    kind: Literal["claim"] = "claim"
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]
     version: Count
     digest: Digest
-    applied_tokens: Count = 0
     cursor: Count = 0
     open: Units = Field(default_factory=list)
 
+    def misfit(self, fragments: int) -> str | None:
+        """The run has that fragment."""
+        known = self.fragment < fragments
+        return None if known else f"a message about fragment {self.fragment}, and the run has {fragments}"
 
-class Hello(Message):
+
+class Claim(_AboutFragment, kind="claim", place=Place.CONTROL):
+    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from."""
+
+    applied_tokens: Count = 0
+
+
+class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     """First message on a control stream: which run this peer is in, what it can do, and where the others are."""
 
-    kind: Literal["hello"] = "hello"
     wire_version: Count
     run_id: Name
     manifest_hash: Digest
@@ -130,21 +161,17 @@ class Hello(Message):
     status: Status
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
 
+    def misfit(self, fragments: int) -> str | None:
+        """Its status and all its claims fit."""
+        return next(filter(None, (part.misfit(fragments) for part in (self.status, *self.claims))), None)
 
-class Published(Message):
+
+class Published(_AboutFragment, kind="published", place=Place.CONTROL):
     """Announcement of an update record: the fragment is now at `version`.
 
-    `applied_tokens` is the swarm clock: tokens merged into the model since version 0. `staleness` is that of the oldest
-    contribution in this version.
+    `staleness` is that of the oldest contribution in this version.
     """
 
-    kind: Literal["published"] = "published"
-    fragment: Index
-    term: Annotated[int, Field(ge=1, lt=2**62)]
-    version: Count
-    digest: Digest
     contributors: Names
     applied_tokens: Count
     staleness: Count = 0
-    cursor: Count = 0
-    open: Units = Field(default_factory=list)

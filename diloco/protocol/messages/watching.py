@@ -1,12 +1,12 @@
-"""What is asked on bulk streams by who takes no part, or not yet: the manifest, a snapshot of the swarm, a probe."""
+"""Requests on bulk streams of peers that take no part, or not yet: the manifest, a snapshot of the swarm, a probe."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from diloco.protocol.messages.base import MAX_FRAME_BYTES, Addresses, Count, Message, Name
+from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place
 
 __all__ = [
     "MAX_PROBE_BYTES",
@@ -25,55 +25,47 @@ MAX_SNAPSHOT_PIECE_BYTES = MAX_FRAME_BYTES // 2
 MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
 
 
-class ManifestRequest(Message):
-    """Asks for the manifest of the run; needs no manifest hash, for it is how a newcomer learns it."""
-
-    kind: Literal["manifest_request"] = "manifest_request"
+class ManifestRequest(Message, kind="manifest_request", place=Place.REQUEST, roles=EVERYBODY):
+    """Asks for the manifest of the run; it has no manifest hash, because newcomers learn that from the answer."""
 
 
-class ManifestReply(Message):
+class ManifestReply(Message, kind="manifest"):
     """The manifest as canonical JSON."""
 
-    kind: Literal["manifest"] = "manifest"
     text: Annotated[str, Field(max_length=MAX_FRAME_BYTES // 2)]
 
 
-class SnapshotRequest(Message):
-    """Asks what the peer knows of the swarm; needs no manifest hash, for who watches takes no part."""
-
-    kind: Literal["snapshot_request"] = "snapshot_request"
+class SnapshotRequest(Message, kind="snapshot_request", place=Place.REQUEST, roles=EVERYBODY):
+    """Asks what the peer knows of the swarm; it has no manifest hash, because watchers take no part."""
 
 
-class SnapshotReply(Message):
+class SnapshotReply(Message, kind="snapshot"):
     """A piece of a `snapshot.Snapshot`, packed; the next message is the next piece if there is `more`."""
 
-    kind: Literal["snapshot"] = "snapshot"
     wire_version: Count
     data: Annotated[bytes, Field(max_length=MAX_SNAPSHOT_PIECE_BYTES)]
     more: bool = False
 
 
-class Probe(Message):
-    """Asks whether a peer is well and how well it is connected; `sends` bytes of no meaning follow.
+class Probe(Message, kind="probe", place=Place.REQUEST, roles=EVERYBODY):
+    """Asks whether a peer is well and how well it is connected; `sends` meaningless bytes follow.
 
-    With `wants`, as many come back behind the reply: their time is the bandwidth.
+    `wants` bytes come back behind the reply, and the time that they take gives the bandwidth.
     """
 
-    kind: Literal["probe"] = "probe"
     sends: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)] = 0
     wants: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)] = 0
 
 
-class ProbeReply(Message):
+class ProbeReply(Message, kind="probe_reply"):
     """What a peer says of itself to one that does not know it yet.
 
     Attributes:
-        unix_s: its clock as the reply is sent.
+        unix_s: its clock when it sends the reply.
         addresses: where others reach it. known: ids of some peers that it is connected to.
-        observed: multiaddr from which the asker's connection comes; empty where it is not known.
+        observed: multiaddr from which the asker's connection comes; empty where the peer does not know it.
     """
 
-    kind: Literal["probe_reply"] = "probe_reply"
     wire_version: Count
     run_id: Name
     name: Name
@@ -83,24 +75,22 @@ class ProbeReply(Message):
     observed: Annotated[str, Field(max_length=256)] = ""
 
 
-class DialBack(Message):
-    """Asks to be called at these addresses, anew: the asker wants to know whether others can reach it.
+class DialBack(Message, kind="dial_back", place=Place.REQUEST, roles=EVERYBODY):
+    """Asks to be called at these addresses over a new connection: the asker wants to know whether others can reach it.
 
-    Only addresses with the IP that the asker's connection comes from are called, and only the asker itself answers to
-    its id, so this cannot be turned against others.
+    The peer calls only addresses with the IP that the asker's connection comes from, and only the asker itself answers
+    to its id, so nobody can turn this against others.
     """
 
-    kind: Literal["dial_back"] = "dial_back"
     addresses: Addresses
 
 
-class DialBackReply(Message):
-    """Those addresses under which the asker answered; `why` says what became of the others.
+class DialBackReply(Message, kind="dial_back_reply"):
+    """The addresses at which the asker answered; `why` says why it did not at the others.
 
-    `observed` is the multiaddr from which its connection comes.
+    `observed` is the multiaddr from which the asker's connection comes.
     """
 
-    kind: Literal["dial_back_reply"] = "dial_back_reply"
     reached: Addresses
     why: Annotated[str, Field(max_length=512)] = ""
     observed: Annotated[str, Field(max_length=256)] = ""

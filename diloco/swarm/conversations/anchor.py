@@ -141,7 +141,7 @@ class AnchorFetcher:
         unfinished = self.unfinished.pop(fragment, None)
         if unfinished is not None:
             return unfinished
-        if context.protocol.versions[fragment] != listed.version:
+        if context.protocol.fragments[fragment].version != listed.version:
             return PartialAnchor(torch.empty(context.replica.fragments[fragment].numel), [])
         _, [anchor] = await copy_state(context, fragment)
         return PartialAnchor(anchor, list(await in_thread(part_digests, anchor)))

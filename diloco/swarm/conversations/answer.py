@@ -10,6 +10,7 @@ from typing import Any
 from diloco.errors import PayloadError
 from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Message, Refusal
+from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
 from diloco.protocol.messages.watching import DialBack, ManifestRequest, Probe, SnapshotRequest
 from diloco.protocol.penalties import Offence, offences
@@ -97,12 +98,14 @@ class BulkServer:
         if penalty is not None:
             await refuse(stream, penalty)
             return
+        if request.place is not Place.REQUEST:
+            raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
         objection = self._context.gate.objection(stream.peer, request)
         if objection is not None:
             raise PayloadError(objection)
         answer = self._answers.get(type(request))
         if answer is None:
-            raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
+            raise PayloadError(f"{type(request).__name__} is not answered here")
         await answer(stream, request)
 
 

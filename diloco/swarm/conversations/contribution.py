@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.protocol.leases import Lease
+from diloco.protocol.fragment import Lease
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, Receipt, Record, StateHeader, Verdict
 from diloco.protocol.penalties import Offence, offences
@@ -106,7 +106,8 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
     if not verdict.accepted:
         await _decline(context, stream, header, verdict)
         return
-    syncer, before = protocol.syncers[fragment], protocol.versions[fragment]  # while they are those of the offer
+    syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
+    assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
     await stream.send(verdict)
     if verdict.first_chunk < len(context.replica.chunks[fragment]):  # else it is here, from a stream that broke later
         if syncer.folds_whole:
@@ -114,7 +115,7 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
         else:
             await _fold_on_arrival(context, stream, syncer, header.base_version, verdict.first_chunk)
     await stream.send(Receipt())
-    await context.tasks.until(lambda: protocol.versions[fragment] > before or not _holds(context, syncer))
+    await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not _holds(context, syncer))
     record = context.records.get(fragment)
     if record is not None and record.header.version == header.base_version + 1:
         await send_record(stream, record, context.replica)
@@ -153,7 +154,7 @@ async def _collect(context: Context, stream: Stream, syncer: Syncer, base_versio
     chunks = range(len(context.replica.chunks[fragment]))
     payloads = [await _receive_chunk(context, stream, fragment, chunk) for chunk in chunks]
     async with context.locks[fragment].writing():
-        before = context.protocol.versions[fragment]
+        before = context.protocol.fragments[fragment].version
         with offences():
             folded = await fold_whole(context, syncer, stream.peer, base_version, payloads)
         if not _holds(context, syncer):
@@ -171,7 +172,7 @@ async def _receive_chunk(context: Context, stream: Stream, fragment: int, chunk:
 
 def _holds(context: Context, syncer: Syncer) -> bool:
     """Whether this peer is still syncer under the same lease."""
-    return context.protocol.syncers.get(syncer.fragment) is syncer
+    return context.protocol.fragments[syncer.fragment].syncer is syncer
 
 
 def _another_syncer(fragment: int) -> PayloadError:
@@ -180,11 +181,7 @@ def _another_syncer(fragment: int) -> PayloadError:
 
 def fold_chunk(context: Context, syncer: Syncer, peer: str, chunk: int, payload: Tensor) -> None:
     """Fold in a chunk that the syncer wants, or keep it until the version closes. `PayloadError` changes nothing."""
-    replica = context.replica
-    if replica.stages:
-        replica.stage(syncer.fragment, chunk, peer, payload)
-    else:
-        replica.fold(syncer.fragment, chunk, payload, syncer.weight(peer))
+    context.replica.held[syncer.fragment].take(chunk, peer, payload, syncer.weight(peer))
     syncer.folded(peer)
 
 
@@ -202,10 +199,12 @@ async def fold_whole(
        it, and the merge of that version waits for the lock.
     3. It is added to the sum. Should the lease be lost meanwhile, the sum goes with it.
     """
-    replica, fragment = context.replica, syncer.fragment
+    held = context.replica.held.get(syncer.fragment)
+    if held is None or not _holds(context, syncer):
+        return False
 
     def check() -> list[float]:
-        return [replica.norm_of(fragment, chunk, payload) for chunk, payload in enumerate(payloads)]
+        return [held.norm_of(chunk, payload) for chunk, payload in enumerate(payloads)]
 
     norms = await in_thread(check)
     if not _holds(context, syncer) or not syncer.wants(peer, 0, base_version):
@@ -216,9 +215,8 @@ async def fold_whole(
 
     def add() -> None:
         for chunk, (payload, norm) in enumerate(zip(payloads, norms, strict=True)):
-            replica.fold(fragment, chunk, payload, weight, discount, norm)
+            held.fold(chunk, payload, weight, discount, norm)
 
-    with replica.merging(fragment):
-        context.do(context.protocol.arrived(peer, fragment, context.now()))
-        await in_thread(add)
+    context.do(context.protocol.arrived(peer, syncer.fragment, context.now()))
+    await in_thread(add)
     return True

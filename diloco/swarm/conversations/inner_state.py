@@ -95,7 +95,7 @@ async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
 
 def _donors(protocol: Peer) -> list[str]:
     # A peer that was resumed from a checkpoint has moments, but no pace yet, and begins together with this one.
-    able = [m for m in protocol.members.all() if m.trains and m.status.state in ("ready", "training", "exchanging")]
+    able = [m for m in protocol.members.all() if m.trains and m.status.counted_in]
     return [m.peer for m in sorted(able, key=lambda m: (-m.status.steps_per_s, m.peer))][:DONORS]
 
 

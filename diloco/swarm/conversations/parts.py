@@ -186,7 +186,7 @@ async def copy_state(context: Context, fragment: int, outer: bool = False) -> tu
     """
     protocol, replica = context.protocol, context.replica
     async with context.locks[fragment].reading():
-        state = replica.outer.get(fragment) if outer else None
+        state = replica.held.get(fragment) if outer else None
         vectors = [replica.anchors[fragment]]
         if state is not None:
             protocol.handed_over(fragment)
@@ -194,12 +194,12 @@ async def copy_state(context: Context, fragment: int, outer: bool = False) -> tu
         copies = await in_thread(lambda: [vector.clone() for vector in vectors])
         header = StateHeader(
             fragment=fragment,
-            version=protocol.versions[fragment],
-            digest=protocol.digests[fragment],
+            version=protocol.fragments[fragment].version,
+            digest=protocol.fragments[fragment].digest,
             applied_tokens=protocol.applied_tokens,
             outer=state is not None,
-            shares=protocol.shares(fragment),
-            **protocol.data_cursor(fragment),
+            shares=protocol.accounts.shares(fragment),
+            **protocol.accounts.data_cursor(fragment),
         )
     return header, copies
 
@@ -259,7 +259,7 @@ class FrozenAnchors:
         async with self._copying[fragment]:  # two that ask for the same version share a copy
             frozen = self._kept.get((fragment, digest))
             if frozen is None:
-                frozen = self._kept.get((fragment, self._context.protocol.digests[fragment]))
+                frozen = self._kept.get((fragment, self._context.protocol.fragments[fragment].digest))
             if frozen is None:
                 header, [anchor] = await copy_state(self._context, fragment)
                 frozen = self._kept[fragment, header.digest] = FrozenAnchor(header, anchor)

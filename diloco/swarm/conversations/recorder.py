@@ -11,14 +11,17 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
+from statistics import fmean
 from typing import Any
 
+from diloco.config import WIRE_VERSION
 from diloco.protocol.address_book import AddressBook
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
-from diloco.protocol.peer import WIRE_VERSION, Peer
+from diloco.protocol.peer import Peer
+from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
 from diloco.protocol.snapshot import (
     MAX_FRAGMENTS,
     MAX_HISTORY,
@@ -32,7 +35,6 @@ from diloco.protocol.snapshot import (
     LossPoint,
     PeerRound,
     PeerRow,
-    Phases,
     Round,
     RunInfo,
     Snapshot,
@@ -126,7 +128,7 @@ class Recorder:
 
     def _add_loss(self, protocol: Peer, now: float) -> None:
         statuses = [protocol.status(figures=True), *(member.status for member in protocol.members.all())]
-        training = (s.figures for s in statuses if s.figures and s.state in ("training", "exchanging"))
+        training = (s.figures for s in statuses if s.figures and s.in_round)
         losses = [figures.loss for figures in training if figures.loss]
         if not losses:
             return
@@ -183,7 +185,7 @@ class Recorder:
             applied=applied,
             discarded=discarded,
             in_flight=processed - applied - discarded,
-            contributions=[Contributions(**asdict(row)) for row in protocol.contributions()[:MAX_PEERS]],
+            contributions=[Contributions(**asdict(row)) for row in protocol.accounts.contributions()[:MAX_PEERS]],
         )
 
 
@@ -192,11 +194,8 @@ def _name(protocol: Peer, peer: str) -> str:
     return protocol.name if member is None else member.name
 
 
-def _phases(figures: Figures) -> Phases | None:
-    if len(figures.seconds) != 4:
-        return None
-    compute, wait, comm, outer = figures.seconds
-    return Phases(compute=compute, wait=wait, comm=comm, outer=outer)
+def _phases(figures: Figures) -> PhaseSeconds | None:
+    return PhaseSeconds(*figures.seconds) if len(figures.seconds) == len(PHASES) else None
 
 
 def _myself(protocol: Peer, now: float) -> Member:
@@ -245,18 +244,12 @@ def _fragments(protocol: Peer) -> list[FragmentRow]:
     return rows
 
 
-def _means(timeline: deque[PeerRound]) -> dict[int, Phases]:
+def _means(timeline: deque[PeerRound]) -> dict[int, PhaseSeconds]:
     """Mean seconds by phase of each version's rounds."""
-    sums: dict[int, list[float]] = {}
+    rounds: dict[int, list[tuple[float, ...]]] = {}
     for row in timeline:
-        total = sums.setdefault(row.version, [0.0] * 5)
-        phases = row.seconds
-        for index, value in enumerate((phases.compute, phases.wait, phases.comm, phases.outer, 1.0)):
-            total[index] += value
-    return {
-        version: Phases(compute=compute / n, wait=wait / n, comm=comm / n, outer=outer / n)
-        for version, (compute, wait, comm, outer, n) in sums.items()
-    }
+        rounds.setdefault(row.version, []).append(astuple(row.seconds))
+    return {version: PhaseSeconds(*map(fmean, zip(*rows, strict=True))) for version, rows in rounds.items()}
 
 
 def _run(protocol: Peer, manifest_text: str, at: float) -> RunInfo:

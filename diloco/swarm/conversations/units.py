@@ -10,12 +10,11 @@ import logging
 import threading
 
 from diloco.errors import PayloadError
-from diloco.protocol.actions import Broadcast
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, difference, union
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.base import MAX_RANGES, MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED, UnitGrant, UnitRequest
-from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import refuse
 from diloco.swarm.wire.streams import BROKEN, Stream
@@ -42,7 +41,7 @@ async def answer(context: Context, stream: Stream, request: UnitRequest) -> None
     """Lease units to a member of this run."""
     granted = None
     if request.manifest_hash == context.protocol.manifest_hash:
-        granted = context.protocol.lease_units(stream.peer, request.wanted, request.has)
+        granted = context.protocol.accounts.lease_units(stream.peer, request.wanted, request.has)
     if granted is None:  # no event: right after a takeover, peers ask the wrong one once
         await refuse(stream, "no units for this peer here")
         return
@@ -66,7 +65,11 @@ class UnitSupply:
     def settled(self, units: Units) -> None:
         """The contribution from these units is in the model, or discarded: either way they are this peer's no more."""
         self.data.drop(units)
-        self._context.protocol.units = self.data.all
+        self._tell()
+
+    def _tell(self) -> None:
+        context = self._context
+        context.do(context.protocol.has_units(self.data.all, context.now()))
 
     async def _refill(self) -> None:
         context, protocol = self._context, self._context.protocol
@@ -76,12 +79,11 @@ class UnitSupply:
             if lease is None or not wanted:
                 return
             if lease.holder == protocol.me:
-                granted = protocol.lease_units(protocol.me, wanted, has) or []
+                granted = protocol.accounts.lease_units(protocol.me, wanted, has) or []
             else:
                 granted = await request_units(context, lease.holder, wanted, has)
             self.data.add(granted)
-            protocol.units = self.data.all
-            context.do([Broadcast(protocol.status())])  # now: only this tells a successor what is not free
+            self._tell()
         except (*BROKEN, PayloadError) as error:
             logger.debug("no units were leased to this peer: %r", error)
         finally:

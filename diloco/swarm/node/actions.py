@@ -73,8 +73,8 @@ class Actions:
         """Hold a fragment. One that had another syncer goes on with the momentum that is known here, or with none."""
         context, fragment = self._context, action.fragment
         if action.term > 1:
-            version, standby = context.protocol.versions[fragment], context.replica.standby.get(fragment)
-            momentum = "kept" if fragment in context.replica.outer else "restarted"
+            version, standby = context.protocol.fragments[fragment].version, context.replica.standby.get(fragment)
+            momentum = "kept" if fragment in context.replica.held else "restarted"
             if standby is not None:
                 momentum = "kept" if standby.version == version else "stale"
             context.note("takeover", fragment=fragment, term=action.term, version=version, momentum=momentum)

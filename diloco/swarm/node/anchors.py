@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.replica import OuterStep
-from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.outer.optimizer import OuterStep
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.shares import Share
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.context import Context
@@ -49,14 +49,14 @@ class Anchors:
         for fragment in range(len(self.loaded)) if fragments is None else fragments:
             async with self._context.locks[fragment].reading():
                 await in_thread(self._replica.load_local_, [fragment], mixing)
-                self.loaded[fragment] = self._protocol.versions[fragment]
+                self.loaded[fragment] = self._protocol.fragments[fragment].version
 
     async def load_late(self, fragment: int, peers: int) -> None:
         """Capture the pseudo-gradient of a round, and begin the next round from the anchor that is here."""
         async with self._context.locks[fragment].reading():
             await in_thread(self._replica.capture, fragment)
             await in_thread(self._replica.load_late_, fragment, peers)
-            self.loaded[fragment] = self._protocol.versions[fragment]
+            self.loaded[fragment] = self._protocol.fragments[fragment].version
 
     async def show(self) -> None:
         """The parameters become the anchors, but are not counted as loaded."""
@@ -85,14 +85,14 @@ class Anchors:
         for fragment, lock in enumerate(self._context.locks):
             await lock.start_reading()
             self._saving.append(lock)
-            state = replica.outer.get(fragment)
+            state = replica.held.get(fragment)
             vectors = [replica.anchors[fragment], *((state.master, state.momentum) if state else ())]
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
             anchors.append(anchor)
-            versions.append(protocol.versions[fragment])
-            shares.append(protocol.shares(fragment))
+            versions.append(protocol.fragments[fragment].version)
+            shares.append(protocol.accounts.shares(fragment))
             if fragment == CONTROL_FRAGMENT:
-                clock, cursor = protocol.applied_tokens, protocol.dealer.cursor_at(versions[fragment])
+                clock, cursor = protocol.applied_tokens, protocol.accounts.dealer.cursor_at(versions[fragment])
             if rest:
                 outer[fragment] = (rest[0], rest[1])
             if copies:
@@ -120,7 +120,7 @@ class Anchors:
         dishonest: set[str] = set()
         for donor in [*donors, *further]:
             whole_only = whole or donor in further
-            for have in [-1] if whole_only else [self._protocol.versions[fragment], -1]:
+            for have in [-1] if whole_only else [self._protocol.fragments[fragment].version, -1]:
                 if donor in dishonest:
                     break
                 try:
@@ -152,7 +152,7 @@ class Anchors:
         fragment = header.fragment
         async with self._context.locks[fragment].writing():
             self._check_free(fragment)
-            here = (self._protocol.versions[fragment], self._protocol.digests[fragment])
+            here = (self._protocol.fragments[fragment].version, self._protocol.fragments[fragment].digest)
             if here != (header.version - 1, header.digest_before):
                 raise PayloadError(
                     f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
@@ -169,10 +169,10 @@ class Anchors:
     async def _apply(self, record: UpdateRecord) -> str:
         header = record.header
         await self.about_to_move(header.fragment)
-        self._protocol.hear_data_cursor(header)
+        self._protocol.accounts.hear_data_cursor(header)
         step = OuterStep(header.version - 1, len(header.contributors))
         digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
-        self.moved(header.fragment, header.version, digest, header.applied_tokens, contributors=header.contributors)
+        self.moved(header.fragment, header.version, digest, contributors=header.contributors)
         return digest
 
     async def adopt_state(self, state: FragmentState) -> None:
@@ -181,7 +181,9 @@ class Anchors:
         fragment = header.fragment
         async with self._context.locks[fragment].writing():
             self._check_free(fragment)
-            if header.version < self._protocol.versions[fragment] + (fragment in self._protocol.syncers):
+            if header.version < self._protocol.fragments[fragment].version + (
+                self._protocol.fragments[fragment].syncer is not None
+            ):
                 raise PayloadError(f"version {header.version} is not newer than what is here")
             await self._context.tasks.complete(self._replace(state))
 
@@ -195,8 +197,8 @@ class Anchors:
             self._replica.hold(fragment, state.master, state.momentum)
         if fragment == CONTROL_FRAGMENT:
             self._recount(header.shares)
-            self._protocol.hear_data_cursor(header)
-        self.moved(fragment, header.version, header.digest, header.applied_tokens, outer, shares=header.shares)
+            self._protocol.accounts.hear_data_cursor(header)
+        self.moved(fragment, header.version, header.digest, outer, shares=header.shares)
 
     async def about_to_move(self, fragment: int) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late. The lock is held."""
@@ -208,7 +210,6 @@ class Anchors:
         fragment: int,
         version: int,
         digest: str,
-        applied_tokens: int,
         outer: bool = False,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
@@ -216,12 +217,12 @@ class Anchors:
         """Tell the protocol that the anchor is at another version. The outer state came with it (`outer`), or begins
         anew from it. The lock is held.
         """
-        if fragment in self._protocol.syncers:
-            self._replica.restart(fragment)
+        if self._protocol.fragments[fragment].syncer is not None:
+            self._replica.held[fragment].restart()
         elif not outer:
             self._replica.release(fragment)
         now = self._context.now()
-        self._context.do(self._protocol.adopted(fragment, version, digest, applied_tokens, now, contributors, shares))
+        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares))
 
     def _check_free(self, fragment: int) -> None:
         if self._protocol.merging(fragment):

@@ -35,7 +35,7 @@ class Backups:
             replica.stand_down(fragment)
         for fragment in sorted(wanted - self._fetching):
             standby = replica.standby.get(fragment)
-            if standby is None or protocol.versions[fragment] - standby.version >= STALE_VERSIONS:
+            if standby is None or protocol.fragments[fragment].version - standby.version >= STALE_VERSIONS:
                 self._fetching.add(fragment)
                 self._context.tasks.spawn(self._begin(fragment))
 
@@ -51,7 +51,7 @@ class Backups:
         protocol, replica = self._context.protocol, self._context.replica
         lock = self._context.locks[fragment]
         async with lock.writing():
-            if protocol.versions[fragment] == 0 and fragment not in protocol.syncers:
+            if protocol.fragments[fragment].version == 0 and protocol.fragments[fragment].syncer is None:
                 replica.stand_by(fragment)
                 return
         lease = protocol.leases.get(fragment)
@@ -59,5 +59,9 @@ class Backups:
             return
         state = await self._fetcher.fetch(lease.holder, fragment, -1, True, set())
         async with lock.writing():
-            if isinstance(state, FragmentState) and state.momentum is not None and fragment not in protocol.syncers:
+            if (
+                isinstance(state, FragmentState)
+                and state.momentum is not None
+                and protocol.fragments[fragment].syncer is None
+            ):
                 replica.stand_by(fragment, state.header.version, state.momentum)

@@ -63,5 +63,5 @@ def _restore(protocol: Peer, options: NodeOptions) -> None:
         return
     for fragment, term in enumerate(saved.terms):
         protocol.leases.see_term(fragment, term)
-    protocol.restore_shares(saved.shares)
-    protocol.restore_data_cursor((saved.units[0], union(saved.units[1])))
+    protocol.accounts.restore_shares(saved.shares)
+    protocol.accounts.restore_data_cursor((saved.units[0], union(saved.units[1])))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from diloco.outer.replica import OuterStep
+from diloco.outer.held import Held, Judged
+from diloco.outer.optimizer import OuterStep
 from diloco.outer.robust import Judgement
+from diloco.outer.staged import Staged
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.messages.bulk import Record
-from diloco.protocol.peer import CONTROL_FRAGMENT
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
@@ -19,8 +19,6 @@ from diloco.swarm.wire.malloc import short_lived
 from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Merging"]
-
-Judged = tuple[list[str], Judgement]
 
 
 class Merging:
@@ -39,86 +37,66 @@ class Merging:
 
     async def merge(self, close: Close) -> None:
         """Make the next version, unless the lease was lost or a later version was adopted before it began."""
-        fragment = close.fragment
-        syncer = self._protocol.syncers.get(fragment)
-        async with self._context.locks[fragment].writing():
+        fragment = self._protocol.fragments[close.fragment]
+        syncer = fragment.syncer
+        async with self._context.locks[close.fragment].writing():
             if syncer is None or not self._holds(syncer) or syncer.version != close.base_version:
                 return
-            with self._replica.merging(fragment):
-                published = await self._merge(close, syncer)
+            published = await self._merge(close, syncer, self._replica.held[close.fragment])
         if not published:
-            lease = self._protocol.leases.get(fragment)
-            await self._anchors.catch_up(fragment, () if lease is None else (lease.holder,))
+            donors = () if fragment.lease is None else (fragment.lease.holder,)
+            await self._anchors.catch_up(close.fragment, donors)
 
     def _holds(self, syncer: Syncer) -> bool:
         """Whether this peer is still syncer under the same lease; asked again after whatever was awaited."""
-        return self._protocol.syncers.get(syncer.fragment) is syncer
+        return self._protocol.fragments[syncer.fragment].syncer is syncer
 
-    async def _merge(self, close: Close, syncer: Syncer) -> bool:
-        """False when the lease was lost meanwhile."""
-        fragment, before = close.fragment, self._protocol.digests[close.fragment]
-        judged: Judged | None = None
-        await self._anchors.about_to_move(fragment)
-        if self._holds(syncer) and self._replica.stages:
-            close, judged = await self._judge(close, syncer)
+    async def _merge(self, close: Close, syncer: Syncer, held: Held) -> bool:
+        """False when the lease was lost meanwhile. `held` stays what it is, even if the lease comes back."""
+        fragment, accounts = self._protocol.fragments[close.fragment], self._protocol.accounts
+        before, judged = fragment.digest, None
+        await self._anchors.about_to_move(fragment.index)
+        if held.staged is not None and self._holds(syncer):
+            close, judged = await self._judge(close, syncer, held, held.staged)
         if not self._holds(syncer):
             return False
-        update = short_lived(self._replica.update_nbytes(fragment))
-        cursor = self._protocol.data_cursor(fragment, close.contributors)  # of this version, should the lease be lost
-        digest = await in_thread(self._arithmetic(close, judged, update))
-        clock = self._protocol.applied_tokens + (close.tokens if fragment == CONTROL_FRAGMENT else 0)
+        update = short_lived(self._replica.update_nbytes(fragment.index))
+        cursor = accounts.data_cursor(fragment.index, close.contributors)  # of this version, should the lease be lost
+        step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
+        digest = await in_thread(held.merge_, step, update, judged)
         lost = not self._holds(syncer)
         header = Record(
-            fragment=fragment,
+            fragment=fragment.index,
             term=syncer.term,
             version=close.base_version + 1,
             digest_before=before,
             digest=digest,
             contributors=dict(close.contributors),
-            applied_tokens=clock,
-            **(cursor if lost else self._protocol.data_cursor(fragment, close.contributors)),
+            applied_tokens=self._protocol.applied_tokens + (close.tokens if fragment.index == CONTROL_FRAGMENT else 0),
+            **(cursor if lost else accounts.data_cursor(fragment.index, close.contributors)),
         )
         if lost:
-            self._protocol.hear_data_cursor(header)
-            self._anchors.moved(fragment, header.version, digest, clock, contributors=close.contributors)
+            accounts.hear_data_cursor(header)
+            self._anchors.moved(fragment.index, header.version, digest, contributors=close.contributors)
             return False
-        self._context.records[fragment] = UpdateRecord(header, update)
+        self._context.records[fragment.index] = UpdateRecord(header, update)
         now = self._context.now()
-        self._context.do(self._protocol.published(fragment, digest, close.contributors, now))
+        self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now))
         return True
-
-    def _arithmetic(self, close: Close, judged: Judged | None, update: Tensor) -> Callable[[], str]:
-        """Work for a thread: the outer step, chunk by chunk. It fills `update` and returns the anchor's new digest."""
-        replica, fragment = self._replica, close.fragment
-        step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
-
-        def work() -> str:
-            at = 0
-            for chunk, (start, stop) in enumerate(replica.chunks[fragment]):
-                out = update[at : at + replica.down.nbytes(stop - start)]
-                if judged is None:
-                    replica.merge_chunk_(fragment, chunk, step, out)
-                else:
-                    replica.merge_staged_(fragment, chunk, step, *judged, out)
-                at += out.numel()
-            replica.clear_staged(fragment)
-            return replica.digest(fragment)
-
-        return work
 
     # -- judgement ----------------------------------------------------------------------------------------------------
 
-    async def _judge(self, close: Close, syncer: Syncer) -> tuple[Close, Judged]:
+    async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""
-        judged = await in_thread(self._replica.judge, close.fragment, syncer.weights(close.contributors))
+        judged = await in_thread(held.judge, syncer.weights(close.contributors))
         close = self._without_opposed(close, syncer, *judged)
         if not self._replica.settings.spot_check:
             return close, judged
-        failing = await self._checks.failing(self._context, close, syncer, *judged)
+        failing = await self._checks.failing(self._context, close, syncer, staged, judged)
         if not failing or not self._holds(syncer):
             return close, judged
         close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
-        judged = await in_thread(self._replica.judge, close.fragment, syncer.weights(close.contributors))
+        judged = await in_thread(held.judge, syncer.weights(close.contributors))
         return self._without_opposed(close, syncer, *judged), judged
 
     def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 
 from diloco.errors import DilocoError, PayloadError
-from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
 from diloco.protocol.messages.control import Hello, Revocations, Status
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations.context import Context
@@ -187,8 +187,12 @@ class ControlMesh:
             await stream.send(self._protocol.status())
             self._greet(peer, hello, stream)
             while True:
-                with offences():
-                    message = await stream.receive(None)
+                try:
+                    with offences():
+                        message = await stream.receive(None)
+                except UnknownKind as error:
+                    logger.debug("%s may be newer: %s", peer, error)
+                    continue
                 self._check_possible(message)
                 self._hear(peer, message)
         except PayloadError as error:
@@ -268,7 +272,7 @@ class ControlMesh:
             queue = self._outgoing.pop(peer, None)
             if queue is not None:
                 queue.put_nowait(None)
-            said_goodbye = member.status.state in ("leaving", "done")
+            said_goodbye = member.status.gone
             if said_goodbye or not await self.dial(peer):
                 self._lose(peer, why)
         finally:
@@ -283,8 +287,9 @@ class ControlMesh:
             context.recorder.named(self._protocol, named, context.now())
             for peer, record in named.items():
                 context.gate.witness(peer, record)
-                if peer not in self._protocol.members:
-                    self.dial(peer)
+                self.dial(peer)
+            for member in self._protocol.members.all():
+                self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
             await asyncio.sleep(RECORD_PERIOD_S)
 
 

@@ -16,9 +16,8 @@ from dataclasses import replace
 
 from diloco.errors import SwarmError
 from diloco.outer.replica import Replica
-from diloco.protocol.actions import Broadcast
-from diloco.protocol.messages.control import State
 from diloco.protocol.snapshot import Snapshot
+from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.conversations.context import Context, OnEvent
 from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inner
@@ -153,9 +152,8 @@ class Node:
         context, protocol = self.context, self.protocol
         stored_at = -RECORD_PERIOD_S
         while True:
-            protocol.traffic = (self.traffic.bytes_sent, self.traffic.bytes_received)
             self._announce_boundary()
-            context.do([Broadcast(protocol.status(figures=True)), *protocol.tick(context.now())])
+            context.do(protocol.heartbeat(context.now(), (self.traffic.bytes_sent, self.traffic.bytes_received)))
             self._backups.follow()
             self._units.refill()
             if context.now() - stored_at >= RECORD_PERIOD_S:
@@ -380,7 +378,7 @@ class Node:
 
     def _handed_over(self) -> bool:
         """Whether nobody is there to take this peer's fragments, or they are taken."""
-        able = (m.holds and m.status.state not in ("leaving", "done") for m in self.protocol.members.all())
+        able = (m.holds and not m.status.gone for m in self.protocol.members.all())
         return not any(able) or not self.protocol.leases.held_by(self.protocol.me)
 
     async def _first_units(self) -> None:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from diloco.errors import DivergedError, PayloadError
 from diloco.protocol.exchange import Exchange, Step
-from diloco.protocol.leases import Lease
-from diloco.protocol.peer import CONTROL_FRAGMENT
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole
@@ -104,7 +103,7 @@ class Rounds:
         """
         for fragment in self._left_out:
             if self._protocol.behind(fragment):
-                donors = self._protocol.members.donors(fragment, self._protocol.versions[fragment] + 1)
+                donors = self._protocol.members.donors(fragment, self._protocol.fragments[fragment].version + 1)
                 await self._anchors.catch_up(fragment, donors)
 
     # -- flights ------------------------------------------------------------------------------------------------------
@@ -208,9 +207,11 @@ class Rounds:
             await self._give_up(exchange)
             return
         while True:
-            lease = self._live_lease(fragment)
-            merged = protocol.merged(fragment).get(protocol.me, -1)
-            match exchange.next_step(lease, protocol.versions[fragment], self._context.now(), retry_at, merged):
+            lease = protocol.live_lease(fragment)
+            merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
+            match exchange.next_step(
+                lease, protocol.fragments[fragment].version, self._context.now(), retry_at, merged
+            ):
                 case Step.DONE:
                     return
                 case Step.WAIT:
@@ -230,11 +231,11 @@ class Rounds:
 
     def _learned_elsewhere(self, exchange: Exchange) -> bool:
         """Whether what was learned cannot be merged, because the syncer's anchor of that version is another one."""
-        lease, fragment = self._live_lease(exchange.fragment), exchange.fragment
+        lease, fragment = self._protocol.live_lease(exchange.fragment), exchange.fragment
         if lease is None or lease.holder == self._protocol.me:
             return False
-        same_version = lease.version == exchange.base_version == self._protocol.versions[fragment]
-        return same_version and lease.digest != self._protocol.digests[fragment]
+        same_version = lease.version == exchange.base_version == self._protocol.fragments[fragment].version
+        return same_version and lease.digest != self._protocol.fragments[fragment].digest
 
     async def _give_up(self, exchange: Exchange) -> None:
         fragment, lease = exchange.fragment, self._protocol.leases.get(exchange.fragment)
@@ -242,18 +243,11 @@ class Rounds:
         exchange.discarded = self._another_history = True
         await self._anchors.catch_up(fragment, () if lease is None else (lease.holder,), whole=True)
 
-    def _live_lease(self, fragment: int) -> Lease | None:
-        """The fragment's lease, while its holder is connected."""
-        lease = self._protocol.leases.get(fragment)
-        if lease is None or (lease.holder != self._protocol.me and lease.holder not in self._protocol.members):
-            return None
-        return lease
-
     async def _contribute(self, exchange: Exchange, lease: Lease, seconds: Seconds) -> None:
         """Contribute to a version that another peer makes, until it has lost the lease."""
 
         def moot() -> bool:
-            now = self._live_lease(lease.fragment)
+            now = self._protocol.live_lease(lease.fragment)
             return now is None or (now.holder, now.term) != (lease.holder, lease.term)
 
         sending = contribute(self._context, lease, exchange.header(lease))
@@ -285,7 +279,8 @@ class Rounds:
     async def _contribute_here(self, exchange: Exchange, lease: Lease, seconds: Seconds) -> None:
         """Contribute to a version that this peer makes itself."""
         protocol, fragment, me = self._protocol, exchange.fragment, self._protocol.me
-        syncer, before = protocol.syncers[fragment], protocol.versions[fragment]
+        syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
+        assert syncer is not None, "the lease is held here"
         verdict = protocol.offer(me, exchange.header(lease))
         if not verdict.accepted:
             exchange.refused(verdict, lease)
@@ -301,7 +296,9 @@ class Rounds:
             else:
                 await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
         waiting_since = self._context.now()
-        await self._context.tasks.until(lambda: protocol.versions[fragment] > before or not self._holds(syncer))
+        await self._context.tasks.until(
+            lambda: protocol.fragments[fragment].version > before or not self._holds(syncer)
+        )
         seconds.wait += self._context.now() - waiting_since
         if syncer.version == before + 1:
             exchange.recorded(syncer.last_contributors, me)
@@ -312,7 +309,7 @@ class Rounds:
         """
         fragment = syncer.fragment
         async with self._context.locks[fragment].writing():
-            before = self._protocol.versions[fragment]
+            before = self._protocol.fragments[fragment].version
             chunks = range(len(self._replica.chunks[fragment]))
             payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
             folded = await fold_whole(self._context, syncer, self._protocol.me, base_version, payloads)
@@ -331,7 +328,7 @@ class Rounds:
 
     def _holds(self, syncer: Syncer) -> bool:
         """Whether this peer is still syncer under the same lease; asked again after whatever was awaited."""
-        return self._protocol.syncers.get(syncer.fragment) is syncer
+        return self._protocol.fragments[syncer.fragment].syncer is syncer
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
 
-__all__ = ["CLOCK_LIMIT_S", "Found", "check_clock", "fetch_manifest", "look", "parse_manifest"]
+__all__ = ["CLOCK_LIMIT_S", "Found", "check_clock", "look", "parse_manifest"]
 
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT takes peers whose clocks differ by more for broken
 PEERS_ASKED = 4
@@ -71,11 +71,6 @@ def look(
         ConfigError: an entry is no address.
     """
     return asyncio.run(_look(initial_peers, gate or Gate(), identity_path, measure_bytes, on_connected))
-
-
-def fetch_manifest(initial_peers: Sequence[str], gate: Gate | None = None) -> str:
-    """The manifest of the run at these addresses, as untrusted JSON text; arguments and errors as of `look`."""
-    return look(initial_peers, gate=gate).manifest_text
 
 
 async def _look(

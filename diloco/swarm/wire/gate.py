@@ -31,6 +31,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.messages import Message, Refusal, expect
+from diloco.protocol.messages.base import MEMBERS
 from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
@@ -138,7 +139,7 @@ class Gate:
     async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
         """Let the handler have a stream, if the peer is known."""
         if not self.believes(peer):
-            reason = "" if self.admission is None else self.admission.objection(peer, "", time.time()) or ""
+            reason = "" if self.admission is None else self.admission.objection(peer, "", (), time.time()) or ""
             self.refused(peer, reason)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
@@ -156,18 +157,15 @@ class Gate:
 
     def call_objection(self, peer: str) -> str | None:
         """Why this peer may not use the DHT here; None when it may."""
-        if self.admission is None or self.role_of(peer) in ("worker", "host"):
-            return None
-        return self.admission.objection(peer, "a DHT call", time.time())
+        return None if self.admission is None else self.admission.objection(peer, "a DHT call", MEMBERS, time.time())
 
     def objection(self, peer: str, message: Message) -> str | None:
         """Why the peer may not begin a stream with this message; None when it may."""
         if self.admission is None:
             return None
-        kind = str(getattr(message, "kind", ""))
         if getattr(message, "trains", False) and self.role_of(peer) == "host":
             return "an invitation for role host does not allow training; use diloco host, or ask for another one"
-        return self.admission.objection(peer, kind, time.time())
+        return self.admission.objection(peer, message.kind, message.roles, time.time())
 
     # -- who is in ----------------------------------------------------------------------------------------------------
 

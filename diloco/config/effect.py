@@ -1,0 +1,202 @@
+"""Which settings do nothing, in which command and beside which other settings; one that a user types is refused.
+
+A preset may hold settings that a mode does not use, as `outer=data_parallel` over an experiment does. What a user types
+is meant, so a typed setting that nothing reads ends the command with one line, which names the setting, the reason and
+the remedy. Settings of the outer step that contradict each other are refused wherever they come from, in `groups.py`.
+
+A new setting is declared in the table of `tests/test_effect.py`, which compares every key in every command and mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from diloco.config.compose import choices, settings_of
+from diloco.config.explain import leaves, show
+from diloco.config.groups import OuterConfig
+from diloco.config.manifest import Manifest
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+
+__all__ = ["COMMANDS", "refuse_ignored", "refuse_run_owned"]
+
+
+class Ignored(NamedTuple):
+    """Settings without effect, and why in words that follow "has no effect"."""
+
+    keys: str  # settings and groups, with spaces between
+    reason: str  # in COMMANDS a clause that follows "with diloco COMMAND,"
+    remedy: str = "drop it"
+
+
+_REAL_TIME = Ignored("sim", "which runs in real time", "drop it, or use diloco simulate")
+_ONE_PEER = Ignored("local", "which is one peer", "drop it, or use diloco local")
+_NAMED = "run.name run.lead run.report"
+_SHARDS = "data.shard data.shards"
+
+# What each command does not read. `plan` and `doctor` take the whole run-owned half: it says which run is meant.
+COMMANDS: dict[str, tuple[Ignored, ...]] = {
+    "local": (
+        _REAL_TIME,
+        Ignored(
+            f"{_NAMED} {_SHARDS} swarm.identity_path",
+            "which gives each peer its own",
+            "drop it, or start each peer with diloco train",
+        ),
+    ),
+    "train": (_REAL_TIME, _ONE_PEER),
+    "join": (
+        _REAL_TIME,
+        _ONE_PEER,
+        Ignored("swarm.initial_peers", "which is given the ADDRESS"),
+    ),
+    "host": (
+        _REAL_TIME,
+        _ONE_PEER,
+        Ignored("swarm.initial_peers", "which is given the ADDRESS or --new"),
+        Ignored(
+            f"train checkpoint eval wandb run.lead run.report {_SHARDS} swarm.inner_state",
+            "which trains nothing",
+            "drop it, or use diloco train",
+        ),
+    ),
+    "simulate": (
+        Ignored("train.step_delay_s local.step_delay_s", "which runs in virtual time", "set sim.step_s"),
+        Ignored("checkpoint", "which writes no checkpoints"),
+        Ignored("wandb", "which logs to run.dir only"),
+        Ignored(f"{_NAMED} {_SHARDS} swarm.min_peers", "which gives each peer its own"),
+        Ignored(
+            "run.key swarm.initial_peers swarm.listen swarm.announce swarm.reachable swarm.identity_path swarm.token "
+            "swarm.key_path",
+            "whose network has neither addresses nor strangers",
+        ),
+    ),
+    "plan": (
+        Ignored("sim", "which only computes", "give --step-s, --bandwidth and --latency-ms"),
+        Ignored(
+            f"run.dir {_NAMED} {_SHARDS} local.step_delay_s train.micro_batch train.step_delay_s "
+            "train.log_every swarm checkpoint eval wandb",
+            "which runs nothing",
+        ),
+    ),
+    "doctor": (
+        _REAL_TIME,
+        _ONE_PEER,
+        Ignored(
+            f"{_NAMED} {_SHARDS} train.micro_batch train.precision train.step_delay_s train.log_every checkpoint.every "
+            "eval wandb swarm.initial_peers swarm.reachable swarm.min_peers swarm.upload_limit swarm.heartbeat_s "
+            "swarm.inner_state",
+            "which takes part in no run",
+        ),
+    ),
+    "eval": (
+        Ignored("model", "which is given a MODEL_DIR"),
+        Ignored(
+            f"run.id run.key run.dir {_NAMED} budget local {_SHARDS} inner.optimizer inner.lr inner.betas "
+            "inner.weight_decay inner.clip inner.schedule inner.warmup_steps inner.final_lr_ratio outer swarm sim "
+            "train.micro_batch train.threads train.step_delay_s train.log_every checkpoint eval.every wandb",
+            "which trains nothing",
+        ),
+    ),
+}
+
+
+def refuse_ignored(config: Config, command: str, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a typed setting that the command does not read with this configuration.
+
+    `command` is one of `COMMANDS`, `overrides` are the arguments as the user typed them. A choice such as
+    `swarm=network` is refused when nothing reads any of the settings that it holds.
+    """
+    ignored = dict(_ignored(config, command))
+    groups = choices()
+    found = []
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key == "experiment":
+            continue
+        typed = settings_of(key, value) if key in groups else [key]
+        reasons = [ignored.get(one) for name in typed for one in _covered(name)]
+        if reasons and reasons[0] is not None and all(reasons):
+            found.append(f"{key}={show(value)} has no effect {reasons[0].reason}; {reasons[0].remedy}")
+    if found:
+        raise ConfigError(found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
+
+
+def refuse_run_owned(overrides: Sequence[str], allowed: Collection[str] = ()) -> None:
+    """Raises ConfigError for a typed setting of the run, where the run is that of the peer at an ADDRESS."""
+    owned = [key for key, _ in leaves(Manifest)]
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
+        chosen = key in ("model", "data", "inner", "outer", "experiment")
+        if key not in allowed and (chosen or any(key == one or key.startswith(f"{one}.") for one in owned)):
+            raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
+
+
+def _ignored(config: Config, command: str) -> Iterator[tuple[str, Ignored]]:
+    """Yields (setting, why) for all that nothing reads; of two reasons the last counts, which is the command's."""
+    commands = (entry._replace(reason=f"with diloco {command}, {entry.reason}") for entry in COMMANDS[command])
+    for entry in (*_beside(config), *commands):
+        for key in entry.keys.split():
+            yield from ((one, entry) for one in _covered(key))
+
+
+def _covered(key: str) -> list[str]:
+    """The settings that a key stands for: itself, those of a group, or the mapping that it lies in."""
+    return [one for one, _ in leaves(Config) if one == key or one.startswith(f"{key}.") or key.startswith(f"{one}.")]
+
+
+def _beside(config: Config) -> Iterator[Ignored]:
+    """What has no effect beside the other settings."""
+    data, model, swarm = config.data, config.model, config.swarm
+    if config.outer.method == "data_parallel":
+        outer = " ".join(f"outer.{name}" for name in OuterConfig.model_fields if name not in ("method", "sync_every"))
+        yield Ignored(
+            f"{outer} swarm run.key wandb.aggregate",
+            "with outer.method=data_parallel, which has no outer steps and no swarm",
+            "drop it, or choose another outer",
+        )
+        yield Ignored(_SHARDS, "with outer.method=data_parallel, which gives each process its own")
+    else:
+        yield from _beside_outer(config.outer)
+    if config.inner.schedule == "constant":
+        yield Ignored("inner.final_lr_ratio", "with inner.schedule=constant", "drop it, or set inner.schedule=cosine")
+    if data.source in ("stdlib", "text"):
+        yield Ignored("data.field", f"with data.source={data.source}, which has no columns")
+    if data.source != "hub":
+        yield Ignored("data.split", f"with data.source={data.source}, which has no splits", "drop it, or use data=hub")
+    if model.path is not None:
+        yield Ignored("model.model_type", "with model.path, whose directory says it")
+    if swarm.key_path is not None:
+        yield Ignored("swarm.token", "with swarm.key_path, by which a peer invites itself")
+    if swarm.reachable == "no":
+        yield Ignored("swarm.listen swarm.announce", "with swarm.reachable=no, which listens nowhere")
+    if config.wandb.mode == "disabled":
+        yield Ignored(
+            "wandb.project wandb.entity wandb.aggregate",
+            "with wandb.mode=disabled",
+            "drop it, or set wandb.mode=online or offline",
+        )
+
+
+def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:
+    """The same inside the settings of the outer step, where it is no contradiction."""
+    if outer.fragments == 1:
+        yield Ignored("outer.pattern", "with outer.fragments=1", "drop it, or set outer.fragments")
+    if not outer.staleness_limit:
+        yield Ignored(
+            "outer.staleness_exponent",
+            "with outer.staleness_limit=0, which merges nothing that is late",
+            "drop it, or set outer.staleness_limit and outer.quorum",
+        )
+    if outer.judging not in ("clip", "recent"):
+        yield Ignored("outer.clip_factor", f"with outer.robust={outer.robust}", "drop it, or set outer.robust=clip")
+    if outer.judging != "trimmed_mean":
+        remedy = "drop it, or set outer.robust=trimmed_mean"
+        yield Ignored("outer.trim", f"with outer.robust={outer.robust}", remedy)
+    else:
+        yield Ignored("outer.weights", "with outer.robust=trimmed_mean, in which all peers count alike")
+    if outer.lr_by_peers:
+        yield Ignored("outer.lr", "with outer.lr_by_peers, which says it for every number of peers")
+    if not outer.momentum:
+        yield Ignored("outer.momentum_warmup", "with outer.momentum=0", "drop it, or set outer.momentum")

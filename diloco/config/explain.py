@@ -1,0 +1,167 @@
+"""The schema in words: which settings there are, what each accepts, and a mistake as one line for the user.
+
+`--cfg help` and every error about a setting are written from here: the key as typed, the value, what is expected
+instead. Nothing here knows a particular setting, so that `base.py` can stand on it.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+__all__ = ["Expected", "accepts", "expected", "explain", "leaves", "nearest", "show", "unknown_key"]
+
+_KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a value must be, in words, where the type alone does not say it; for errors and `--cfg help`."""
+
+    text: str
+
+
+# -- what there is ----------------------------------------------------------------------------------------------------
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yields (dotted key, field) of every setting below `model`, in the order of the schema."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def accepts(keys: Mapping[str, FieldInfo], key: str) -> bool:
+    """Whether `key` is a setting, or lies below one that is an open mapping (`model.config.hidden_size`)."""
+    return key in keys or any(
+        get_origin(field.annotation) is dict and key.startswith(f"{known}.") for known, field in keys.items()
+    )
+
+
+def expected(field: FieldInfo) -> str:
+    """What a value of the field must be, such as `a whole number >= 1, or null`."""
+    return _expected(field.annotation, field.metadata)
+
+
+def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
+    if get_origin(annotation) is Annotated:
+        annotation, *inner = get_args(annotation)
+        return _expected(annotation, [*inner, *metadata])
+    metadata = [part for item in metadata for part in getattr(item, "metadata", [item])]  # Field(ge=0) wraps Ge(0)
+    spoken = next((item.text for item in metadata if isinstance(item, Expected)), None)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return f"{_expected(next(part for part in arguments if part is not type(None)), metadata)}, or null"
+    if spoken is not None:
+        return spoken
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple:
+        size = "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
+        return f"{size}, each {_expected(arguments[0], ())}"
+    if origin is dict:
+        return "a group of settings"
+    bounds = " and ".join(_bounds(metadata))
+    return f"{_KINDS.get(annotation, 'a text')} {bounds}".strip()
+
+
+def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
+    for item in metadata:
+        if isinstance(item, Gt):
+            yield f"> {item.gt:.10g}"
+        elif isinstance(item, Ge):
+            yield f">= {item.ge:.10g}"
+        elif isinstance(item, Lt):
+            yield f"< {item.lt:.10g}"
+        elif isinstance(item, Le):
+            yield f"<= {item.le:.10g}"
+
+
+# -- what went wrong --------------------------------------------------------------------------------------------------
+
+
+def show(value: Any, limit: int = 80) -> str:
+    """A value as one printable line of at most `limit` characters; it may come from an untrusted peer."""
+    plain = isinstance(value, str) and value != "" and value.isprintable()
+    text = str(value) if plain else json.dumps(value, default=ascii)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The known keys that were probably meant: the most similar ones, or none if nothing is similar.
+
+    Group and last part are compared apart, and an abbreviation matches what it stands for (`learning_rate` finds `lr`).
+    """
+    group, _, leaf = word.rpartition(".")
+
+    def score(candidate: str) -> float:
+        its_group, _, its_leaf = candidate.rpartition(".")
+        similarity = SequenceMatcher(None, leaf, its_leaf).ratio()
+        if not group and not its_group:  # `modle=tiny` means the group rather than wandb.mode
+            similarity += 0.15
+        if _abbreviates(its_leaf, leaf) or _abbreviates(leaf, its_leaf):
+            similarity = max(similarity, 0.7)
+        return similarity + (SequenceMatcher(None, group, its_group).ratio() if group else 0.0)
+
+    scores = {candidate: score(candidate) for candidate in known}
+    best = max(scores.values(), default=0.0)
+    return [key for key, value in scores.items() if value == best] if best >= (1.2 if group else 0.6) else []
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """`outer.learning_rate is not a setting; did you mean outer.lr?`"""
+    known = list(known)
+    head, rest = key, ""
+    while not (guesses := nearest(head, known)) and head.count(".") > 1:  # model.confg.hidden_size
+        head, _, last = head.rpartition(".")
+        rest = f".{last}{rest}"
+    guess = " or ".join(f"{one}{rest}" for one in guesses[:3])
+    return f"{show(key)} is not a setting; {f'did you mean {guess}?' if guess else '--cfg help lists them all'}"
+
+
+def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, str] | None = None) -> str:
+    """One line for a validation error: its first mistake, and how many more there are.
+
+    `typed` maps keys to values as the user wrote them, where that is known.
+    """
+    first, *others = error.errors(include_url=False)
+    keys = dict(leaves(model))
+    key = ".".join(part for part in first["loc"] if isinstance(part, str))  # without the index into a list
+    if first["type"] == "extra_forbidden":
+        text = unknown_key(key, keys)
+    elif first["type"] == "missing":
+        text = f"{key} is missing; expected {_wanted(key, keys)}"
+    elif first["type"] == "value_error":  # a check of ours, which wrote its own line
+        text = show(str(first["ctx"]["error"]), limit=400)
+    else:
+        value = (typed or {}).get(key) or show(first["input"])
+        text = f"{show(key)}={value} is {_complaint(first['type'])}; expected {_wanted(key, keys)}"
+    return f"{text} (and {len(others)} more)" if others else text
+
+
+def _wanted(key: str, keys: Mapping[str, Any]) -> str:
+    return next(
+        (expected(field) for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), "a group of settings"
+    )
+
+
+def _complaint(kind: str) -> str:
+    if kind.startswith(("greater_than", "less_than")):
+        return "out of range"
+    return "not a choice" if kind == "literal_error" else "not valid"
+
+
+def _abbreviates(short: str, word: str) -> bool:
+    """Whether `short` is the initial and some later letters of `word`, in order."""
+    letters = iter(word)
+    return len(short) >= 2 and short[:1] == word[:1] and all(letter in letters for letter in short)

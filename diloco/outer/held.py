@@ -1,0 +1,173 @@
+"""The syncer's half of a fragment: contributions in, the next version out.
+
+    fold       payload -> sum                                             each contribution as it arrives
+    stage      payload -> kept; `judge` says what each contribution counts     where the merge rule compares them
+    merge_     sum -> average -> outer step on the master -> update, which moves the anchor
+
+Memory, in fp32 copies of the fragment: 3 (master, momentum, sum), and 1 for each buffer of the outer optimizer. Where
+contributions are judged together there is no sum but the payload of each contributor, a quarter of a copy with int8.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from diloco.config import OuterConfig
+from diloco.outer.codecs import codec
+from diloco.outer.digest import fragment_digest, part_digests
+from diloco.outer.fragments import Fragment, chunks
+from diloco.outer.merging import Sum, average_of, judge_of
+from diloco.outer.optimizer import OuterStep, optimizer
+from diloco.outer.payloads import buffer
+from diloco.outer.rda import directional_pieces
+from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
+from diloco.outer.staged import Staged
+
+__all__ = ["Held", "Judged"]
+
+Judged = tuple[list[str], Judgement]
+"""Contributors in the order of their names, and what each contribution counts."""
+
+
+class Held:
+    """Outer state of one fragment, and the contributions to its next version.
+
+    Args:
+        fragment: which one.
+        anchor: (numel,) fp32, this peer's anchor of it, which `merge_` moves.
+        settings: codecs, merge rule and outer optimizer.
+        rng: decides what of contributions is compared; nobody else may be able to foresee it.
+        master: (numel,) fp32, what the anchor would be without the codec's loss; starts at the anchor. The residual
+            master - anchor goes into later updates.
+        momentum: (numel,) fp32; starts at zeros.
+        norms: of recent contributions, where they are known.
+
+    It lives as long as this peer is syncer of the fragment. A thread that makes a version keeps its object, so losing
+    the lease meanwhile, and even winning it again, does not disturb it. An invalid payload raises `PayloadError` and
+    changes nothing; a master that is not finite raises `DivergedError` and leaves the version half made.
+    """
+
+    def __init__(
+        self,
+        fragment: Fragment,
+        anchor: Tensor,
+        settings: OuterConfig,
+        rng: random.Random,
+        *,
+        master: Tensor | None = None,
+        momentum: Tensor | None = None,
+        norms: Norms | None = None,
+    ) -> None:
+        self.fragment, self.anchor, self.settings = fragment, anchor, settings
+        self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
+        self.optimizer, self.average, self.rule = optimizer(settings), average_of(settings), judge_of(settings)
+        self.master = anchor.clone() if master is None else master
+        self.momentum = torch.zeros_like(anchor) if momentum is None else momentum
+        self.buffers = tuple(torch.zeros_like(anchor) for _ in range(self.optimizer.num_buffers))
+        self.norms = Norms() if norms is None else norms
+        self.chunks = tuple(chunks(fragment.numel))
+        self.staged: Staged | None = None
+        self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
+        if self.rule is None:
+            total = torch.zeros_like(anchor)
+            self.sums = [Sum(total[start:stop], self._pieces(chunk)) for chunk, (start, stop) in enumerate(self.chunks)]
+        else:
+            self.staged = Staged([stop - start for start, stop in self.chunks], self.up, self.norms, rng)
+        self._clips = settings.judging == "recent"
+        self._update_at = self.down.offsets(fragment.numel)
+
+    def _pieces(self, chunk: int) -> list[tuple[int, int]]:
+        return directional_pieces(self.fragment, *self.chunks[chunk])
+
+    # -- contributions ------------------------------------------------------------------------------------------------
+
+    def take(self, chunk: int, peer: str, payload: Tensor, weight: float) -> None:
+        """Stage or fold a received chunk, as the merge rule needs it."""
+        if self.staged is None:
+            self.fold(chunk, payload, weight)
+        else:
+            self.staged.put(peer, chunk, payload)
+
+    def norm_of(self, chunk: int, payload: Tensor) -> float:
+        """L2 norm of a received chunk; `PayloadError` for one that `fold` would refuse."""
+        norm = norm_of(self.up.values(payload, self._numel(chunk)))
+        if self._clips:
+            self.norms.check(chunk, norm)
+        return norm
+
+    def fold(
+        self, chunk: int, payload: Tensor, weight: float, discount: float = 1.0, norm: float | None = None
+    ) -> None:
+        """Add weight * discount times a received chunk to the sum.
+
+        The average divides by the weights alone, so a discount shrinks the step. `norm` is the chunk's, if known.
+        """
+        assert self.rule is None, f"outer.robust={self.settings.robust} stages contributions"
+        into, scale, values = self.sums[chunk], 1.0, None
+        if self._clips:
+            if norm is None:
+                values = self.up.values(payload, self._numel(chunk))
+                norm = norm_of(values)
+            scale = self.norms.see(chunk, norm, self.settings.clip_factor)
+        if values is None:
+            self.average.add_encoded_(into, self.up, payload, weight * discount, scale)
+        else:
+            self.average.add_(into, values, weight * discount, scale)
+        into.weight += weight
+
+    def judge(self, weights: Mapping[str, float]) -> Judged:
+        """What the staged contributions of these peers count; fewer than `MIN_JUDGED` count their weights."""
+        assert self.rule is not None and self.staged is not None, "contributions are folded in as they arrive"
+        peers = sorted(weights)
+        by_peer = [weights[peer] for peer in peers]
+        if len(peers) < MIN_JUDGED:
+            return peers, Judgement.plain(by_peer)
+        return peers, self.rule.judge(self.staged, peers, by_peer)
+
+    # -- the next version ---------------------------------------------------------------------------------------------
+
+    def merge_(self, step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
+        """Make the next version: fill its `update` (uint8), move the anchor, and return its digest.
+
+        `judged` says what staged contributions count; there is none where they were folded.
+        """
+        for chunk, (at, end) in enumerate(zip(self._update_at, self._update_at[1:], strict=False)):
+            self.merge_chunk_(chunk, step, update[at:end], judged)
+        if self.staged is not None:
+            self.staged.clear()
+        return fragment_digest(part_digests(self.anchor))
+
+    def merge_chunk_(self, chunk: int, step: OuterStep, out: Tensor, judged: Judged | None = None) -> None:
+        """`merge_` for one chunk, whose part of the update is `out`."""
+        start, stop = self.chunks[chunk]
+        if self.rule is None:
+            into = self.sums[chunk]
+            self.average.average_(into)
+        else:
+            assert self.staged is not None and judged is not None, "contributions are judged before they are merged"
+            into = Sum(buffer("merged", torch.float32, stop - start).zero_(), self._pieces(chunk))
+            self.rule.merge_(into, self.staged, chunk, *judged, self.average)
+        master, anchor = self.master[start:stop], self.anchor[start:stop]
+        buffers = [vector[start:stop] for vector in self.buffers]
+        self.optimizer.step_(master, self.momentum[start:stop], buffers, into.total, step)
+        self.down.encode_update(master, anchor, out)
+        self.down.apply_update_(anchor, out)
+        into.clear()
+
+    def restart(self) -> None:
+        """Start from the anchor, which was replaced, with the momentum there is; forget all contributions."""
+        self.master.copy_(self.anchor)
+        for into in self.sums:
+            into.clear()
+        if self.staged is not None:
+            self.staged.clear()
+        for vector in self.buffers:
+            vector.zero_()
+
+    def _numel(self, chunk: int) -> int:
+        start, stop = self.chunks[chunk]
+        return stop - start

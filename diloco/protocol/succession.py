@@ -1,0 +1,84 @@
+"""Which vacant fragments a peer claims, and which anchors it has to fetch. Sans-IO."""
+
+from __future__ import annotations
+
+from diloco.protocol.actions import CatchUp
+from diloco.protocol.fragment import Busy, Fragment
+from diloco.protocol.pace import STATUSES_PER_S
+from diloco.protocol.rendezvous import assign, order
+from diloco.protocol.view import View
+
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "to_claim"]
+
+CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
+
+
+def to_claim(view: View, now: float) -> list[Fragment]:
+    """Vacant fragments that this peer shall take now.
+
+    All peers compute the same holders. If the right one does not claim its fragment in time, the others do, one after
+    another.
+    """
+    vacant = []
+    for fragment in view.fragments:
+        if not _vacant(view, fragment):
+            fragment.vacant_since = None
+            continue
+        fragment.vacant_since = now if fragment.vacant_since is None else fragment.vacant_since
+        vacant.append(fragment)
+    if not vacant:
+        return []
+    able = view.able()
+    holders = assign((f.index for f in vacant), able, {peer: view.leases.load(peer) for peer in able})
+    return [f for f in vacant if _my_turn(view, f, holders[f.index], able, now)]
+
+
+def _my_turn(view: View, fragment: Fragment, holder: str, able: list[str], now: float) -> bool:
+    waited_s = now - (now if fragment.vacant_since is None else fragment.vacant_since)
+    patience_s = CLAIM_PATIENCE_S + len(view.members) / STATUSES_PER_S  # by then everybody has told its versions
+    if waited_s <= patience_s and _newest_is_missing(view, fragment):
+        return False
+    if holder == view.me:
+        return True
+    return waited_s > patience_s and waited_s > patience_s * (1 + order(able, fragment.index).index(view.me))
+
+
+def _vacant(view: View, fragment: Fragment) -> bool:
+    lease = fragment.lease
+    if lease is None or lease.holder == view.me:
+        return lease is None
+    holder = view.members.get(lease.holder)
+    # A peer that is done keeps its fragments while it is connected: there is no next version to make.
+    return holder is None or holder.status.state == "leaving"
+
+
+def _newest_is_missing(view: View, fragment: Fragment) -> bool:
+    """Whether the dead syncer published a version that nobody is known to have; a peer may be about to say it has."""
+    lease = fragment.lease
+    have = max(fragment.version, view.members.highest_version(fragment.index))
+    return lease is not None and lease.holder not in view.members and lease.version > have
+
+
+def catch_ups(view: View) -> list[CatchUp]:
+    """Fetch the anchors that differ from the syncers'; each such fragment is `CATCHING_UP` from then on.
+
+    While the training loop is at work this peer fetches nothing: the loop notices at its exchange.
+    """
+    # Done, and in lockstep everybody is done with the same version; else the others' last versions are followed.
+    ended = view.state == "done" and view.lockstep
+    at_work = view.trains and (view.state in ("training", "exchanging", "leaving") or ended)
+    found = []
+    for fragment in view.fragments:
+        lease = fragment.lease
+        if lease is None or fragment.busy is not Busy.NO or _vacant(view, fragment):
+            continue
+        if lease.holder == view.me:
+            donors = tuple(view.members.donors(fragment.index, fragment.version + 1))
+        elif at_work or lease.version < fragment.version or fragment.agrees():
+            continue
+        else:
+            donors = (lease.holder,)
+        if donors:
+            fragment.busy = Busy.CATCHING_UP
+            found.append(CatchUp(fragment.index, donors, outer=False))
+    return found

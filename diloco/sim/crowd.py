@@ -1,0 +1,361 @@
+"""Swarms of production peers with tiny models, over a simulated network; the fuzz drives them.
+
+    Crowd -> the life of a peer (a thread in lockstep) -> Attachment -> Node -> SimTransport -> Network
+
+A peer does what the loop in the README does: it attaches a model, counts tokens and takes optimizer steps. Everything
+that acts in the swarm is production code. Time, the network and the faults are simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.admission import Admission, Role, RunKey, Token, issue
+from diloco.admission.keys import new_key
+from diloco.config import OuterConfig
+from diloco.errors import SwarmError
+from diloco.outer import digest, fragments
+from diloco.outer.fragments import partition
+from diloco.outer.replica import Replica
+from diloco.sim.lockstep import Lockstep
+from diloco.sim.network import Link, Network
+from diloco.sim.peers import SimRuntime
+from diloco.sim.virtual_time import VirtualLoop
+from diloco.swarm.node.node import Connect, Node
+from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.streams import BULK
+from diloco.swarm.wire.transport import Transport
+from diloco.train.api import Attachment, Swarm
+
+__all__ = ["Checkpoint", "Crowd", "Life", "Member", "small_pieces"]
+
+TOKENS_PER_STEP = 8
+SEQUENCES_PER_STEP = 2
+MAX_SEEDS = 3
+REJOIN_S = 3.0  # before a peer that could not join tries again, as its owner would
+JOINS = 20  # tries after which a peer that cannot join is wrong
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a peer is, in all its lives."""
+
+    name: str
+    trains: bool = True
+    step_s: float = 1.0
+    latency_s: float = 0.1
+    clock: tuple[float, float] = (1.0, 0.0)  # rate, and offset in seconds
+    lie: float = 1.0  # what its contributions are multiplied with
+    boundary_s: float = 0.0  # work after each exchange: evaluation, and writing the checkpoint
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the next life of a peer goes on from."""
+
+    saved: Saved
+    counters: tuple[int, int, int]  # steps, tokens, discarded tokens
+    inner: Mapping[str, Any]
+    digests: tuple[str, ...]  # of the anchors, when it was written
+
+
+@dataclass
+class Life:
+    """One process of a peer, from its start to its death or its end.
+
+    `sync` is there once a trainer has attached its model, `node` once the peer is in the swarm. `ended` says how a life
+    ended: "" while it goes on, "left", "done", "killed", or what it failed with.
+    """
+
+    member: Member
+    number: int
+    seeds: list[str]
+    min_peers: int
+    checkpoint: Checkpoint | None = None
+    lockstep: Lockstep[None] | None = None
+    task: asyncio.Task[None] | None = None
+    sync: Attachment | None = None
+    node: Node | None = None
+    ready: bool = False
+    leaving: bool = False
+    ended: str = ""
+    fresh: bool = True  # this life began without a checkpoint, so its counters are all that the peer ever did
+
+    @property
+    def name(self) -> str:
+        """The peer's id."""
+        return self.member.name
+
+    @property
+    def owner(self) -> str:
+        """The owner of everything that this life does in the loop."""
+        return f"{self.member.name}.{self.number}"
+
+
+class Crowd:
+    """Peers by name, and what befalls them.
+
+    Args:
+        loop: where virtual time passes.
+        seed: of gradients, losses and everything else that is drawn.
+        outer: settings of the outer step, as `Swarm` takes them.
+        elements: of each fragment of the model.
+        units: whether sequences are leased to the peers.
+        heartbeat_s: of every peer.
+        loss: probability that a bulk stream breaks.
+        inner_state: of joiners, as `swarm.inner_state`.
+        closed: whether only invited peers take part; every peer has an invitation.
+
+    A life that fails is in `failures`. `on_life` is called with each life whose node is there.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        seed: int,
+        outer: Mapping[str, Any],
+        *,
+        elements: int = 20,
+        units: bool = False,
+        heartbeat_s: float = 2.0,
+        loss: float = 0.0,
+        inner_state: str = "donor",
+        closed: bool = False,
+    ) -> None:
+        self.loop, self.seed, self.outer = loop, seed, dict(outer)
+        self.network = Network(loop, seed, loss, {BULK})
+        self.lives: dict[str, Life] = {}  # the newest of each peer
+        self.ended: list[Life] = []
+        self.failures: list[str] = []
+        self.story: list[str] = []
+        self.goal = 10**9  # the version at which training ends
+        self.torn = False  # whether any peers could not reach each other for a while
+        self.on_life: Callable[[Life], None] = lambda life: None
+        self.tell: Callable[[str], None] = lambda line: None
+        self._elements, self._units, self._heartbeat_s, self._inner_state = elements, units, heartbeat_s, inner_state
+        self._key = RunKey(new_key()) if closed else None
+        self._tokens: dict[str, Token] = {}
+        self._numbers = 0
+        loop.set_exception_handler(self._uncaught)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def start(self, member: Member, min_peers: int = 1, checkpoint: Checkpoint | None = None) -> Life:
+        """A process of this peer starts, and joins through the peers that are there."""
+        self._numbers += 1
+        known = [life.name for life in self.living() if life.ready and life.name != member.name]
+        life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=checkpoint is None)
+        self.lives[member.name] = life
+        rate, offset_s = member.clock
+        if (rate, offset_s) != (1.0, 0.0):
+            self.loop.set_clock(life.owner, rate, offset_s)
+        with self.loop.owned_by(life.owner):
+            life.task = self.loop.create_task(self._live(life), name=life.owner)
+        life.task.add_done_callback(lambda _: self._over(life))
+        return life
+
+    def crash(self, name: str) -> None:
+        """SIGKILL: everything of the peer is gone at once."""
+        life = self.lives[name]
+        life.ended = life.ended or "killed"
+        self.network.crash(name)
+        self.loop.kill(life.owner)
+
+    def leave(self, name: str) -> None:
+        """Ctrl+C: the peer hands its fragments over and goes."""
+        life = self.lives[name]
+        life.leaving = True
+        if life.sync is not None:
+            life.sync.interrupt()
+        elif life.node is not None:
+            life.node.notify()
+
+    def living(self) -> list[Life]:
+        """Lives that go on, by name."""
+        return [life for _, life in sorted(self.lives.items()) if not life.ended]
+
+    def members(self) -> list[Life]:
+        """Lives whose node is in the swarm and stays there."""
+        return [life for life in self.living() if life.ready and not life.leaving]
+
+    def note(self, name: str, text: str) -> None:
+        """One line of the story."""
+        self.story.append(f"{self.loop.seconds:9.3f} {name:5} {text}")
+        self.tell(self.story[-1])
+
+    # -- a life -------------------------------------------------------------------------------------------------------
+
+    async def _live(self, life: Life) -> None:
+        if life.member.trains:
+            lockstep = life.lockstep = Lockstep(lambda: self._train(life), life.owner)
+            await lockstep.run()
+        else:
+            await self._host(life)
+
+    def _over(self, life: Life) -> None:
+        assert life.task is not None
+        error = None if life.task.cancelled() else life.task.exception()
+        self.ended.append(life)
+        if life.ended:
+            return
+        began = life.sync is not None and life.sync.steps > 0
+        if isinstance(error, SwarmError) and not began and self._numbers < JOINS:
+            life.ended = f"could not join: {error}"
+            self.note(life.name, life.ended)
+            self.loop.at(self.loop.seconds + REJOIN_S, self._again, life)
+        elif error is not None:
+            life.ended = f"failed: {error!r}"
+            self.failures.append(f"{life.name} {life.ended}")
+        else:
+            life.ended = "left" if life.leaving else "done"
+        self.note(life.name, life.ended)
+        self.network.crash(life.name)
+
+    def _again(self, life: Life) -> None:
+        if self.lives[life.name] is life:
+            self.start(life.member, checkpoint=life.checkpoint)
+
+    def _train(self, life: Life) -> None:
+        """In the peer's thread: the loop of the README, with random gradients."""
+        assert life.lockstep is not None
+        member, r = life.member, random.Random(f"{self.seed} {life.owner}")
+        model = nn.ParameterDict({"w": nn.Parameter(self._parameters())})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        saved = None if life.checkpoint is None else life.checkpoint.saved
+        runtime = SimRuntime(
+            self.loop, life.lockstep, self._connect(life), self.seed, member.lie, gate=self._gate(life)
+        )
+        life.sync = sync = self._swarm(life, runtime).attach(model, optimizer, saved=saved)
+        if life.checkpoint is not None:
+            sync.steps, sync.tokens, sync.discarded_tokens = life.checkpoint.counters
+            optimizer.load_state_dict(dict(life.checkpoint.inner))
+        take = sync.lease_units(SEQUENCES_PER_STEP * self.outer["sync_every"]) if self._units else None
+        if life.leaving:
+            return
+        with sync:
+            life.checkpoint = life.checkpoint or self._checkpoint(sync, optimizer)
+            while not sync.interrupted and sync.version < self.goal:
+                life.lockstep.call(asyncio.sleep(member.step_s * r.uniform(0.9, 1.1)))
+                if take is not None:
+                    take(SEQUENCES_PER_STEP)
+                w = model["w"]
+                w.grad = torch.tensor([r.gauss(0.0, 1.0) for _ in range(w.numel())])
+                sync.count(TOKENS_PER_STEP)
+                optimizer.step()
+                if sync.exchanged and not sync.interrupted:
+                    life.checkpoint = self._boundary(life, sync, optimizer)
+
+    def _boundary(self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer) -> Checkpoint:
+        """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
+        assert life.lockstep is not None
+        if life.member.boundary_s:
+            life.lockstep.call(asyncio.sleep(life.member.boundary_s))
+        return self._checkpoint(sync, optimizer)
+
+    def _checkpoint(self, sync: Attachment, optimizer: torch.optim.Optimizer) -> Checkpoint:
+        saved = _copied(sync.saved())
+        counters = (sync.steps, sync.tokens, sync.discarded_tokens)
+        assert sync.node is not None
+        digests = tuple(sync.node.replica.digest_of(anchor) for anchor in saved.anchors)
+        return Checkpoint(saved, counters, _copied_state(optimizer), digests)
+
+    async def _host(self, life: Life) -> None:
+        """A peer that holds fragments, as `diloco host` does."""
+        parameters = {"w": self._parameters()}
+        outer = OuterConfig.parse({"method": "diloco", **self.outer})
+        replica = Replica(parameters, partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern), outer)
+        replica.draw = random.Random(f"{self.seed} {life.owner}")
+        swarm = self._swarm(life)
+        options = replace(swarm.options(parameters, None, trains=False), gate=self._gate(life), seed=life.owner)
+        life.node = node = await Node.open(options, replica, swarm.on_event, self._connect(life))
+        self.on_life(life)
+        try:
+            swarm.on_ready("")
+            await node.until(lambda: life.leaving)
+            await node.leave(finished=False)
+        finally:
+            await node.close()
+
+    def _gate(self, life: Life) -> Gate:
+        """The peer's own admission; in all its lives it shows the same invitation."""
+        if self._key is None:
+            return Gate()
+        role: Role = "worker" if life.member.trains else "host"
+        if life.name not in self._tokens:
+            self._tokens[life.name] = issue(self._key, "run", role, int(time.time()) + 86400)
+        return Gate(Admission(self._tokens[life.name]))
+
+    def _parameters(self) -> Tensor:
+        return torch.arange(float(self._elements * self.outer.get("fragments", 1))) / 10
+
+    def _connect(self, life: Life) -> Connect:
+        async def connect(options: NodeOptions) -> Transport:
+            return self.network.join(life.name, life.seeds, Link(latency_s=life.member.latency_s), options.gate)
+
+        return connect
+
+    def _swarm(self, life: Life, runtime: SimRuntime | None = None) -> Swarm:
+        def on_event(kind: str, fields: dict[str, object]) -> None:
+            if not life.ended:
+                self.note(life.name, f"{kind} {fields}")
+
+        def on_ready(address: str) -> None:
+            life.ready = True
+            if life.sync is not None:
+                life.node = life.sync.node
+                self.on_life(life)
+
+        return Swarm(
+            run_id="run", name=life.name, identity=Path(life.name), min_peers=life.min_peers,
+            heartbeat_s=self._heartbeat_s, inner_state=self._inner_state, on_event=on_event, on_ready=on_ready,
+            runtime=runtime, **self.outer,
+        )  # fmt: skip
+
+    def _uncaught(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        """An exception that nobody took."""
+        error = context.get("exception")
+        if not isinstance(error, asyncio.CancelledError):
+            self.failures.append(f"nobody took {error!r} ({context.get('message')})")
+
+
+def _copied(saved: Saved) -> Saved:
+    """The same in memory of its own: that of a running node moves on."""
+    outer = {fragment: (master.clone(), momentum.clone()) for fragment, (master, momentum) in saved.outer.items()}
+    return replace(
+        saved,
+        anchors=[anchor.clone() for anchor in saved.anchors],
+        outer=outer,
+        residuals={fragment: residual.clone() for fragment, residual in saved.residuals.items()},
+    )
+
+
+def _copied_state(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    state = optimizer.state_dict()
+    kept = {
+        key: {name: value.clone() if isinstance(value, Tensor) else value for name, value in of.items()}
+        for key, of in state["state"].items()
+    }
+    return {"state": kept, "param_groups": state["param_groups"]}
+
+
+@contextmanager
+def small_pieces(chunk: int = 8, part: int = 16) -> Iterator[None]:
+    """Inside, payloads come in chunks of so few elements, and anchors in parts, that tiny models have several."""
+    kept = fragments.CHUNK, digest.PART
+    fragments.CHUNK, digest.PART = chunk, part
+    try:
+        yield
+    finally:
+        fragments.CHUNK, digest.PART = kept

@@ -1,0 +1,108 @@
+"""Where a node runs, for a training loop that knows nothing of event loops.
+
+`NodeThread` runs a node beside the training loop. The simulator's runtime stops the training loop and lets virtual time
+pass instead. Nothing else differs between a real peer and a simulated one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from diloco.outer.replica import Replica
+from diloco.swarm.conversations.probe import ask_to_be_called
+from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.wire.libp2p import Libp2p
+from diloco.swarm.wire.transport import Transport
+
+__all__ = ["NodeThread", "Runtime", "connect"]
+
+T = TypeVar("T")
+JOIN_S = 10.0
+CLOSE_S = 5.0
+
+
+class Runtime(Protocol):
+    """An event loop with one node in it, used from the thread of a training loop.
+
+    A node belongs to its loop: only `call` and `call_soon` may change it. Whatever fails in the loop is raised by
+    `call`.
+    """
+
+    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
+        """A node that is connected to its swarm."""
+        ...
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine of the loop; the caller waits for it."""
+        ...
+
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call a function; the caller does not wait. A signal handler may use it, also after `close`."""
+        ...
+
+    def clock(self) -> float:
+        """Seconds, for measuring how long something takes."""
+        ...
+
+    def close(self) -> None:
+        """End whatever still runs in the loop. Can be called twice, and without a node."""
+        ...
+
+
+async def connect(options: NodeOptions) -> Transport:
+    """Join the real network."""
+    return await Libp2p.connect(
+        options.network, options.identity_path, options.gate, options.run.id, ask=ask_to_be_called
+    )
+
+
+class NodeThread:
+    """An event loop in a thread of its own, as `Runtime`. The thread begins with `open`."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
+        self._thread.start()
+        return self.call(Node.open(options, replica, on_event, connect))
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result()
+
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        if self._thread is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            return
+        try:
+            self.call(self._end())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=JOIN_S)
+
+    async def _end(self) -> None:
+        remains = asyncio.all_tasks() - {asyncio.current_task()}  # hivemind's own, which it leaves pending
+        for task in remains:
+            task.cancel()
+        if remains:
+            await asyncio.wait(remains, timeout=CLOSE_S)
+        await self._loop.shutdown_default_executor()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()

@@ -1,0 +1,83 @@
+"""How fast a peer trains, where its time goes, and what it has not sent yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from diloco.config import OuterConfig
+from diloco.outer.rates import dylu_steps
+from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.rundir.summary import PhaseTimer
+from diloco.swarm.node.rounds import Count
+
+__all__ = ["Pace", "Unsent"]
+
+DYLU_FLOOR = 5  # inner steps (arXiv 2401.09135, the authors' code)
+
+
+class Pace:
+    """The figures that a peer tells the swarm about its training.
+
+    Attributes:
+        steps_per_s: inner steps per second since the parameters were loaded last, without exchanges and what follows
+            them; other peers plan with it.
+        loss: mean loss of the last inner steps (nats per token). rounds: how many are over.
+    """
+
+    def __init__(self, phases: PhaseTimer, clock: Callable[[], float]) -> None:
+        self.steps_per_s = 0.0
+        self.loss = 0.0
+        self.rounds = 0
+        self._phases = phases
+        self._clock = clock
+        self._began = (0, 0.0)  # inner steps and the time when the parameters were loaded last
+        self._round_began = PhaseSeconds()
+        self._last_round: PhaseSeconds | None = None
+
+    def begin_run(self, steps: int) -> None:
+        """The peer begins to train, after so many inner steps in its earlier sessions."""
+        self._round_began = self._phases.seconds()
+        self.restart(steps)
+
+    def restart(self, steps: int) -> None:
+        """Training goes on after an exchange; `steps` is the peer's count of inner steps."""
+        self._began = (steps, self._clock())
+
+    def measure(self, steps: int) -> None:
+        """Another inner step is done."""
+        before, at = self._began
+        self.steps_per_s = (steps - before) / max(self._clock() - at, 1e-9)
+
+    def cycle_steps(self, outer: OuterConfig, fastest: Callable[[float], float]) -> int:
+        """Inner steps of the coming round: H, or fewer on a slow peer (DyLU), given the pace of the fastest peer."""
+        if not outer.dylu:
+            return outer.sync_every
+        floor = min(DYLU_FLOOR, outer.sync_every)
+        return dylu_steps(self.steps_per_s, fastest(self.steps_per_s), outer.sync_every, floor)
+
+    def end_round(self) -> None:
+        """A round is over: the inner steps since the one before it, and its exchange."""
+        now, began = self._phases.seconds(), self._round_began
+        self.rounds, self._round_began, self._last_round = self.rounds + 1, now, now - began
+
+    def seconds(self) -> list[float]:
+        """Seconds of the last round: compute, wait, comm, outer; empty before the first round is over."""
+        last = self._last_round
+        phases = [] if last is None else [last.compute, last.wait, last.comm, last.outer]
+        return [max(0.0, phase) for phase in phases]
+
+
+class Unsent:
+    """What a peer has trained since it sent each fragment last."""
+
+    def __init__(self, fragments: int) -> None:
+        self._sent: list[Count] = [(0, 0)] * fragments  # the peer's steps and tokens when each was sent last
+
+    def counts(self, fragments: Iterable[int], steps: int, tokens: int) -> dict[int, Count]:
+        """Inner steps and tokens of each fragment since it was sent last; `steps` and `tokens` are the peer's own."""
+        return {f: (steps - self._sent[f][0], tokens - self._sent[f][1]) for f in fragments}
+
+    def mark_sent(self, fragments: Iterable[int], steps: int, tokens: int) -> None:
+        """These fragments are on their way."""
+        for fragment in fragments:
+            self._sent[fragment] = (steps, tokens)

@@ -1,0 +1,1 @@
+"""What the benchmarks share: the machine, and the tables of scripts/README.md."""

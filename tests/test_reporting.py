@@ -1,0 +1,73 @@
+"""Messages from a peer to its supervisor: they survive the pipe, and no JSON object can break a reader."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.protocol.shares import Contributor
+from diloco.rundir.reporting import Finished, Message, Ready, Stage, Status, json_lines, read_message, to_wire
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
+
+PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
+SUMMARY = Summary(
+    "", "", "", 0.0, 16, Tokens(9600, 9000, 300, 300), Evaluation(2.5), [PEER], 1, 2, 0,
+    {"utilization": 0.9}, [Contributor("12D3", "p0", 16, 9000, 512, 1, 16)],
+)  # fmt: skip
+MESSAGES = [
+    Stage("p0", 1.5, "data"),
+    Stage("p0", 1.5, "state", 30, 90),
+    Ready("p0", 1.5, "/ip4/1.2.3.4/tcp/1", ("/ip4/1.2.3.4/tcp/1", "/ip4/127.0.0.1/tcp/1"), True, "diloco invite", "no"),
+    Status("p0", 1.5, "training", 3, 16, 5, 25, True, 2.5, 2.75, 100, 10, 4.5, 7, 8, 4),
+    Status("p0", state="killed"),
+    Finished("p0", 1.5, SUMMARY),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.t)
+def test_a_message_survives_the_pipe(message: Message, capsys: pytest.CaptureFixture[str]) -> None:
+    json_lines(message)
+    [line] = capsys.readouterr().out.splitlines()
+    assert read_message(json.loads(line)) == message
+    assert json.loads(line)["t"] == message.t
+
+
+def test_a_line_has_the_fields_that_other_readers_rely_on() -> None:
+    assert to_wire(Status("p0", 2.0, "training", 3, loss=math.nan))["loss"] is None
+    assert to_wire(Status("p0", 2.0, "training", 3)).items() >= {"t": "status", "peer": "p0", "version": 3}.items()
+    assert set(to_wire(MESSAGES[-1])) == {
+        *("t", "peer", "time", "peer_id", "name", "steps", "tokens", "anchor_digest", "bytes_sent", "bytes_received"),
+        *("seconds", "utilization", "eval", "heals", "takeovers", "outer_steps", "exit", "predicted", "contributions"),
+    }
+
+
+def test_a_dict_is_read_like_its_line_and_unknown_kinds_are_passed_over() -> None:
+    assert read_message({"t": "status", "peer": "p0", "state": "left", "news": 1}) == Status("p0", state="left")
+    assert read_message({"t": "gossip", "peer": "p0"}) is None
+    assert read_message({}) is None
+    assert read_message(MESSAGES[0]) is MESSAGES[0]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+names = st.sampled_from(
+    sorted({column.name for message in MESSAGES for column in fields(message)} | to_wire(MESSAGES[-1]).keys())
+)
+
+
+@given(kind=st.sampled_from(["stage", "ready", "status", "summary"]), given_fields=st.dictionaries(names, values))
+def test_no_object_breaks_a_reader(kind: str, given_fields: dict[str, Any]) -> None:
+    message = read_message({**given_fields, "t": kind})
+    assert message is None or message.t == kind
+    if message is not None:
+        json.dumps(to_wire(message), allow_nan=False)

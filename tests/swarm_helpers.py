@@ -11,22 +11,24 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from diloco.swarm.node.runner import NodeRunner
 from torch import Tensor
 
 from diloco.config import OuterConfig, SwarmConfig
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
+from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.rounds import Exchanged
+from diloco.swarm.node.runtime import NodeThread
+from diloco.train.node_view import NodeView
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0  # far more than anything here takes; what reaches it hangs
@@ -81,12 +83,18 @@ def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor
 
 @dataclass
 class Trainee:
-    """A node with parameters, driven by the test as a training loop would."""
+    """A node with parameters, driven by the test as a training loop would. There is a node once it was started."""
 
-    node: NodeRunner
+    options: NodeOptions
     replica: Replica
     parameters: dict[str, Tensor]
-    events: list[tuple[str, dict[str, Any]]]
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    runtime: NodeThread = field(default_factory=NodeThread)
+    view: NodeView = field(init=False)
+
+    @property
+    def node(self) -> Node:
+        return self.view.node
 
     @property
     def address(self) -> str:
@@ -118,20 +126,35 @@ class Trainee:
         return member is not None and member.status.state == state
 
     def start(self) -> Trainee:
-        self.node.start()
+        node = self.runtime.open(
+            self.options, self.replica, lambda kind, fields: self.events.append((kind, dict(fields)))
+        )
+        self.view = NodeView(node, self.runtime)
         return self
 
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine of the node."""
+        return self.runtime.call(work)
+
     def begin(self) -> int | None:
-        return self.node.begin()
+        return self.call(self.node.begin())
 
     def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> Exchanged:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
         for name, parameter in self.parameters.items():
             parameter.sub_(step if isinstance(step, float) else step[name])
-        outcome = self.node.exchange(10, tokens)
+        outcome = self.call(self.node.exchange(10, tokens))
         assert outcome is not None, "interrupted"
-        self.node.enter("training")
+        self.call(self.node.enter("training"))
         return outcome
+
+    def leave(self, finished: bool) -> None:
+        self.call(self.node.leave(finished))
+
+    def close(self) -> None:
+        if hasattr(self, "view"):
+            self.view.close()
+        self.runtime.close()
 
     def holds(self) -> list[int]:
         """Fragments this peer is syncer of."""
@@ -154,7 +177,6 @@ class Crowd:
         parameters = seeded(self.shapes, seed)
         fragments = partition({key: value.numel() for key, value in parameters.items()}, outer["fragments"])
         replica = Replica(parameters, fragments, OuterConfig(**outer))
-        events: list[tuple[str, dict[str, Any]]] = []
         network: dict[str, Any] = {"initial_peers": initial_peers, "heartbeat_s": 0.2}
         network |= {key: options.pop(key) for key in sorted(NETWORK & options.keys())}
         settings: dict[str, Any] = {
@@ -164,8 +186,7 @@ class Crowd:
             "identity_path": self.directory / f"{name}.key",
             **options,
         }
-        node = NodeRunner(NodeOptions(**settings), replica, lambda kind, fields: events.append((kind, dict(fields))))
-        self.members.append(Trainee(node, replica, parameters, events))
+        self.members.append(Trainee(NodeOptions(**settings), replica, parameters))
         return self.members[-1]
 
     def start(self, count: int, **options: Any) -> list[Trainee]:
@@ -178,10 +199,10 @@ class Crowd:
 
     def finish(self, *peers: Trainee) -> None:
         """All of them are done at the same time and leave."""
-        together(*(lambda peer=peer: peer.node.leave(True) for peer in peers))
+        together(*(lambda peer=peer: peer.leave(True) for peer in peers))
 
     def close(self) -> None:
-        together(*(peer.node.close for peer in self.members))
+        together(*(peer.close for peer in self.members))
 
 
 # -- commands in processes --------------------------------------------------------------------------------------------

@@ -28,9 +28,11 @@ from diloco.sim.run import simulate
 from diloco.swarm.conversations import inner_state
 from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, send_inner
 from diloco.swarm.wire.streams import Stream
-from diloco.train import attachment
+from diloco.train import inner_start
 from diloco.train.api import Attachment
 from diloco.train.inner import inner_optimizer
+from diloco.train.inner_start import InnerStart
+from diloco.train.island import Island
 from diloco.train.moments import layout_of, load_moments_, moments, snapshot
 
 SMALL = ("experiment=smoke", "outer.sync_every=4", "sim.latency_s=0.01")
@@ -117,7 +119,7 @@ def test_every_rank_of_an_island_has_what_its_first_was_given() -> None:
     state = snapshot(there)
     assert state is not None
 
-    class Island:
+    class Ranks:
         def agree(self, values: Sequence[float]) -> list[float]:
             assert state is not None and len(values) == len(state.steps)
             return list(map(float, state.steps))
@@ -127,7 +129,7 @@ def test_every_rank_of_an_island_has_what_its_first_was_given() -> None:
                 tensor.copy_(source)
 
     optimizer = MAKERS["adamw"](net())
-    Attachment._take_over(SimpleNamespace(_optimizer=optimizer, island=Island()), None)  # type: ignore[arg-type]
+    InnerStart(optimizer, Ranks(), lambda kind, fields: None).take_over_(None)  # type: ignore[arg-type]
     taken = snapshot(optimizer)
     assert taken is not None and taken.steps == state.steps and torch.equal(taken.values, state.values)
 
@@ -207,7 +209,7 @@ def test_a_joiner_begins_with_the_moments_of_a_donor(
     after_step = Attachment._after_step
 
     def watched(attachment: Attachment) -> None:
-        if attachment.swarm.name == "p0":
+        if attachment.node is not None and attachment.node.protocol.name == "p0":
             history.append(snapshot(attachment._optimizer))  # type: ignore[arg-type]
         after_step(attachment)
 
@@ -216,7 +218,7 @@ def test_a_joiner_begins_with_the_moments_of_a_donor(
         taken.append(snapshot(optimizer))  # type: ignore[arg-type]
 
     monkeypatch.setattr(Attachment, "_after_step", watched)
-    monkeypatch.setattr(attachment, "load_moments_", load)
+    monkeypatch.setattr(inner_start, "load_moments_", load)
     simulated(tmp_path, *LATE, f"inner.optimizer={optimizer}")
     [event] = said(tmp_path, "inner_state")
     [state] = taken
@@ -241,8 +243,8 @@ def test_a_joiner_s_first_round_is_better_than_with_empty_moments(
         return [line["loss"] for line in lines if line["version"] == 12]  # before its first contribution is merged
 
     warm = losses(tmp_path / "warm")
-    monkeypatch.setattr(attachment, "load_moments_", lambda optimizer, state: None)
-    monkeypatch.setattr(attachment, "moments", lambda optimizer: [])
+    monkeypatch.setattr(inner_start, "load_moments_", lambda optimizer, state: None)
+    monkeypatch.setattr(inner_start, "moments", lambda optimizer: [])
     empty = losses(tmp_path / "empty")
     assert len(warm) == len(empty) == 9 and warm[0] == empty[0], "the same batches and anchor"
     assert sum(warm[1:]) < sum(empty[1:])
@@ -317,7 +319,7 @@ def test_a_donor_whose_moments_diverged_says_so_and_goes_on(tmp_path: Path, monk
             state.values[0] = math.inf
         return state
 
-    monkeypatch.setattr(attachment, "snapshot", diverged)
+    monkeypatch.setattr(inner_start, "snapshot", diverged)
     outcome = simulated(tmp_path, *LATE)
     [failed] = said(tmp_path, "inner_state_failed")
     assert failed["donor"] == "p0" and "refused: the inner state's 0.0.exp_avg holds" in failed["why"]
@@ -357,7 +359,7 @@ def test_a_cold_joiner_comes_to_take_part_without_a_barrier_too(tmp_path: Path, 
 
 
 def test_without_a_donor_that_answers_a_joiner_starts_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "snapshot", lambda optimizer: None)
+    monkeypatch.setattr(inner_start, "snapshot", lambda optimizer: None)
     outcome = simulated(tmp_path, *LATE)
     assert [event["why"] for event in said(tmp_path, "inner_state_failed")] == [
         "refused: no inner optimizer state is here"
@@ -376,16 +378,18 @@ def test_a_cold_joiner_may_leave_in_its_first_round(tmp_path: Path) -> None:
 
 
 def test_a_peer_with_saved_state_and_one_that_comes_at_the_start_ask_nobody() -> None:
-    class NeverAsked:
-        late = False
+    for source in ("own", "donor"):
 
-        def joins_late(self) -> bool:
-            assert not saved, "a resumed peer"
+        def never_late(asked: str, source: str = source) -> bool:
+            assert source != "own", "a resumed peer asks nobody"
+            assert asked == "joins_late"
             return False
 
-    for saved in (True, False):
-        attachment = SimpleNamespace(_joins=not saved)
-        assert Attachment._inner_state(attachment, NeverAsked()) == (None, False)  # type: ignore[arg-type]
+        node: Any = SimpleNamespace(joins_late=lambda: "joins_late")
+        runtime: Any = SimpleNamespace(call=never_late)
+        start = InnerStart(MAKERS["adamw"](net()), Island(torch.device("cpu")), lambda kind, fields: None)
+        start.source = source  # type: ignore[assignment]
+        assert start.fetch(node, runtime, lambda: False) == (None, False)
 
 
 @pytest.mark.swarm

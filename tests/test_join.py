@@ -430,7 +430,7 @@ def test_a_peer_that_nobody_can_call_trains_and_holds_nothing(crowd: Crowd) -> N
     mute = crowd.peer(first.address, reachable="no")  # and these two do not meet, or they would wait for three, too
     wrong = crowd.peer(first.address, announce=[dead])
     together(mute.start, wrong.start)
-    assert mute.node.addresses == [] and mute.node.address == ""
+    assert mute.node.addresses == [] and mute.view.address == ""
     [said] = wrong.said("unreachable")
     assert f"{dead}: nobody listens on that port" in said["advice"]
     assert "'swarm.announce=[/ip4/127.0.0.1" in said["advice"]
@@ -450,8 +450,8 @@ def test_a_host_and_changing_volunteers_lose_nothing(crowd: Crowd) -> None:
         assert volunteer.version == version - 1 and (not digests or volunteer.digest == digests[-1])
         volunteer.round(0.1)
         eventually(lambda: host.version == version, "the host to follow")  # noqa: B023
-        volunteer.node.leave(False)
-        volunteer.node.close()
+        volunteer.leave(False)
+        volunteer.close()
         eventually(lambda: len(host.node.protocol.members) == 0, "the host to be alone")
         eventually(lambda: host.holds() == [0, 1, 2, 3], "the host to hold everything")
         digests.append(host.digest)

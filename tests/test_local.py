@@ -345,7 +345,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     swarm = Swarm.of(config, config.manifest(), key, "standing", lambda kind, fields: None)
     attachment = swarm.attach(model, torch.optim.SGD(model.parameters()))
     attachment.start()
-    yield attachment.node.addresses[0] if attachment.node else ""
+    yield attachment.view.address if attachment.view else ""
     attachment.close()
 
 

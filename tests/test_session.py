@@ -28,7 +28,7 @@ SHARES = {ME: Share(1, 10, 1, 1, "mine"), OTHER: Share(1, 20, 1, 1)}
 def saved_by(host: StubHost, config: Config) -> None:
     """Write what a node has at a boundary, as the training loop does."""
     model = nn.Linear(2, 2)
-    saved = asyncio.run(host.rounds.snapshot(copies=True))
+    saved = asyncio.run(host.anchors.snapshot(copies=True))
     sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, saved=lambda: saved)
     stream: Any = SimpleNamespace(state=dict)
     Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, PhaseSeconds(), (0, 0))
@@ -49,17 +49,16 @@ def host_of(saved: Saved | None = None) -> StubHost:
     """A node that goes on from there, alone: within the staleness limit it takes contributions from older versions."""
 
     async def make() -> StubHost:
-        return StubHost(OTHER, quorum=1, staleness_limit=4)
+        return StubHost(OTHER, saved=saved, quorum=1, staleness_limit=4)
 
     host = asyncio.run(make())
     if saved is None:
         host.protocol.adopted(0, 1, host.protocol.digests[0], 0.0, shares=SHARES)
-        host.rounds.restore({0: 10})
+        host.own_tokens.was_applied(0, 10)
     else:
         for fragment, version in zip(host.protocol.fragments, saved.versions, strict=True):
             fragment.version = version
         host.protocol.accounts.restore_shares(saved.shares)
-        host.rounds.restore(saved.applied)
     host.protocol.members.remove(OTHER)
     host.protocol.leases.vacate(0)
     for now in (100.0, 110.0):
@@ -117,7 +116,7 @@ def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config:
     async def scene() -> None:
         won = host.state(5, torch.full((6,), 3.0))
         host.client.answers = {1: won}
-        await host.rounds.catch_up(0, [OTHER], outer=False)
+        await host.anchors.catch_up(0, [OTHER])
 
     asyncio.run(scene())
-    assert host.protocol.versions == [5] and host.rounds._lost_tokens == 10 and "discarded" in host.notes
+    assert host.protocol.versions == [5] and host.own_tokens.take_lost() == 10 and "discarded" in host.notes

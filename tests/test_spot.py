@@ -51,7 +51,7 @@ class Version:
         self.notes: list[dict[str, Any]] = []
         self.tried: list[tuple[Tensor, Sequence[int]]] = []
         self.leased: Units | None = None
-        self.protocol = SimpleNamespace(me=ME, leased_to=lambda peer: self.leased)
+        self.protocol = SimpleNamespace(me=ME, accounts=SimpleNamespace(leased_to=lambda peer: self.leased))
         self.peers = sorted(contributions)
         for peer, part in contributions.items():
             header = Contribution(manifest_hash="0" * 64, fragment=fragment, term=1, base_version=0, steps=1, tokens=1)

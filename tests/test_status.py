@@ -32,7 +32,7 @@ from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, Snapshot
 from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
 from diloco.protocol.states import State
-from diloco.swarm.conversations.watch import ELSEWHERE_S, Recorder
+from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
 
@@ -390,7 +390,7 @@ def test_a_visitor_sees_a_swarm_and_finds_another_peer_when_the_first_dies(tmp_p
                 before = await visitor.ask()
                 while len(visitor._acquainted) < 1:
                     await visitor.ask()
-                await asyncio.to_thread(watched.node.close)
+                await asyncio.to_thread(watched.close)
                 return before, await visitor.ask()
 
         before, after = asyncio.run(watch())

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from diloco.swarm.conversations.bulk import BULK
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
@@ -24,12 +23,11 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
-from diloco.swarm.node.mesh import CONTROL
 from diloco.swarm.visit.look import look
 from diloco.swarm.visit.revoke import revoke
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, together
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]
@@ -80,7 +78,7 @@ def refused_by(members: list[Trainee], peer: str) -> str:
 def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> None:
     together(*(lambda peer=peer: peer.round(0.01) for peer in members))  # type: ignore[misc]
     assert {peer.version for peer in members} == {1}
-    assert {peer.node.node.gate.role_of(other.peer_id) for peer, other in (members, members[::-1])} == {"worker"}
+    assert {peer.node.context.gate.role_of(other.peer_id) for peer, other in (members, members[::-1])} == {"worker"}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> Non
         (lambda club: None, "admits invited peers only; ask its owner for a link"),
         (lambda club: club.token(life_s=-HOUR), "the invitation expired 60 minutes ago"),
         (lambda club: club.token(run="another"), "the invitation is for run.id=another"),
-        (lambda club: club.members[0].node.node.gate.admission.token, "is in use by another identity"),
+        (lambda club: club.members[0].node.context.gate.admission.token, "is in use by another identity"),
         (lambda club: club.token(peer=club.members[0].peer_id), "the invitation is bound to peer"),
         (lambda club: issue(RunKey.create(club.directory / "other"), RUN, "worker", 2**40), "signed by another key"),
         (lambda club: club.token("observer"), "allows to watch only"),
@@ -106,12 +104,10 @@ def test_a_stranger_ends_with_a_reason_that_is_an_event_here(
     with pytest.raises(SwarmError, match=reason) as caught:
         stranger.start()
     assert caught.value.exit_code == 3 and str(caught.value).startswith("the swarm refused this peer: ")
-    own = stranger.node.node._transport
-    peer = gate.me if own is None else own.me
     expected = "does not allow a DHT call" if reason == "allows to watch only" else reason
-    assert expected in refused_by(members, peer)
+    assert expected in refused_by(members, gate.me)
     assert all(len(peer.node.protocol.members) == 1 for peer in members)
-    stranger.node.close()
+    stranger.close()
 
 
 def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_stream(
@@ -171,7 +167,7 @@ async def ask(transport: Libp2p, peer: str, protocol: str, message: Message | No
 
 async def replay(stranger: Libp2p, member: Trainee) -> object:
     """The answer to a credential that was overheard."""
-    gate = Gate(member.node.node.gate.admission)
+    gate = Gate(member.node.context.gate.admission)
     gate.me = member.peer_id
     return await ask(stranger, member.peer_id, GREETING, gate._greeting())
 
@@ -230,14 +226,14 @@ def test_a_fake_swarm_is_not_believed_by_who_is_invited(club: Club, members: lis
             with pytest.raises(SwarmError, match=reason):
                 club.member(fake.address).start()
     finally:
-        together(*(fake.node.close for fake in fakes))
+        together(*(fake.close for fake in fakes))
 
 
 def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, members: list[Trainee]) -> None:
     [honest, liar] = members
 
     async def forge() -> list[Any]:
-        dht = liar.node.node._transport._dht  # type: ignore[union-attr]
+        dht = liar.node.context.transport._dht  # type: ignore[union-attr]
         key, ends_at = f"{RUN}/leases", get_dht_time() + 30
         validator = dht.protocol.record_validator
         sign = type(validator).sign_value
@@ -259,7 +255,7 @@ def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, membe
         del validator.sign_value, validator.validate
         return stored
 
-    asyncio.run_coroutine_threadsafe(forge(), liar.node.loop).result(30)
+    liar.call(forge())
 
     def events() -> set[str]:
         return {event["why"].rpartition("name ")[2] for event in honest.said("refused") if "record" in event["why"]}
@@ -271,9 +267,9 @@ def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, membe
     eventually(lambda: expected <= events(), f"{expected}, there is {events()}")
 
     async def believed() -> Any:
-        return await honest.node.node._transport.get(f"{RUN}/leases")  # type: ignore[union-attr]
+        return await honest.node.context.transport.get(f"{RUN}/leases")  # type: ignore[union-attr]
 
-    records = asyncio.run_coroutine_threadsafe(believed(), honest.node.loop).result(10)
+    records = honest.call(believed())
     assert [0, 9] not in [lease for record in records.values() for lease in record]
 
 
@@ -293,35 +289,35 @@ def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, 
     eventually(lambda: all(len(peer.node.protocol.members) == 1 for peer in members), "both to have put it out")
     assert {peer.said("revoked")[0]["number"] for peer in members} == {1}
     assert all("revoked" in refused_by([peer], third.peer_id) for peer in members)
-    third.node.close()
+    third.close()
     again = club.peer(first.address, gate=Gate(Admission(token)), identity_path=club.directory / "p9.key")
     with pytest.raises(SwarmError, match="revoked"):
         again.start()
-    again.node.close()
+    again.close()
 
 
 def test_a_list_goes_to_all_who_are_connected_and_through_the_dht_to_who_was_away(
     club: Club, members: list[Trainee], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = members
-    admission = second.node.node.gate.admission
+    admission = second.node.context.gate.admission
     assert admission is not None
 
     async def hear() -> None:
-        assert first.node.node.gate.hear(revocations(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
-        await first.node.node._compare_revocations()
+        assert first.node.context.gate.hear(revocations(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
+        await first.node._revocation.compare()
 
     async def forget_and_compare() -> None:
         admission.revoked = Revoked(0, (), (), b"")
-        await second.node.node._compare_revocations()
+        await second.node._revocation.compare()
 
     async def not_yet() -> None: ...
 
-    monkeypatch.setattr(second.node.node, "_compare_revocations", not_yet)
-    asyncio.run_coroutine_threadsafe(hear(), first.node.loop).result(30)
+    monkeypatch.setattr(second.node._revocation, "compare", not_yet)
+    first.call(hear())
     eventually(lambda: admission.revoked.number == 7, "the other to be told")
     monkeypatch.undo()
-    asyncio.run_coroutine_threadsafe(forget_and_compare(), second.node.loop).result(30)
+    second.call(forget_and_compare())
     assert admission.revoked.number == 7
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from diloco.swarm.conversations.bulk import BulkClient, open_bulk
 from hivemind.dht.node import DHTNode
 from torch import Tensor
 
@@ -20,8 +19,10 @@ from diloco.outer.replica import OuterState
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
 from diloco.protocol.penalties import Penalties
+from diloco.swarm.conversations import parts
+from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.options import RunSpec
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from tests.swarm_helpers import Crowd, Trainee, eventually, free_port, seeded, together
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]
@@ -172,29 +173,29 @@ def test_a_joiner_draws_parts_from_three_donors_and_finishes_when_one_dies(
     train(crowd, peers, range(1))
     [victim, *others] = sorted(peers, key=lambda peer: bool(peer.holds()))
     came: list[tuple[str, int]] = []
-    fetch_part = BulkClient.fetch_part
+    fetch_part = parts.fetch_part
 
-    daemon = victim.node.node._transport._p2p._child
+    daemon = victim.node.context.transport._p2p._child
     died = asyncio.Event()
 
-    async def staged(client: BulkClient, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
+    async def staged(context: Context, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
         """Everybody brings a part, then the victim dies, then the others go on."""
         if stream.peer in [source for source, _ in came]:
             if stream.peer == victim.peer_id:
                 daemon.kill()
                 died.set()
             await died.wait()
-        await fetch_part(client, stream, listed, part, out)
+        await fetch_part(context, stream, listed, part, out)
         came.append((stream.peer, part))
 
-    monkeypatch.setattr(BulkClient, "fetch_part", staged)
+    monkeypatch.setattr(parts, "fetch_part", staged)
     joiner = crowd.peer(peers[0].address, peers[1].address, seed=7).start()
     eventually(lambda: joiner.version == 1, "the joiner to have the anchor")
     assert joiner.digest == others[0].digest == others[1].digest
     assert sorted(part for _, part in came) == list(range(9))
     assert {source for source, _ in came} == {peer.peer_id for peer in peers}
     assert {event["donor"] for event in joiner.said("fetch_failed")} == {victim.peer_id}
-    victim.node.close()
+    victim.close()
 
 
 def test_a_leaver_hands_its_outer_state_over_bit_for_bit(crowds: Any) -> None:
@@ -207,8 +208,8 @@ def test_a_leaver_hands_its_outer_state_over_bit_for_bit(crowds: Any) -> None:
     }
     assert handed and all(bool(momentum.any()) for _, momentum in handed.values())
     kept = [peer.holds() for peer in others]
-    leaver.node.leave(False)
-    leaver.node.close()
+    leaver.leave(False)
+    leaver.close()
     assert not leaver.said("gave_up_waiting")
     eventually(lambda: sorted(outer_of(others)) == list(range(5)), "the successors to hold everything")
     for fragment, (master, momentum) in handed.items():
@@ -251,10 +252,10 @@ def test_training_goes_on_while_an_update_is_on_its_way(crowds: Any) -> None:
     for peer, size in zip(peers, (0.1, 0.3), strict=True):
         for parameter in peer.parameters.values():
             parameter.sub_(size)
-        peer.node.send({0: (1, 100), 1: (1, 100)})
+        peer.call(peer.node.send({0: (1, 100), 1: (1, 100)}))
         for parameter in peer.parameters.values():
             parameter.sub_(1.0)  # inner steps that the contribution does not see
-    outcomes = together(*(lambda peer=peer: peer.node.receive([0, 1]) for peer in peers))
+    outcomes = together(*(lambda peer=peer: peer.call(peer.node.receive([0, 1])) for peer in peers))
     assert [(outcome.version, outcome.discarded_tokens) for outcome in outcomes] == [(1, 0)] * 2
     step = 0.7 * 1.9 * 0.2  # Nesterov from rest on the mean of both
     for peer, size in zip(peers, (0.1, 0.3), strict=True):
@@ -337,12 +338,12 @@ def test_others_go_on_when_a_peer_dies_amid_a_round_and_take_its_fragments_over(
     exchanging = Background(lambda: victim.round(step_of(0, 2)))
     eventually(lambda: victim.node.traffic.bytes_sent > sent, "its contributions to be on their way")
     if end == "closes without a word":
-        victim.node.close()
+        victim.close()
     else:
-        victim.node.node._transport._p2p._child.kill()
+        victim.node.context.transport._p2p._child.kill()
     train(crowd, others, range(2, 4))
     crowd.finish(*others)
-    victim.node.close()
+    victim.close()
     assert isinstance(exchanging.error(), ConnectionError if end == "closes without a word" else SwarmError)
     assert {tuple(peer.node.protocol.versions) for peer in others} == {(4,) * 6}
     assert len({peer.digest for peer in others}) == 1
@@ -381,7 +382,7 @@ def test_whom_the_swarm_refuses_learns_why(crowds: Any) -> None:
 def test_addresses_that_cannot_be_used_are_named(crowds: Any, tmp_path: Path) -> None:
     crowd = crowds()
     [first] = crowd.start(1)
-    port, own_key = first.address.split("/")[4], first.node.node._options.identity_path
+    port, own_key = first.address.split("/")[4], first.node._options.identity_path
     nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
     taken = f"/ip4/127.0.0.1/tcp/{port}"
     for addresses, options, start in (
@@ -491,14 +492,11 @@ def answer_to(attack: Attack, attacker: Trainee, syncer: Trainee) -> str:
     header = Contribution(manifest_hash="0" * 64, fragment=0, term=1, base_version=syncer.version, steps=10, tokens=100)
 
     async def work() -> str:
-        assert attacker.node.node._transport is not None
-        stream = await open_bulk(attacker.node.node._transport, syncer.peer_id, Traffic())
         try:
-            await attack(stream, header)
-            return str(expect(await stream.receive(), Verdict))
+            async with open_bulk(attacker.node.context.transport, syncer.peer_id, Traffic()) as stream:
+                await attack(stream, header)
+                return str(expect(await stream.receive(), Verdict))
         except (PayloadError, *BROKEN) as error:
             return str(error)
-        finally:
-            stream.close()
 
-    return asyncio.run_coroutine_threadsafe(work(), attacker.node.loop).result(30)
+    return attacker.call(work())

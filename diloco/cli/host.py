@@ -32,7 +32,7 @@ def run(config: Config) -> int:
         ):
             say_who_can_join(console, config, host.manifest.run.key)
             node, first = host.node, not config.swarm.initial_peers
-            addresses, advice = tuple(node.addresses), node.node.advice or ""
+            addresses, advice = tuple(node.addresses), node.advice or ""
             view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
             while not stop.wait(0.5):
                 view.update({"peer": name, "time": time.time(), **host.status()})

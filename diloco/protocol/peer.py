@@ -29,7 +29,7 @@ from diloco.protocol.closing import close_versions
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
 from diloco.protocol.leases import LeaseTable
 from diloco.protocol.ledger import Units, difference
-from diloco.protocol.membership import STALL_FACTOR, Member, Membership
+from diloco.protocol.membership import Member, Membership
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
@@ -237,15 +237,6 @@ class Peer(View):
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
         """Figures for the next status."""
         self._progress = (inner_step, target_steps, steps_per_s, tokens)
-
-    def between_rounds(self, limit_s: float) -> None:
-        """The training loop evaluates or saves. It counts as stalled only after that many seconds without progress.
-
-        The others derive that time from the pace that this peer reports, so until the next `progress` it reports a slow
-        one.
-        """
-        inner_step, target_steps, _, tokens = self._progress
-        self._progress = (inner_step, target_steps, STALL_FACTOR / limit_s, tokens)
 
     def measured(self, loss: float, rounds: int, seconds: Sequence[float], discarded: int = 0) -> None:
         """Figures for watchers, with the next heartbeat; a loss that is negative or not finite is none."""

@@ -73,6 +73,10 @@ class RunLog:
         assert not fields.keys() & {"time", "peer"}, f"{kind}: the line has its own time and peer: {sorted(fields)}"
         self._write(self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields})
 
+    def swarm_event(self, kind: str, fields: Mapping[str, object]) -> None:
+        """An event of the swarm node. Its `peer` is written as `subject`, for a line's `peer` is the one that tells."""
+        self.event(kind, **{("subject" if key == "peer" else key): value for key, value in fields.items()})
+
     def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
         try:
             lines.write(record)

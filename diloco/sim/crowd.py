@@ -180,7 +180,7 @@ class Crowd:
         if life.sync is not None:
             life.sync.interrupt()
         elif life.node is not None:
-            life.node.notify()
+            life.node.context.tasks.notify()
 
     def living(self) -> list[Life]:
         """Lives that go on, by name."""
@@ -283,7 +283,7 @@ class Crowd:
         self.on_life(life)
         try:
             swarm.on_ready("")
-            await node.until(lambda: life.leaving)
+            await node.context.tasks.until(lambda: life.leaving)
             await node.leave(finished=False)
         finally:
             await node.close()

@@ -145,7 +145,7 @@ class Attachment:
             if self.node is not None and (kind is None or not issubclass(kind, KeyboardInterrupt)):
                 self.runtime.call(self.node.leave(finished))
                 if finished:
-                    self.version, self._settled = self.runtime.call(self.node.settle()), True
+                    self.version, self._settled = self.runtime.call(self.node.load_anchors()), True
                     self.applied_tokens = self.node.protocol.applied_tokens
             if finished:
                 self.island.share_(self.parameters.values())
@@ -162,7 +162,7 @@ class Attachment:
         fragments = partition(numels, self.outer.fragments, self.outer.pattern)
         replica = Replica(self.parameters, fragments, self.outer)
         node = self.runtime.open(replace(options, inner_state=self._snapshot), replica, self._on_event)
-        node.reserve.expect(self._sequences_per_round)
+        node.leased.expect(self._sequences_per_round)
         self.view = NodeView(node, self.runtime)
         if self._asked_to_stop:
             self.interrupt()
@@ -245,7 +245,7 @@ class Attachment:
         is discarded.
         """
         self._sequences_per_round = sequences_per_round
-        return lambda number: None if self.node is None else self.node.reserve.take(number)
+        return lambda number: None if self.node is None else self.node.leased.take(number)
 
     def check_contributions(self, loss: Loss) -> None:
         """As syncer, compute this loss before and after others' contributions (`outer.spot_check`); call it before
@@ -298,7 +298,7 @@ class Attachment:
         self._unsent.mark_sent(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
             if self.outer.round_late:
-                self._adopt(lambda node: node.turn(counts))
+                self._adopt(lambda node: node.exchange_late(counts))
                 return self._resume()
             if due.send and self.node is not None:
                 give_back()  # where gradients were, there is room now
@@ -318,7 +318,7 @@ class Attachment:
         tokens = self.unsent_tokens
         self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
         with self.phases.during("comm"):
-            self._adopt(lambda node: node.take_part(tokens))
+            self._adopt(lambda node: node.end_warmup(tokens))
             self._resume()
 
     def _follow_clock(self) -> None:

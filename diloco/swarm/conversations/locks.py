@@ -21,9 +21,9 @@ class FragmentLock:
         self._readers = 0
 
     @property
-    def busy(self) -> bool:
-        """Whether anybody reads or writes."""
-        return self._lock.locked()
+    def moving(self) -> bool:
+        """Whether somebody has it for writing."""
+        return self._lock.locked() and not self._readers
 
     def writing(self) -> asyncio.Lock:
         """A context in which nobody else reads or writes."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from diloco.errors import SwarmError
 from diloco.outer.replica import Replica
+from diloco.protocol.membership import STALL_FACTOR
 from diloco.protocol.snapshot import Snapshot
 from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
@@ -166,12 +167,14 @@ class Node:
 
     def _announce_boundary(self) -> None:
         """A training loop that does not come back from an exchange evaluates or saves. At a barrier the syncers, this
-        peer too, would take it for stalled and go on without it, because it takes no inner steps.
+        peer too, would take it for stalled and go on without it, because it takes no inner steps. They derive their
+        patience from the pace that it reports, so it reports a slow one, until its next inner step.
         """
         since = self._boundary_since
         if since is not None and self.context.now() - since >= BOUNDARY_FLOOR_S:
             self._boundary_since = None
-            self.protocol.between_rounds(BOUNDARY_LIMIT_S)
+            said, pace = self.protocol.status(), STALL_FACTOR / BOUNDARY_LIMIT_S
+            self.protocol.progress(said.inner_step, said.target_steps, pace, said.tokens)
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         await self._server.serve(peer, reader, writer)

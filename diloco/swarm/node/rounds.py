@@ -234,8 +234,8 @@ class Rounds:
         lease, fragment = self._protocol.live_lease(exchange.fragment), exchange.fragment
         if lease is None or lease.holder == self._protocol.me:
             return False
-        same_version = lease.version == exchange.base_version == self._protocol.fragments[fragment].version
-        return same_version and lease.digest != self._protocol.fragments[fragment].digest
+        here = self._protocol.fragments[fragment]
+        return lease.version == exchange.base_version == here.version and lease.digest != here.digest
 
     async def _give_up(self, exchange: Exchange) -> None:
         fragment, lease = exchange.fragment, self._protocol.leases.get(exchange.fragment)

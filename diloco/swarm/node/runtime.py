@@ -100,7 +100,7 @@ class NodeThread:
             task.cancel()
         if remains:
             await asyncio.wait(remains, timeout=CLOSE_S)
-        await self._loop.shutdown_default_executor()
+        await asyncio.wait([asyncio.ensure_future(self._loop.shutdown_default_executor())], timeout=CLOSE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

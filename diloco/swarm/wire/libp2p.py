@@ -86,7 +86,7 @@ async def _appears(path: Path) -> list[str]:
 
 
 def _identity(path: Path) -> bytes:
-    """The private key in this file, which is made when it is missing."""
+    """The private key in this file; it is made when it is missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -160,11 +160,10 @@ async def _start_daemon(seeds: Sequence[str], network: SwarmConfig, identity_pat
 
 
 def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
-    return [Multiaddr(address) for address in addresses] or None
+    return [*map(Multiaddr, addresses)] or None
 
 
 def _nobody(outcome: Mapping[str, str]) -> str:
-    """One line for all addresses that do not answer."""
     reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
     if len(outcome) == 1:
         [(address, why)] = outcome.items()
@@ -173,7 +172,7 @@ def _nobody(outcome: Mapping[str, str]) -> str:
 
 
 def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
-    """Whether it is a question if others can call this peer: not within one machine, unless it names an address."""
+    """Whether it is in doubt if others can call this peer: not within one machine, unless it names an address."""
     return bool(seeds) and (bool(announce) or any(scope(seed) != "loopback" for seed in seeds))
 
 
@@ -205,13 +204,11 @@ class Libp2p:
         """Start listening and join the DHT.
 
         Args:
-            network: where to listen, whom to join, and whether others can connect to this peer. Its
-                `initial_peers` may be `@FILE`s that hold addresses; without any it starts a new swarm. With
-                `reachable=no` it listens nowhere.
+            network: where to listen (nowhere with `reachable=no`), and whom to join: multiaddrs or `@FILE`s.
             identity_path: private key of this peer; it is made when it is missing.
             gate: decides who may connect to this peer, and whom it believes.
             run_id: the run whose DHT records this node takes in; None takes no part in the DHT.
-            ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that one can.
+            ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that it can.
 
         Raises:
             SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, this
@@ -295,7 +292,7 @@ class Libp2p:
         return self
 
     async def _greet_seeds(self) -> None:
-        """Before anything else: `SwarmError` when all of them refuse this peer or are not believed by it."""
+        """Comes first. `SwarmError` when all seeds refuse this peer, or it believes none of them."""
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
         greetings = (self._gate.greet(seed, partial(self._open_greeting, seed)) for seed in self.seeds)
         answers = await asyncio.gather(*greetings, return_exceptions=True)
@@ -331,7 +328,7 @@ class Libp2p:
         return await self._open(peer, protocol)
 
     async def greet(self, peer: str) -> None:
-        """Tell a peer once more who is here, and what is revoked; raises as `open`."""
+        """Tell a peer again who is here, and what is revoked; raises as `open`."""
         await self._gate.greet(peer, partial(self._open_greeting, peer), again=True)
 
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
@@ -393,9 +390,8 @@ class Libp2p:
     async def failed(self) -> None:
         """As in `Transport`: a peer whose daemon ended would train on alone and not know it."""
         code = await self._p2p._child.wait()
-        raise SwarmError(
-            f"this peer's libp2p daemon ended (code {code}); run the same command again to go on from the checkpoint"
-        )
+        remedy = "run the same command again to go on from the checkpoint"
+        raise SwarmError(f"this peer's libp2p daemon ended (code {code}); {remedy}")
 
     async def close(self) -> None:
         """End DHT and daemon, but not at any price: what waits for a daemon that died takes no cancellation."""

@@ -141,6 +141,12 @@ class Story:
 
         self.run_until(settled, "all believe in the same syncers")
 
+    def run_until_training(self) -> None:
+        """Until all trainers take inner steps; who dies before may be one for whom the others wait."""
+        self.settle()
+        trainers = [node.protocol for node in self.nodes().values() if node.protocol.trains]
+        self.run_until(lambda: all(peer.state == "training" for peer in trainers), "all train")
+
     def run_to_the_end(self, outer_steps: int = 0) -> list[Node]:
         """Until every living trainer is done; if given, after so many outer steps more.
 

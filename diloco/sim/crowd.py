@@ -157,8 +157,8 @@ class Crowd:
         self._numbers += 1
         known = [life.name for life in self.living() if life.ready and life.name != member.name]
         before = self.lives.get(member.name)
-        fresh = checkpoint is None and (before is None or before.sync is None or before.sync.tokens == 0)
-        life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=fresh)
+        untrained = before is None or (before.fresh and (before.sync is None or before.sync.tokens == 0))
+        life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=untrained)
         self.lives[member.name] = life
         rate, offset_s = member.clock
         if (rate, offset_s) != (1.0, 0.0):

@@ -36,7 +36,9 @@ class DeadlockError(RuntimeError):
 class _Task(asyncio.Task[T]):
     """A task whose hash is a count and no address, so that a set of tasks has the same order in every run."""
 
-    number = 0
+    def __init__(self, work: Coroutine[Any, Any, T], *, loop: VirtualLoop, **options: Any) -> None:
+        self.number = loop.count_task()  # asyncio asks for the hash while it makes the task
+        super().__init__(work, loop=loop, **options)
 
     def __hash__(self) -> int:
         return self.number
@@ -198,6 +200,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     # -- owners -------------------------------------------------------------------------------------------------------
 
+    def count_task(self) -> int:
+        """The number of a task that is being made."""
+        self._num_tasks += 1
+        return self._num_tasks
+
     @property
     def owner(self) -> str | None:
         """Whose turn it is."""
@@ -236,9 +243,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], **options: Any
     ) -> asyncio.Task[T]:
-        self._num_tasks += 1
-        task = _Task(work, loop=loop, **options)
-        task.number = self._num_tasks
+        task = _Task(work, loop=self, **options)
         owner = _owner.get()
         if owner is not None:
             self._owned.setdefault(owner, {})[task] = None

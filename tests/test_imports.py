@@ -53,7 +53,6 @@ LONG_STILL = {
     "diloco.swarm.node.presence",
     "diloco.swarm.node.rounds",
     "diloco.swarm.wire.libp2p",
-    "diloco.train.attachment",
 }
 # Where a package may be imported; anything else that is not in the standard library may not be imported at all.
 HOMES = {

@@ -72,7 +72,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.on_turn: Callable[[], None] | None = None
         self._num_tasks = 0
         self._owned: dict[str, dict[asyncio.Task[Any], None]] = {}  # ordered, unlike a set
-        self._working: dict[str | None, dict[asyncio.TimerHandle, None]] = {}  # what threads of an owner do
+        # what threads of an owner do, by the timer that ends it
+        self._working: dict[str | None, dict[asyncio.TimerHandle, asyncio.Future[Any]]] = {}
         self._clocks: dict[str | None, _Clock] = {}
         self._frozen: dict[str | None, list[asyncio.Handle]] = {}
         super().__init__()
@@ -181,12 +182,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
         def work() -> None:
             result, error = _outcome(func, args)
-            self._later(owner, after_s, lambda: _settle(future, result, error))
+            self._later(owner, after_s, lambda: _settle(future, result, error), future)
 
-        self._later(owner, before_s, work)
+        self._later(owner, before_s, work, future)
         return future
 
-    def _later(self, owner: str | None, delay_s: float, callback: Callable[[], None]) -> None:
+    def _later(
+        self, owner: str | None, delay_s: float, callback: Callable[[], None], future: asyncio.Future[Any]
+    ) -> None:
         working = self._working.setdefault(owner, {})
 
         def run() -> None:
@@ -194,7 +197,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             callback()
 
         timer = self.call_later(delay_s, run)
-        working[timer] = None
+        working[timer] = future
 
     # -- owners -------------------------------------------------------------------------------------------------------
 
@@ -214,8 +217,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def kill(self, owner: str) -> None:
         """End an owner as SIGKILL would: what its threads do is lost, and its tasks are cancelled in their order."""
-        for timer in self._working.pop(owner, {}):
+        for timer, future in self._working.pop(owner, {}).items():
             timer.cancel()
+            future.cancel()
         self.thaw(owner)
         for task in self.tasks_of(owner):
             task.cancel()

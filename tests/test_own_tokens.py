@@ -1,4 +1,4 @@
-"""What became of a peer's own contributions: remembered for a bounded number of them, recounted when history changes."""
+"""What became of a peer's own contributions: remembered for a bounded number, recounted when history changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_memory_is_bounded_whatever_the_base_versions_are() -> None:
 
 
 def test_a_checkpoint_with_too_many_is_cut_to_the_newest() -> None:
-    saved = {str(base): base for base in range(0, 3 * COUNTED)}  # as JSON gives them back, in the order of their text
+    saved = {str(base): base for base in range(3 * COUNTED)}  # as JSON gives them back, in the order of their text
     tokens = OwnTokens({int(base): count for base, count in sorted(saved.items())})
     assert sorted(tokens.applied) == list(range(2 * COUNTED, 3 * COUNTED))
 

@@ -117,13 +117,14 @@ def test_only_the_tasks_whose_condition_holds_are_woken() -> None:
     async def scene(tasks: Tasks) -> None:
         value, woken = 0, list[int]()
 
-        async def wait_for(number: int) -> None:
-            await tasks.until(lambda: value == number)
-            woken.append(number)
+        async def wait_for(wanted: int) -> None:
+            await tasks.until(lambda: value == wanted)
+            woken.append(wanted)
 
         waiting = [asyncio.ensure_future(wait_for(number)) for number in (2, 1)]
         await turns()
-        for value in (1, 2):
+        for number in (1, 2):
+            value = number
             tasks.notify()
             await turns()
         assert woken == [1, 2]

@@ -350,6 +350,17 @@ def test_a_quorum_is_never_more_than_the_peers_that_train() -> None:
     assert tuple(closed(syncer).contributors) == ("a", "b", "c")
 
 
+def test_a_quorum_does_not_wait_for_a_peer_whose_contribution_was_of_another_history() -> None:
+    """It is at the same version as the others, waits for other fragments, and offers nothing."""
+    syncer = quick(quorum=2)
+    waits = member("b", "exchanging")
+    waits.round_versions = [VERSION]
+    contribute(syncer, "a", VERSION)
+    two = members(member("a", "exchanging"), waits)
+    assert syncer.poll(two, waits.stall_s()) is None, "it may be about to send"
+    assert syncer.poll(two, waits.stall_s() + 0.1) is not None
+
+
 def test_a_payload_on_its_way_survives_the_close_that_it_missed() -> None:
     syncer = quick(staleness_limit=1)
     assert syncer.offer("b", contribution(VERSION)).accepted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,8 @@ def saved_by(host: StubHost, config: Config) -> None:
     """Write what a node has at a boundary, as the training loop does."""
     model = nn.Linear(2, 2)
     saved = asyncio.run(host.anchors.snapshot(copies=True))
-    sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, saved=lambda: saved)
+    sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, unsent_tokens=0)
+    sync.checkpointing = lambda: nullcontext(saved)
     stream: Any = SimpleNamespace(state=dict)
     Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, PhaseSeconds(), (0, 0))
 
@@ -92,9 +94,9 @@ def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -
     saved_by(host_of(), config)
     [file] = Path(config.run.dir).rglob("state.json")
     session = Session(config)
-    assert session.checkpoint is not None
+    assert session._checkpoint is not None
     for key in ("shares", "applied", "units"):
-        del session.checkpoint.state[key]
+        del session._checkpoint.state[key]
     assert "shares" in json.loads(file.read_text())["state"]
     saved = session.outer()
     assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
@@ -120,3 +122,49 @@ def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config:
 
     asyncio.run(scene())
     assert host.protocol.versions == [5] and host.own_tokens.take_lost() == 10 and "discarded" in host.notes
+
+
+def in_a_round(unsent_tokens: int) -> Any:
+    """A peer that has trained on 10 tokens since version 1, of which so many are in no contribution."""
+    saved = asyncio.run(host_of().anchors.snapshot(copies=True))
+    sync: Any = SimpleNamespace(version=1, steps=7, tokens=110, discarded_tokens=5, unsent_tokens=unsent_tokens)
+    sync.checkpointing = lambda: nullcontext(saved)
+    return sync
+
+
+def save(session: Session, sync: Any, model: nn.Module) -> None:
+    session.save(sync, model, torch.optim.SGD(model.parameters()), SimpleNamespace(state=dict), PhaseSeconds(), (0, 0))  # type: ignore[arg-type]
+
+
+def test_what_was_trained_and_not_sent_is_discarded_by_whoever_resumes(config: Config) -> None:
+    """It is neither in the anchors, from which a resumed peer goes on, nor on its way to anybody."""
+    model, sync = nn.Linear(2, 2), in_a_round(unsent_tokens=10)
+    save(Session(config), sync, model)
+    assert sync.discarded_tokens == 5, "this peer may still send them"
+    resumed: Any = SimpleNamespace()
+    optimizer = torch.optim.SGD(model.parameters())
+    Session(config).restore(resumed, model, optimizer, SimpleNamespace(restore=lambda state: None))  # type: ignore[arg-type]
+    assert (resumed.steps, resumed.tokens, resumed.discarded_tokens) == (7, 110, 15)
+
+
+def test_a_checkpoint_that_was_resumed_from_is_let_go(config: Config) -> None:
+    """While a file is mapped, its space on the disk is in use even after it is deleted."""
+    model = nn.Linear(2, 2)
+    save(Session(config), in_a_round(0), model)
+    session = Session(config)
+    stream: Any = SimpleNamespace(restore=lambda state: None)
+    saved = session.outer()
+    session.restore(in_a_round(0), model, torch.optim.SGD(model.parameters()), stream)
+    assert str(config.run.dir) not in Path("/proc/self/maps").read_text()
+    assert saved is not None and saved.anchors[0].isfinite().all(), "what it held is there"
+
+
+def test_tensors_of_a_checkpoint_are_a_replica_s_own(config: Config) -> None:
+    """The same checkpoint can be loaded twice: what the first replica makes of it does not reach the second."""
+    saved = asyncio.run(host_of().anchors.snapshot(copies=True))
+    one, two = host_of().replica, host_of().replica
+    saved.load_(one)
+    for vector in (one.anchors[0], one.outer[0].master, one.outer[0].momentum):
+        vector.fill_(9.0)
+    saved.load_(two)
+    assert not (two.anchors[0] == 9.0).any() and not (two.outer[0].momentum == 9.0).any()

@@ -245,7 +245,7 @@ class Crowd:
         if life.leaving:
             return
         with sync:
-            life.checkpoint = life.checkpoint or self._checkpoint(sync, optimizer)
+            life.checkpoint = life.checkpoint or self._checkpoint(sync, sync.saved(), optimizer)
             while not sync.interrupted and sync.version < self.goal:
                 life.lockstep.call(asyncio.sleep(member.step_s * r.uniform(0.9, 1.1)))
                 if take is not None:
@@ -260,12 +260,13 @@ class Crowd:
     def _boundary(self, life: Life, sync: Attachment, optimizer: torch.optim.Optimizer) -> Checkpoint:
         """What a trainer does at an outer step: it evaluates, and writes a checkpoint."""
         assert life.lockstep is not None
-        if life.member.boundary_s:
-            life.lockstep.call(asyncio.sleep(life.member.boundary_s))
-        return self._checkpoint(sync, optimizer)
+        with sync.checkpointing() as live:
+            if life.member.boundary_s:
+                life.lockstep.call(asyncio.sleep(life.member.boundary_s))
+            return self._checkpoint(sync, live, optimizer)
 
-    def _checkpoint(self, sync: Attachment, optimizer: torch.optim.Optimizer) -> Checkpoint:
-        saved = _copied(sync.saved())
+    def _checkpoint(self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer) -> Checkpoint:
+        saved = _copied(live)
         counters = (sync.steps, sync.tokens, sync.discarded_tokens)
         assert sync.node is not None
         digests = tuple(sync.node.replica.digest_of(anchor) for anchor in saved.anchors)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,35 +33,13 @@ from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import Loss
-from diloco.swarm.wire.malloc import give_back
 from diloco.train.inner_start import InnerStart
 from diloco.train.island import Island
 from diloco.train.node_view import NodeView
-from diloco.train.pace import Pace, Unsent
+from diloco.train.progress import Progress, Unsent
+from diloco.train.swarm_link import SwarmLink
 
 __all__ = ["Attachment"]
-
-
-class _Begun(NamedTuple):
-    """What all ranks must know when they begin to train."""
-
-    begun: float = 0  # whether they do; an interrupt may have come first
-    position: float = 0
-    version: float = 0
-    applied_tokens: float = 0
-    cold: float = 0
-    fetched: float = 0  # whether rank 0 has a donor's inner state
-
-
-class _Adopted(NamedTuple):
-    """What all ranks must know of an exchange."""
-
-    done: float = 0  # whether it came to an end; an interrupt may have come first
-    version: float = 0
-    applied_tokens: float = 0
-    discarded_tokens: float = 0
-    position: float = 0
-    cycle_steps: float = 0
 
 
 class Attachment:
@@ -72,7 +50,6 @@ class Attachment:
         applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its sessions.
         exchanged: whether the last `optimizer.step()` ended in an exchange.
         interrupted: whether the loop has to end before the budget is used up.
-        view: what can be seen of the swarm node, from entering on (rank 0 of an island only).
 
     If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. `interrupt` ends any
     wait; the swarm then loses the inner steps since the last exchange, and the checkpoint before them is good.
@@ -95,31 +72,36 @@ class Attachment:
         self.outer = outer
         self.island = island
         self.phases = phases
-        self.runtime = runtime
-        self.view: NodeView | None = None
         self.version = saved.versions[0] if saved else 0
         self.applied_tokens = saved.applied_tokens if saved else 0
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = self.interrupted = False
+        self._link = SwarmLink(island, runtime, phases)
         self._optimizer = optimizer
         self._options = options
         self._on_event, self._on_ready = on_event, on_ready
         self._hook: Any = None
         self._schedule = Schedule(outer.fragments, outer.sync_every, outer.staggered, outer.overlap)
         self._unsent = Unsent(outer.fragments)
-        self._pace = Pace(phases, runtime.clock)
+        self._progress = Progress(phases, runtime.clock)
         self._inner_start = InnerStart(optimizer, island, on_event)
         self._counted_tokens = 0
         self._sequences_per_round = 0
         self._round_version = self.version
         self._asked_to_stop = False
+        self._is_paused = False  # for evaluating, or for writing a checkpoint
         self._cold = False  # in a first round that is left out
         self._settled = False  # the parameters are the last anchor, for good
 
     @property
+    def view(self) -> NodeView | None:
+        """What can be seen of the swarm node; None before entering, and on ranks other than 0."""
+        return self._link.view
+
+    @property
     def node(self) -> Node | None:
-        """The swarm node, which only `runtime.call` may change; None before entering, and on ranks other than 0."""
-        return None if self.view is None else self.view.node
+        """The swarm node, which only its runtime may change; None before entering, and on ranks other than 0."""
+        return self._link.node
 
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
@@ -142,15 +124,21 @@ class Attachment:
                 self.finish()
             self.phases.switch(None)
             finished = kind is None and not self.interrupted
-            if self.node is not None and (kind is None or not issubclass(kind, KeyboardInterrupt)):
-                self.runtime.call(self.node.leave(finished))
-                if finished:
-                    self.version, self._settled = self.runtime.call(self.node.load_anchors()), True
-                    self.applied_tokens = self.node.protocol.applied_tokens
+            if kind is None or not issubclass(kind, KeyboardInterrupt):
+                self._link.call(lambda node: node.leave(finished))
             if finished:
-                self.island.share_(self.parameters.values())
+                self._settle()
         finally:
             self.close()
+
+    def _settle(self) -> None:
+        """The parameters become the last anchor, for good."""
+        self._settled = True
+        self._link.call(lambda node: node.load_anchors())
+        self.island.share_(self.parameters.values())
+        if self.node is not None:
+            protocol = self.node.protocol
+            self.version, self.applied_tokens = min(protocol.versions), protocol.applied_tokens
 
     def start(self) -> None:
         """Connect to the swarm (first half of entering)."""
@@ -161,40 +149,27 @@ class Attachment:
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
         fragments = partition(numels, self.outer.fragments, self.outer.pattern)
         replica = Replica(self.parameters, fragments, self.outer)
-        node = self.runtime.open(replace(options, inner_state=self._snapshot), replica, self._on_event)
-        node.leased.expect(self._sequences_per_round)
-        self.view = NodeView(node, self.runtime)
+        view = self._link.open(replace(options, inner_state=self._snapshot), replica, self._on_event)
+        view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
             self.interrupt()
-        self._on_ready(self.view.address)
+        self._on_ready(view.address)
 
     def begin(self) -> None:
         """Wait for the swarm and adopt its anchor (second half of entering)."""
-        found, state = _Begun(), None
+        state, cold = None, False
         if self.node is not None:
-            state, cold = self._inner_start.fetch(self.node, self.runtime, lambda: self._asked_to_stop)
-            found = self._join(self.node, cold)._replace(fetched=state is not None)
-        begun = self._go_along(found)
-        if begun.fetched:
-            self._inner_start.take_over_(state)
-        self._pace.begin_run(self.steps)
-
-    def _join(self, node: Node, cold: bool) -> _Begun:
-        position = self.runtime.call(node.begin(cold=cold))
-        if position is None:
-            return _Begun()
-        return _Begun(True, position, min(node.protocol.versions), node.protocol.applied_tokens, cold)
-
-    def _go_along(self, found: _Begun) -> _Begun:
-        """All ranks: begin where rank 0 does."""
-        begun = _Begun(*map(int, self.island.agree(found)))
+            state, cold = self._inner_start.fetch(self.node, self._link.runtime, lambda: self._asked_to_stop)
+        begun = self._link.begin(cold, fetched=state is not None)
         self.interrupted, self._cold = not begun.begun, bool(begun.cold)
         self.island.share_(self.parameters.values())
-        self.version, self.applied_tokens = int(begun.version), int(begun.applied_tokens)
-        self._round_version = self.version
-        self._schedule.begin(int(begun.position))
+        if begun.fetched:
+            self._inner_start.take_over_(state)
+        self.version = self._round_version = begun.version
+        self.applied_tokens = begun.applied_tokens
+        self._schedule.begin(begun.position)
         self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
-        return begun
+        self._progress.begin_run(self.steps)
 
     def finish(self) -> None:
         """Adopt the updates that are still under way, for which the other peers wait, too. No inner step may follow."""
@@ -206,18 +181,13 @@ class Attachment:
 
     def close(self) -> None:
         """Drop out of the swarm without a goodbye; for what failed."""
-        try:
-            if self.view is not None:
-                self.view.close()
-        finally:
-            self.runtime.close()
+        self._link.close()
 
     def interrupt(self) -> None:
         """Stop waiting for the swarm; may be called from a signal handler."""
         self._asked_to_stop = True
         self.interrupted = self.island.size == 1  # several ranks agree on the step after which they stop
-        if self.node is not None:
-            self.runtime.call_soon(self.node.interrupt)
+        self._link.call_soon(lambda node: node.interrupt)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -263,14 +233,14 @@ class Attachment:
 
     def report(self, loss: float) -> None:
         """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
-        self._pace.loss = loss
+        self._progress.loss = loss
         self._tell()
 
     def _tell(self) -> None:
         """Watchers are shown these figures beside those that the protocol needs."""
-        if self.node is not None:
-            pace, measured = self._pace, self.node.protocol.measured
-            self.runtime.call_soon(measured, pace.loss, pace.rounds, pace.seconds(), self.discarded_tokens)
+        own = self._progress
+        figures = own.loss, own.rounds, own.seconds(), self.discarded_tokens
+        self._link.call_soon(lambda node: node.protocol.measured, *figures)
 
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
@@ -278,11 +248,11 @@ class Attachment:
         self.steps += 1
         self.tokens += tokens
         self.exchanged = False
-        if self.node is not None:
-            self._pace.measure(self.steps)
-            place = self._schedule.inner_step, self.target_steps
-            self.runtime.call_soon(self.node.protocol.progress, *place, self._pace.steps_per_s, self.tokens)
-        self._follow_clock()
+        self._progress.measure(self.steps)
+        figures = self._schedule.inner_step, self.target_steps, self._progress.steps_per_s, self.tokens
+        self._link.call_soon(lambda node: node.protocol.progress, *figures)
+        if not self.outer.barrier:  # the run goes on, and ends, while this peer trains
+            self.version, self.applied_tokens = self._link.swarm_clock()
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
         (interrupted,) = self.island.agree([self._asked_to_stop])
         self.interrupted = bool(interrupted)
@@ -300,9 +270,8 @@ class Attachment:
             if self.outer.round_late:
                 self._adopt(lambda node: node.exchange_late(counts))
                 return self._resume()
-            if due.send and self.node is not None:
-                give_back()  # where gradients were, there is room now
-                self.runtime.call(self.node.send(counts))
+            if due.send:
+                self._link.send(counts)
             if due.receive:
                 self._adopt(lambda node: node.receive(due.receive))
                 self._resume()
@@ -321,70 +290,82 @@ class Attachment:
             self._adopt(lambda node: node.end_warmup(tokens))
             self._resume()
 
-    def _follow_clock(self) -> None:
-        """Without a barrier the run goes on, and ends, while this peer trains."""
-        if not self.outer.barrier:
-            clock = (0, 0) if self.node is None else self.node.protocol.swarm_clock()
-            version, applied_tokens = self.island.agree(clock)
-            self.version, self.applied_tokens = int(version), int(applied_tokens)
-
     def _adopt(self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> None:
         """Let rank 0 exchange, and have all ranks go on from the anchor that it has then."""
-        found = _Adopted()
-        if self.node is not None:
-            outcome = self.runtime.call(exchange(self.node))
-            give_back()
-            if outcome is not None:
-                self.phases.move("comm", "wait", outcome.seconds.wait)
-                self.phases.move("comm", "outer", outcome.seconds.outer)
-                tokens = outcome.applied_tokens, outcome.discarded_tokens
-                steps = self._pace.cycle_steps(self.outer, self.node.protocol.fastest_steps_per_s)
-                found = _Adopted(True, outcome.version, *tokens, outcome.position, steps)
-        adopted = _Adopted(*map(int, self.island.agree(found)))
+        progress, outer = self._progress, self.outer
+        adopted = self._link.adopt(
+            exchange, lambda node: progress.cycle_steps(outer, node.protocol.fastest_steps_per_s)
+        )
         if not adopted.done:
             self.interrupted = True
             return
         self.island.share_(self.parameters.values())
-        self.discarded_tokens += int(adopted.discarded_tokens)
-        self.exchanged = adopted.version > self.version or not self.outer.barrier
-        self.version = max(int(adopted.version), self.version)
-        self.applied_tokens = int(adopted.applied_tokens)  # less than before when another history won
+        self.discarded_tokens += adopted.discarded_tokens
+        self.exchanged = adopted.version > self.version or not outer.barrier
+        self.version = max(adopted.version, self.version)
+        self.applied_tokens = adopted.applied_tokens  # less than before when another history won
         if self.version > self._round_version:
             self._round_version = self.version
-            self._pace.end_round()
+            progress.end_round()
             self._tell()
         if adopted.position:
-            self._schedule.begin(int(adopted.position))
-        if self.outer.dylu:
-            self._schedule.next_cycle(int(adopted.cycle_steps))
+            self._schedule.begin(adopted.position)
+        if outer.dylu:
+            self._schedule.next_cycle(adopted.cycle_steps)
 
     def _resume(self) -> None:
         """Train on from the anchors that are loaded."""
-        if self.node is not None and not self.interrupted:
-            self.runtime.call(self.node.enter("training"))
-        self._pace.restart(self.steps)
+        if not self.interrupted:
+            self._link.call(lambda node: node.enter("training"))
+        self._progress.restart(self.steps)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """The parameters are the anchor inside; what is trained comes back afterwards. At a barrier they are equal."""
-        node = self.node
-        if node is None or self._settled or (self.outer.lockstep and not self.outer.mixing):
+        if self.node is None or self._settled:
             yield
             return
-        local = {name: parameter.clone() for name, parameter in self.parameters.items()}
-        self.runtime.call(node.show_anchors())
+        with self._paused():
+            if self.outer.lockstep and not self.outer.mixing:
+                yield
+                return
+            local = {name: parameter.clone() for name, parameter in self.parameters.items()}
+            self._link.call(lambda node: node.show_anchors())
+            try:
+                yield
+            finally:
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(local[name])
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[Saved]:
+        """The state at the last exchange, to be written to a checkpoint inside this context.
+
+        At a barrier the tensors are the live ones, and no version moves them before the context ends. The other peers
+        wait as long.
+        """
+        with self._paused():
+            yield self.saved()
+
+    def saved(self) -> Saved:
+        """The state at the last exchange. At a barrier the tensors are the live ones: copy them before going on."""
+        assert self.node is not None
+        return self._link.runtime.call(self.node.snapshot())
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains on."""
+        if self._is_paused:
+            yield
+            return
+        self._is_paused = True
         try:
             yield
         finally:
-            for name, parameter in self.parameters.items():
-                parameter.copy_(local[name])
-
-    def saved(self) -> Saved:
-        """State at the last exchange, for a checkpoint; the tensors are live, so write them before going on."""
-        assert self.node is not None
-        return self.runtime.call(self.node.snapshot())
+            self._is_paused = False
+            self._resume()
 
     def anchor_digest(self) -> str:
         """As `NodeView.anchor_digest`."""

@@ -38,7 +38,7 @@ class DataParallel:
         self.phases = phases
         self.version, self.applied_tokens = version, applied_tokens
         self.inner_step, self.target_steps = 0, sync_every
-        self.steps = self.tokens = self.discarded_tokens = 0
+        self.steps = self.tokens = self.discarded_tokens = self.unsent_tokens = 0
         self.exchanged = self.interrupted = self._asked_to_stop = False
         self.view = None
         self._model = model

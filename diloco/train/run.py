@@ -97,8 +97,8 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     if island.leads and config.run.lead:
         _write_settings(config)
     with RunLog(config.run.dir, name, _wandb(config, name) if island.leads else None) as log:
-        if session.checkpoint is not None and island.leads:
-            log.event("resume", version=session.checkpoint.step, skipped=session.checkpoint.skipped)
+        if session.resumed and island.leads:
+            log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         if config.outer.spot_check and isinstance(sync, Attachment):

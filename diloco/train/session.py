@@ -1,4 +1,4 @@
-"""What of a run survives the process: everything that must be restored lives in one checkpoint, and only here.
+"""What survives the process of a peer: everything that must be restored is in one checkpoint, and only there.
 
 Written at outer boundaries: anchors and their versions, outer states of the fragments held, inner optimizer, random
 generators, position in the data, counters. At a barrier the local parameters are the anchors, so they are not stored
@@ -19,7 +19,7 @@ from diloco.config import Config
 from diloco.data import Stream
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
-from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
+from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import check_same_run
 from diloco.rundir.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 from diloco.train.api import Attachment, Saved
@@ -30,6 +30,7 @@ __all__ = ["Session", "checkpoints_name", "identity_path"]
 logger = logging.getLogger(__name__)
 
 Sync = Attachment | DataParallel
+Tensors = dict[str, Tensor]
 
 
 def identity_path(config: Config, name: str) -> Path:
@@ -47,37 +48,37 @@ def checkpoints_name(config: Config) -> str:
 class Session:
     """One peer's checkpoints in a run directory.
 
-    A checkpoint that is corrupt is passed over for the one before it, and said. One of another run (the manifests
-    differ in more than the budget, which may be extended) raises `CheckpointError` naming the keys.
+    A corrupt checkpoint is skipped for the one before it, with a warning. One of another run (the manifests differ in
+    more than the budget, which may be extended) raises `CheckpointError` that names the keys.
+
+    Attributes:
+        saved_version: outer step of the newest checkpoint, -1 without one.
+        resumed: whether this session goes on from a checkpoint. skipped: which newer ones it could not use, and why.
+        seconds, traffic: wall time per phase, and bytes sent and received, in the sessions before this one.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.store = CheckpointStore(config.run.dir / "checkpoints" / checkpoints_name(config), config.checkpoint.keep)
-        self.checkpoint: Checkpoint | None = self.store.load_latest()
+        found = self._checkpoint = self.store.load_latest()
         self.saved_version = -1
-        if self.checkpoint is None:
+        self.resumed = found is not None
+        self.skipped: list[str] = []
+        self.seconds, self.traffic = PhaseSeconds(), (0, 0)
+        if found is None:
             return
-        self.saved_version = self.checkpoint.step
-        check_same_run(config, self.checkpoint.state["manifest"])
-
-    @property
-    def seconds(self) -> PhaseSeconds:
-        """Wall time per phase in the sessions before this one."""
-        return PhaseSeconds(**self.checkpoint.state["seconds"]) if self.checkpoint else PhaseSeconds()
-
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received in the sessions before this one."""
-        sent, received = self.checkpoint.state["traffic"] if self.checkpoint else (0, 0)
-        return sent, received
+        check_same_run(config, found.state["manifest"])
+        self.saved_version, self.skipped = found.step, found.skipped
+        self.seconds = PhaseSeconds(**found.state["seconds"])
+        sent, received = found.state["traffic"]
+        self.traffic = sent, received
 
     def outer(self) -> Saved | None:
-        """Where the swarm side goes on."""
-        if self.checkpoint is None:
+        """Where the swarm side goes on; call it before `restore`."""
+        if self._checkpoint is None:
             return None
-        state, anchors = self.checkpoint.state, self.checkpoint.tensors["anchor"]
-        outer = self.checkpoint.tensors["outer"]
+        state, anchors = self._checkpoint.state, self._checkpoint.tensors["anchor"]
+        outer = self._checkpoint.tensors["outer"]
         held = sorted({int(name.split(".")[0]) for name in outer})
         return Saved(
             anchors=[anchors[str(fragment)] for fragment in range(len(anchors))],
@@ -89,14 +90,18 @@ class Session:
             shares=[{peer: Share(*share) for peer, share in known.items()} for known in state.get("shares", ())],
             applied={int(base_version): tokens for base_version, tokens in state.get("applied", {}).items()},
             outer={fragment: (outer[f"{fragment}.master"], outer[f"{fragment}.momentum"]) for fragment in held},
-            residuals={int(name): residual for name, residual in self.checkpoint.tensors["residual"].items()},
+            residuals={int(name): residual for name, residual in self._checkpoint.tensors["residual"].items()},
         )
 
     def restore(self, sync: Sync, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream) -> None:
-        """Put everything back that is not the swarm's; call before `sync` is entered."""
-        if self.checkpoint is None:
+        """Restore everything but the swarm's part; call it before `sync` is entered.
+
+        The checkpoint is released then: while its files are mapped, their space stays in use after they are deleted.
+        """
+        if self._checkpoint is None:
             return
-        state, tensors = self.checkpoint.state, self.checkpoint.tensors
+        state, tensors = self._checkpoint.state, self._checkpoint.tensors
+        self._checkpoint = None
         sync.steps, sync.tokens, sync.discarded_tokens = state["counters"]
         stream.restore(state["stream"])
         restore_optimizer(optimizer, tensors["inner"], state["inner"])
@@ -117,16 +122,36 @@ class Session:
         seconds: PhaseSeconds,
         traffic: Sequence[int],
     ) -> None:
-        """Write a checkpoint of the last outer boundary, unless there is one already."""
+        """Write a checkpoint of the last outer boundary, unless there is one already.
+
+        In the middle of a round, tokens that this peer has not sent count as discarded there: a resumed peer goes on
+        from the anchors. Tokens that are on their way then stay in flight.
+        """
         if sync.version == self.saved_version:
             return
+        if isinstance(sync, DataParallel):
+            swarm = _parallel_state(sync, model)
+            self._write(sync, swarm, optimizer, stream, seconds, traffic)
+            return
+        with sync.checkpointing() as saved:
+            self._write(sync, _swarm_state(saved), optimizer, stream, seconds, traffic)
+
+    def _write(
+        self,
+        sync: Sync,
+        swarm_state: tuple[dict[str, Tensors], dict[str, Any]],
+        optimizer: torch.optim.Optimizer,
+        stream: Stream,
+        seconds: PhaseSeconds,
+        traffic: Sequence[int],
+    ) -> None:
         inner, inner_json = flatten_optimizer(optimizer)
         rng, rng_json = rng_state()
-        swarm, swarm_json = _swarm_state(sync, model)
+        swarm, swarm_json = swarm_state
         state: dict[str, Any] = {
             "manifest": self.config.manifest().to_json(),
             **swarm_json,
-            "counters": [sync.steps, sync.tokens, sync.discarded_tokens],
+            "counters": [sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens],
             "stream": stream.state(),
             "inner": inner_json,
             "rng": rng_json,
@@ -137,16 +162,15 @@ class Session:
         self.saved_version = sync.version
 
 
-Tensors = dict[str, Tensor]
+def _parallel_state(sync: DataParallel, model: nn.Module) -> tuple[dict[str, Tensors], dict[str, Any]]:
+    """As `_swarm_state`, without a swarm."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    position = {"versions": [sync.version], "terms": [0], "applied_tokens": sync.applied_tokens}
+    return {"anchor": parameters, "outer": {}, "residual": {}}, position
 
 
-def _swarm_state(sync: Sync, model: nn.Module) -> tuple[dict[str, Tensors], dict[str, Any]]:
+def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
     """What `Session.outer` reads: groups of tensors, and JSON."""
-    if isinstance(sync, DataParallel):
-        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        position = {"versions": [sync.version], "terms": [0], "applied_tokens": sync.applied_tokens}
-        return {"anchor": parameters, "outer": {}, "residual": {}}, position
-    saved = sync.saved()
     anchors = {str(fragment): anchor for fragment, anchor in enumerate(saved.anchors)}
     residuals = {str(fragment): residual for fragment, residual in saved.residuals.items()}
     outer = {}

@@ -10,12 +10,12 @@ from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.rounds import Count
 
-__all__ = ["Pace", "Unsent"]
+__all__ = ["Progress", "Unsent"]
 
 DYLU_FLOOR = 5  # inner steps (arXiv 2401.09135, the authors' code)
 
 
-class Pace:
+class Progress:
     """The figures that a peer tells the swarm about its training.
 
     Attributes:

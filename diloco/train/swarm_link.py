@@ -1,0 +1,120 @@
+"""How the ranks of an island use one node: rank 0 has it, and all ranks learn what came of each call.
+
+`begin`, `adopt` and `swarm_clock` are called by all ranks at the same point of their training; the ranks without a node
+wait there for what rank 0 found. The other methods do nothing on ranks without a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+from diloco.outer.replica import Replica
+from diloco.rundir.summary import PhaseTimer
+from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.rounds import Count, Exchanged
+from diloco.swarm.node.runtime import Runtime
+from diloco.swarm.wire.malloc import give_back
+from diloco.train.island import Island
+from diloco.train.node_view import NodeView
+
+__all__ = ["Adopted", "Begun", "SwarmLink"]
+
+
+class Begun(NamedTuple):
+    """Where all ranks begin to train; `begun` is 0 when an interrupt came first.
+
+    `fetched` says whether rank 0 has a donor's inner state, `cold` whether the first round is left out.
+    """
+
+    begun: int = 0
+    position: int = 0
+    version: int = 0
+    applied_tokens: int = 0
+    cold: int = 0
+    fetched: int = 0
+
+
+class Adopted(NamedTuple):
+    """What an exchange came to; `done` is 0 when an interrupt ended it. The other fields are those of `Exchanged`."""
+
+    done: int = 0
+    version: int = 0
+    applied_tokens: int = 0
+    discarded_tokens: int = 0
+    position: int = 0
+    cycle_steps: int = 0  # inner steps of the coming round
+
+
+class SwarmLink:
+    """The node of an island. What fails in the node is raised on rank 0, and ends the other ranks with it."""
+
+    def __init__(self, island: Island, runtime: Runtime, phases: PhaseTimer) -> None:
+        self.island = island
+        self.runtime = runtime
+        self.view: NodeView | None = None
+        self._phases = phases
+
+    @property
+    def node(self) -> Node | None:
+        """The node, which only the runtime may change; None before `open`, and on all ranks but rank 0."""
+        return None if self.view is None else self.view.node
+
+    def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> NodeView:
+        """Rank 0 only: connect a node to the swarm."""
+        self.view = NodeView(self.runtime.open(options, replica, on_event), self.runtime)
+        return self.view
+
+    def close(self) -> None:
+        """Drop out of the swarm without a goodbye, unless that was said before. Can be called twice."""
+        try:
+            if self.view is not None:
+                self.view.close()
+        finally:
+            self.runtime.close()
+
+    def call(self, work: Callable[[Node], Coroutine[Any, Any, object]]) -> None:
+        """Have rank 0 do something with the node; the other ranks do not wait."""
+        if self.node is not None:
+            self.runtime.call(work(self.node))
+
+    def call_soon(self, work: Callable[[Node], Callable[..., object]], *arguments: object) -> None:
+        """Have the node's loop call one of its functions; nobody waits."""
+        if self.node is not None:
+            self.runtime.call_soon(work(self.node), *arguments)
+
+    def begin(self, cold: bool = False, fetched: bool = False) -> Begun:
+        """Wait for the swarm, and enter training from its anchors, which rank 0 loads into its parameters."""
+        found, node = Begun(), self.node
+        position = None if node is None else self.runtime.call(node.begin(cold=cold))
+        if node is not None and position is not None:
+            found = Begun(1, position, min(node.protocol.versions), node.protocol.applied_tokens, cold, fetched)
+        return Begun(*map(int, self.island.agree(found)))
+
+    def send(self, counts: dict[int, Count]) -> None:
+        """Begin to exchange these fragments."""
+        if self.node is not None:
+            give_back()  # where gradients were, there is room now
+            self.runtime.call(self.node.send(counts))
+
+    def adopt(
+        self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]], cycle_steps: Callable[[Node], int]
+    ) -> Adopted:
+        """Wait for updates, which rank 0 loads into its parameters; `cycle_steps` is asked after that."""
+        found = Adopted()
+        if self.node is not None:
+            outcome = self.runtime.call(exchange(self.node))
+            give_back()
+            if outcome is not None:
+                self._phases.move("comm", "wait", outcome.seconds.wait)
+                self._phases.move("comm", "outer", outcome.seconds.outer)
+                tokens = outcome.applied_tokens, outcome.discarded_tokens
+                found = Adopted(1, outcome.version, *tokens, outcome.position, cycle_steps(self.node))
+        return Adopted(*map(int, self.island.agree(found)))
+
+    def swarm_clock(self) -> tuple[int, int]:
+        """Lowest version of all fragments, and applied tokens, as published."""
+        clock = (0, 0) if self.node is None else self.node.protocol.swarm_clock()
+        version, applied_tokens = self.island.agree(clock)
+        return int(version), int(applied_tokens)

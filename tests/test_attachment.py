@@ -1,0 +1,192 @@
+"""A model that is attached to a swarm, in virtual time: its states, its accounts, and what it does between rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.outer.replica import Replica
+from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.rundir.summary import PhaseTimer
+from diloco.sim.lockstep import Lockstep
+from diloco.sim.network import Link, Network
+from diloco.sim.peers import SimRuntime
+from diloco.sim.virtual_time import virtual_time
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.rounds import Exchanged
+from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.transport import Transport
+from diloco.train.api import Attachment, Swarm
+
+STEP_S = 1.0
+
+
+class Loop:
+    """The training loop of one peer, step by step; `pass_s` lets virtual time pass."""
+
+    def __init__(self, name: str, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]) -> None:
+        self.name = name
+        self.sync = sync
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._optimizer = optimizer
+        self._lockstep = lockstep
+
+    @property
+    def node(self) -> Node:
+        assert self.sync.node is not None
+        return self.sync.node
+
+    def pass_s(self, seconds: float) -> None:
+        self._lockstep.call(asyncio.sleep(seconds))
+
+    def step(self) -> None:
+        self.pass_s(STEP_S)
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        self._optimizer.step()
+
+
+def train(names: str, work: Callable[[Loop], None], *, saved: Saved | None = None, **outer: Any) -> dict[str, Loop]:
+    """Peers of these names, all there before the first inner step, each in a loop of its own; they leave at the end."""
+    loops: dict[str, Loop] = {}
+    with virtual_time() as loop:
+        network = Network(loop, 0)
+
+        def live(name: str, lockstep: Lockstep[None]) -> None:
+            async def connect(options: NodeOptions) -> Transport:
+                seeds = [other for other in loops if other != name]
+                return network.join(name, seeds, Link(latency_s=0.01))
+
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            swarm = Swarm(
+                run_id="run",
+                name=name,
+                identity=Path(name),
+                min_peers=len(names),
+                runtime=SimRuntime(loop, lockstep, connect),
+                on_event=lambda kind, fields: loops[name].events.append((kind, fields)),
+                on_ready=lambda address: None,
+                **outer,
+            )
+            mine = loops[name] = Loop(name, swarm.attach(model, optimizer, saved=saved), optimizer, lockstep)
+            with mine.sync:
+                work(mine)
+
+        async def scene() -> None:
+            tasks = []
+            for name in names:
+                lockstep: Lockstep[None] = Lockstep(lambda name=name: live(name, made[name]), name)  # type: ignore[misc]
+                made[name] = lockstep
+                with loop.owned_by(name):
+                    tasks.append(loop.create_task(lockstep.run()))
+                await asyncio.sleep(0.1)
+            await asyncio.gather(*tasks)
+
+        made: dict[str, Lockstep[None]] = {}
+        loop.run_until_complete(scene())
+    return loops
+
+
+@pytest.mark.parametrize("outer", [{}, {"fragments": 2, "overlap": 1}, {"quorum": 2}])
+def test_a_loop_of_ones_own_trains_again_after_each_exchange(outer: dict[str, Any]) -> None:
+    """Others believe what a peer says of itself: that its round began, and from which versions."""
+    seen: list[tuple[bool, str, int]] = []
+
+    def work(loop: Loop) -> None:
+        for _ in range(8):
+            loop.step()
+            seen.append((loop.sync.exchanged, loop.node.protocol.state, loop.sync.version))
+
+    train("ab", work, sync_every=4, **outer)
+    assert {state for exchanged, state, _ in seen if exchanged} == {"training"}
+    assert max(version for _, _, version in seen) >= 1
+
+
+def test_a_round_is_said_to_begin_from_the_newest_version() -> None:
+    def work(loop: Loop) -> None:
+        for _ in range(9):
+            loop.step()
+        [other] = loop.node.protocol.members.all()
+        assert other.round_versions == [2]
+
+    train("ab", work, sync_every=4)
+
+
+class LastFlight:
+    """A node whose last contribution comes too late."""
+
+    def __init__(self) -> None:
+        self.protocol = SimpleNamespace(
+            versions=[3], applied_tokens=30, measured=None, progress=None, fastest_steps_per_s=lambda mine: mine
+        )
+        self.reserve = SimpleNamespace(expect=lambda sequences: None)
+        self.addresses: list[str] = []
+        self.said: list[str] = []
+
+    async def joins_late(self) -> bool:
+        return False
+
+    async def begin(self, cold: bool) -> int:
+        return 0
+
+    async def receive(self, fragments: tuple[int, ...]) -> Exchanged:
+        self.said.append(f"receive {fragments}")
+        return Exchanged(3, 30, 7, PhaseSeconds())
+
+    def __getattr__(self, name: str) -> Any:
+        async def other(*_: object) -> None:
+            self.said.append(name)
+
+        return other
+
+
+class Direct:
+    """A runtime without a loop of its own."""
+
+    def __init__(self, node: LastFlight) -> None:
+        self._node = node
+
+    def open(self, options: NodeOptions, replica: Replica, on_event: object) -> Any:
+        return self._node
+
+    def call(self, work: Any) -> Any:
+        return asyncio.run(work)
+
+    def call_soon(self, function: object, *arguments: object) -> None: ...
+
+    def clock(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
+
+
+def test_what_is_discarded_of_the_last_contributions_is_counted() -> None:
+    node = LastFlight()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    swarm = Swarm(run_id="run", identity=Path("a"), sync_every=4, overlap=2, runtime=Direct(node))  # type: ignore[arg-type]
+    with swarm.attach(model, optimizer, phases=PhaseTimer()) as sync:
+        for _ in range(4):  # the fourth sends, and the sixth would adopt
+            optimizer.step()
+    assert node.said.index("receive (0,)") < node.said.index("leave")
+    assert (sync.discarded_tokens, sync.version, sync.applied_tokens) == (7, 3, 30)
+
+
+def test_what_was_not_sent_is_told_from_what_was() -> None:
+    def work(loop: Loop) -> None:
+        for step in range(1, 7):
+            loop.sync.count(10)
+            loop.step()
+            assert loop.sync.unsent_tokens == 10 * (step % 4)
+
+    train("a", work, sync_every=4)

@@ -75,8 +75,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._num_tasks = 0
         self._owned: dict[str, dict[asyncio.Task[Any], None]] = {}  # ordered, unlike a set
         self._num_works = 0
-        # what threads of an owner do: the timer of each work, and the future of whoever waits for it
-        self._working: dict[str | None, dict[int, tuple[asyncio.TimerHandle, asyncio.Future[Any]]]] = {}
+        self._working: dict[str | None, dict[int, tuple[asyncio.TimerHandle, asyncio.Future[Any]]]] = {}  # of threads
         self._clocks: dict[str | None, _Clock] = {}
         self._frozen: dict[str | None, list[asyncio.Handle]] = {}
         super().__init__()
@@ -185,13 +184,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
         def work() -> None:
             result, error = _outcome(func, args)
-            self._later(owner, after_s, lambda: _settle(future, result, error), future)
+            self._later(owner, future, after_s, lambda: _settle(future, result, error))
 
-        self._later(owner, before_s, work, future)
+        self._later(owner, future, before_s, work)
         return future
 
     def _later(
-        self, owner: str | None, delay_s: float, callback: Callable[[], None], future: asyncio.Future[Any]
+        self, owner: str | None, future: asyncio.Future[Any], delay_s: float, callback: Callable[[], None]
     ) -> None:
         self._num_works += 1
         number, working = self._num_works, self._working.setdefault(owner, {})
@@ -227,7 +226,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """End an owner as SIGKILL would: what its threads do is lost, and its tasks are cancelled in their order."""
         for timer, future in self._working.pop(owner, {}).values():
             timer.cancel()
-            future.cancel()  # a task that was cancelled waits until its thread has ended
+            future.cancel()  # who waits for the thread whatever happens would wait for ever
         self.thaw(owner)
         for task in self.tasks_of(owner):
             task.cancel()

@@ -4,11 +4,10 @@
 #   install_diloco '[dev]'   and what the tests need
 #
 # PYTHON names the interpreter for a new .venv (default: the first suitable one found). Nothing is done when .venv holds
-# exactly what pyproject.toml and constraints.txt ask for.
+# exactly what pyproject.toml and constraints.txt ask for. Who sets VENV after sourcing has another environment.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
-VENV_PYTHON=$VENV/bin/python
 
 say() { printf 'diloco: %s\n' "$*" >&2; }
 
@@ -33,18 +32,18 @@ find_python() {
 
 make_venv() {
   if [[ -e $VENV ]]; then
-    is_suitable "$VENV_PYTHON" || fail "$VENV has no working Python 3.10 or later; remove it and run this again"
+    is_suitable "$VENV/bin/python" || fail "$VENV has no working Python 3.10 or later; remove it and run this again"
     return
   fi
   local python
   python=$(find_python)
-  say "making .venv with $("$python" --version)"
+  say "making ${VENV##*/} with $("$python" --version)"
   # Debian has pip and venv apart from each other; then the pip that is there installs into .venv.
   if ! "$python" -m venv "$VENV" >/dev/null 2>&1 && ! "$python" -m venv --without-pip --clear "$VENV"; then
     rm -rf "$VENV"
     fail "$python cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)"
   fi
-  if ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
+  if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     if ! "$python" -m pip --version >/dev/null 2>&1; then
       rm -rf "$VENV"
       fail "$python has neither ensurepip nor pip; install them (Debian: apt install python3-venv python3-pip)"
@@ -55,16 +54,16 @@ make_venv() {
 
 run_pip() {
   if [[ -e $VENV/python-with-pip ]]; then
-    "$(<"$VENV/python-with-pip")" -m pip --python "$VENV_PYTHON" "$@"
+    "$(<"$VENV/python-with-pip")" -m pip --python "$VENV/bin/python" "$@"
   else
-    "$VENV_PYTHON" -m pip "$@"
+    "$VENV/bin/python" -m pip "$@"
   fi
 }
 
 # What is installed depends on these; the place too, because the installation refers to it.
 wanted() {
   printf '%s\n' "$ROOT" | cat - "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" |
-    "$VENV_PYTHON" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+    "$VENV/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
 install_diloco() {
@@ -76,7 +75,7 @@ install_diloco() {
   if grep --quiet --no-messages "$stamp" "${stamps[@]}"; then
     return
   fi
-  say "installing diloco$extras and its libraries into .venv (some minutes, once)"
+  say "installing diloco$extras and its libraries into ${VENV##*/} (some minutes, once)"
   rm -f "$VENV"/installed*
   if ! run_pip install --quiet --disable-pip-version-check --no-input --log "$VENV/install.log" \
     --constraint "$ROOT/scripts/constraints.txt" --editable "$ROOT$extras"; then

@@ -247,7 +247,7 @@ def test_a_list_that_the_syncer_never_published_is_not_believed(
     donors = village.donors(2)
     other = donors[1]
     other.replica.anchors[0][5] += 1.0  # an anchor of its own, with a digest that fits
-    other.node.protocol.digests[0] = other.replica.digest(0)
+    other.node.protocol.fragments[0].digest = other.replica.digest(0)
 
     async def busy(stream: Stream, request: object) -> None:
         raise PayloadError("busy")
@@ -389,7 +389,7 @@ def test_a_part_that_does_not_exist_is_refused_and_another_version_named(village
 def test_a_donor_that_has_another_version_than_it_announced_is_asked_once(village: Village) -> None:
     donors = village.donors(2)
     [other] = [peer.node for peer in donors if not peer.replica.outer]
-    other.protocol.digests[0] = "5" * 64
+    other.protocol.fragments[0].digest = "5" * 64
     joiner = village.joiner()
     village.until(lambda: joiner.has(1))
     assert village.served(other.protocol.me) == 0 and len(village.asked) == PARTS + 1

@@ -46,12 +46,10 @@ POINTS_UP_STILL = {
     ("diloco.swarm.conversations.answer", "diloco.swarm.node.spot"),
 }
 CIRCLES_STILL = [
-    {"diloco.train.api", "diloco.train.attachment"},
     {"diloco.swarm.conversations.answer", "diloco.swarm.node.spot"},
 ]
 LONGEST_MODULE = 400  # lines
 LONG_STILL = {
-    "diloco.outer.replica",
     "diloco.swarm.node.presence",
     "diloco.swarm.node.rounds",
     "diloco.swarm.wire.libp2p",

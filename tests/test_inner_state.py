@@ -22,6 +22,7 @@ from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
 from diloco.protocol.messages.bulk import InnerHeader
 from diloco.protocol.messages.control import Status
+from diloco.protocol.states import State
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
 from diloco.swarm.conversations import answer, inner_state
@@ -136,7 +137,7 @@ def test_every_rank_of_an_island_has_what_its_first_was_given() -> None:
 # -- whom a joiner asks -----------------------------------------------------------------------------------------------
 
 
-def member(peer: str, state: str, pace: float, trains: bool = True) -> Any:
+def member(peer: str, state: State, pace: float, trains: bool = True) -> Any:
     return SimpleNamespace(peer=peer, trains=trains, status=Status(state=state, versions=[0], steps_per_s=pace))
 
 

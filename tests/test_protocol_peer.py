@@ -384,6 +384,7 @@ def test_nothing_from_the_network_makes_a_peer_raise(events: list[tuple[str, Mes
             peer.catch_up_failed(fetch.fragment)
         held = [lease.fragment for lease in peer.leases.held_by(ME)]
         assert sorted(peer.syncers) == held
+        assert peer.heirs() == peer._find_heirs(), "what is remembered is what would be found"
 
 
 # -- from starting to training ----------------------------------------------------------------------------------------

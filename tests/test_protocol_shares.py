@@ -100,3 +100,14 @@ def test_the_record_of_a_history_that_won_replaces_the_own_one() -> None:
     theirs = {"a": Share(3, 9, 1, 3), "b": Share(2, 4, 2, 3, "bert")}
     peer.adopted(0, 3, D, 0.0, shares=theirs)
     assert peer.accounts.shares(0) == theirs and peer.applied_tokens == 13, "the clock is what is in the anchor"
+
+
+def test_the_clock_of_a_checkpoint_without_shares_stays_where_it_is() -> None:
+    """Its tokens are those of others: the clock is the sum of the shares, and must not go back by a restart."""
+    peer = Peer("me", "me", "run", D, digests=[D], versions=[4], applied_tokens=70)
+    assert peer.applied_tokens == 70 and peer.accounts.merged(0) == {}
+    peer.accounts.restore_shares([{"other": Share(2, 50, 1, 4)}])
+    assert peer.applied_tokens == 70 and peer.accounts.merged(0) == {"other": 3}
+    assert [(row.peer_id, row.tokens) for row in peer.accounts.contributions()] == [("other", 50), ("", 20)]
+    peer.adopted(0, 5, D, 0.0, contributors={"me": 10})
+    assert peer.applied_tokens == 80 and peer.num_merged() == 1

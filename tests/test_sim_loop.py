@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.sim.lockstep import Killed, Lockstep
-from diloco.sim.virtual_time import RESOLUTION_S, DeadlockError, VirtualLoop, virtual_time
+from diloco.sim.virtual_time import MANY_CANCELLED, POLL_EVERY, RESOLUTION_S, DeadlockError, VirtualLoop, virtual_time
 
 
 @pytest.fixture
@@ -112,6 +117,219 @@ def test_an_owner_is_killed_with_all_that_it_started(loop: VirtualLoop) -> None:
 
     loop.run_until_complete(story())
     assert sorted(ended) == ["a killed", "b done", "child of a killed", "child of b done"]
+
+
+def test_every_turn_is_counted_and_told(loop: VirtualLoop) -> None:
+    told: list[int] = []
+    loop.on_turn = lambda: told.append(loop.turns)
+    loop.run_until_complete(asyncio.sleep(1))
+    assert told == list(range(1, loop.turns + 1)) and len(told) > 1
+
+
+def test_cancelled_timers_are_dropped_and_move_no_time(loop: VirtualLoop) -> None:
+    async def story() -> None:
+        first = [loop.call_later(0.5, pytest.fail) for _ in range(3)]
+        rest = [loop.call_later(1e6 + number, pytest.fail) for number in range(10 * MANY_CANCELLED)]
+        await asyncio.sleep(0.1)
+        for timer in (*first, *rest):
+            timer.cancel()
+        await asyncio.sleep(1.0)
+
+    loop.run_until_complete(story())
+    assert loop.seconds == pytest.approx(1.1)
+    assert len(loop._scheduled) <= MANY_CANCELLED  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_signals_still_come_in(loop: VirtualLoop, busy: bool) -> None:
+    """While turns follow each other without a pause, and while nothing else is ever going to happen."""
+    came = asyncio.Event()
+    turns: list[int] = []
+
+    async def story() -> None:
+        loop.add_signal_handler(signal.SIGUSR1, came.set)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while busy and not came.is_set():
+            turns.append(loop.turns)
+            await asyncio.sleep(0)
+        await came.wait()
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+    loop.run_until_complete(story())
+    assert len(turns) < 2 * POLL_EVERY
+
+
+# -- work of threads --------------------------------------------------------------------------------------------------
+
+
+def starts(loop: VirtualLoop, owner: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task of this owner."""
+    with loop.owned_by(owner):
+        return loop.create_task(work)
+
+
+def at_times(loop: VirtualLoop, *happenings: tuple[float, Callable[[], object]]) -> None:
+    """Let each happen at its second of the simulation; ends a little after the last."""
+    for second, happens in happenings:
+        loop.at(second, happens)
+    loop.run_until_complete(asyncio.sleep(happenings[-1][0] + 100.0 - loop.seconds))
+
+
+def test_work_of_a_thread_takes_time_before_and_after_it(loop: VirtualLoop) -> None:
+    seconds = iter([2.0, 1.0])
+    loop.executor_s = lambda: next(seconds)
+
+    async def asks() -> tuple[float, float]:
+        return await asyncio.to_thread(lambda: loop.seconds), loop.seconds
+
+    assert loop.run_until_complete(asks()) == pytest.approx((2.0, 3.0))
+
+
+def test_work_of_a_thread_goes_on_when_nobody_waits_for_it_any_more(loop: VirtualLoop) -> None:
+    loop.executor_s = lambda: 2.0
+    done: list[float] = []
+
+    async def story() -> None:
+        waits = asyncio.ensure_future(asyncio.to_thread(lambda: done.append(loop.seconds)))
+        await asyncio.sleep(1.0)
+        waits.cancel()
+        await asyncio.wait([waits])
+        assert waits.cancelled() and not done
+
+    loop.run_until_complete(story())
+    loop.run_until_complete(asyncio.sleep(10.0))
+    assert done == pytest.approx([2.0])
+
+
+@pytest.mark.parametrize(("dies_at", "works"), [(1.0, False), (3.0, True)])
+def test_a_killed_owner_loses_what_its_threads_do(loop: VirtualLoop, dies_at: float, works: bool) -> None:
+    """The work is done in the middle of the time that it takes; its result comes 2 s later."""
+    loop.executor_s = lambda: 2.0
+    done: list[str] = []
+
+    async def asks(name: str) -> None:
+        await asyncio.to_thread(done.append, f"{name} works")
+        done.append(f"{name} knows")
+
+    starts(loop, "a", asks("a")), starts(loop, "b", asks("b"))
+    at_times(loop, (dies_at, lambda: loop.kill("a")))
+    assert done == (["a works"] if works else []) + ["b works", "b knows"]
+    assert loop.tasks_of("a") == []
+
+
+def test_what_a_thread_was_given_is_free_once_its_work_is_done(loop: VirtualLoop) -> None:
+    """Without waiting for the garbage collection, whose moments differ from one version of Python to the next."""
+
+    class Large:
+        pass
+
+    loop.executor_s = lambda: 0.5
+    large = Large()
+    known = weakref.ref(large)
+    gc.disable()
+    try:
+        loop.run_until_complete(asyncio.to_thread(id, large))
+        del large
+        loop.run_until_complete(asyncio.sleep(1.0))
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+# -- freezing ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_waited_for_a_frozen_owner_runs_in_the_order_in_which_it_came(loop: VirtualLoop) -> None:
+    said: list[tuple[str, float]] = []
+
+    async def says(name: str, at: float) -> None:
+        await asyncio.sleep(at)
+        said.append((name, loop.seconds))
+
+    for second in (3.0, 1.0, 2.0, 6.0):
+        starts(loop, "a", says(f"a{second:.0f}", second))
+    starts(loop, "b", says("b2", 2.0))
+    at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.thaw("a")))
+    assert [name for name, _ in said] == ["b2", "a1", "a2", "a3", "a6"]
+    assert [at for _, at in said] == pytest.approx([2.0, 5.0, 5.0, 5.0, 6.0])
+
+
+def test_a_frozen_owner_that_is_killed_runs_nothing_but_its_end(loop: VirtualLoop) -> None:
+    said: list[str] = []
+
+    async def says() -> None:
+        try:
+            await asyncio.sleep(1.0)
+            await asyncio.sleep(0)
+            said.append("went on")
+        finally:
+            said.append(f"ended at {loop.seconds:.0f}")
+
+    starts(loop, "a", says())
+    at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.kill("a")))
+    assert said == ["ended at 5"]
+
+
+def test_threads_of_a_frozen_owner_stop_too(loop: VirtualLoop) -> None:
+    loop.executor_s = lambda: 1.0
+    done: list[float] = []
+    starts(loop, "a", asyncio.to_thread(lambda: done.append(loop.seconds)))
+    at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.thaw("a")))
+    assert done == pytest.approx([5.0])
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_owner_reads_and_sleeps_by_its_own_clock(loop: VirtualLoop) -> None:
+    seen: dict[str, tuple[float, float]] = {}
+
+    async def sleeps(name: str) -> None:
+        await asyncio.sleep(10.0)
+        seen[name] = loop.seconds, loop.time()
+
+    loop.set_clock("fast", 2.0, 1000.0)
+    for name in ("fast", "true"):
+        starts(loop, name, sleeps(name))
+    at_times(loop, (20.0, lambda: None))
+    assert seen["fast"] == pytest.approx((5.0, 1010.0))
+    assert seen["true"] == pytest.approx((10.0, 10.0))
+    assert loop.time() == loop.seconds
+
+
+def test_what_the_simulation_does_at_a_second_knows_no_owners_clock(loop: VirtualLoop) -> None:
+    seen: list[tuple[str | None, float]] = []
+    loop.set_clock("fast", 2.0, 1000.0)
+
+    async def arranges() -> None:
+        loop.at(7.0, lambda: seen.append((loop.owner, loop.time())))
+
+    starts(loop, "fast", arranges())
+    at_times(loop, (8.0, lambda: None))
+    assert seen == [(None, pytest.approx(7.0))]
+
+
+@pytest.mark.parametrize("rate", [1.0, 2.0])
+def test_a_clock_that_stood_still_lacks_those_seconds(loop: VirtualLoop, rate: float) -> None:
+    """A suspended machine: timers that were set before do not notice, what reads the clock does."""
+    seen: list[tuple[float, float]] = []
+    loop.set_clock("a", rate, 50.0)
+
+    async def looks() -> None:
+        for _ in range(2):
+            await asyncio.sleep(4.0 * rate)
+            seen.append((loop.seconds, loop.time()))
+
+    def opens_the_lid() -> None:
+        loop.set_back("a", 10.0)
+        loop.thaw("a")
+
+    starts(loop, "a", looks())
+    at_times(loop, (1.0, lambda: loop.freeze("a")), (11.0, opens_the_lid))
+    assert seen == [
+        (pytest.approx(11.0), pytest.approx(50.0 + rate * 1.0)),
+        (pytest.approx(15.0), pytest.approx(50.0 + rate * 5.0)),
+    ]
 
 
 # -- lockstep ---------------------------------------------------------------------------------------------------------

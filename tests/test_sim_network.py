@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.admission import Admission, RunKey, issue
+from diloco.admission.keys import new_key
 from diloco.errors import SwarmError
 from diloco.sim.network import BACKLOG_BYTES, PIECE_BYTES, Link, Network, SimTransport
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
+from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
@@ -222,6 +226,131 @@ def test_a_cut_is_silence_and_what_waited_goes_on_when_it_is_mended(town: Town) 
     [(told, at)] = town.heard["two"]
     assert told == b"hello"
     assert at == pytest.approx(10 + 30 + 5)
+
+
+def test_a_reset_breaks_every_stream_between_two_peers_and_no_other(town: Town) -> None:
+    one, two, three = (town.peer(name, latency_s=0.5) for name in ("one", "two", "three"))
+
+    async def story() -> None:
+        doomed = [(await one.open("two", "talk"))[1], (await two.open("one", "talk"))[1]]
+        lucky = [(await one.open("three", "talk"))[1], (await three.open("two", "talk"))[1]]
+        town.network.reset("one", "two")
+        await later(1)
+        for writer in doomed:
+            writer.write(b"lost")
+            with pytest.raises(ConnectionResetError):
+                await writer.drain()
+        for writer in lucky:
+            writer.write(b"kept")
+            await writer.drain()
+            writer.close()
+        await town.tell(one, "two", b"again")
+        await later(10)
+
+    town.run(story())
+    told = {name: sorted(data for data, _ in heard) for name, heard in town.heard.items()}
+    assert told == {"one": [b""], "two": [b"", b"again", b"kept"], "three": [b"kept"]}
+
+
+def test_noise_keeps_the_length_of_one_message_and_nothing_else(town: Town) -> None:
+    one = town.peer("one")
+    town.peer("two")
+
+    async def story() -> None:
+        _, writer = await one.open("two", "talk")
+        town.network.garble("one")
+        for data in (b"\0\0\0\3abc", b"\0\0\0\3def"):
+            writer.write(data)
+        writer.close()
+        await later(1)
+
+    town.run(story())
+    assert town.heard["two"][0][0] == b"\0\0\0\3\xff\xff\xff" + b"\0\0\0\3def"
+
+
+def test_what_others_begin_at_a_peer_belongs_to_it_and_dies_with_it(town: Town) -> None:
+    one = town.peer("one")
+    served: list[str] = []
+
+    async def hangs(peer: str, reader: Reader, writer: Writer) -> None:
+        try:
+            served.append(f"{town.loop.owner} serves {peer}")
+            await later(1e6)
+        finally:
+            served.append("ends")
+
+    async def begins() -> None:
+        await town.network.join("two", []).handle("talk", hangs)
+
+    async def story() -> None:
+        with town.loop.owned_by("two.1"):
+            await town.loop.create_task(begins())
+        with town.loop.owned_by("one.1"):
+            await town.loop.create_task(one.open("two", "talk"))
+        await later(1)
+        town.loop.kill("one.1")
+        await later(1)
+        assert served == ["two.1 serves one"]
+        town.loop.kill("two.1")
+        await later(1)
+        assert served == ["two.1 serves one", "ends"]
+
+    town.run(story())
+
+
+def test_a_transport_that_is_closed_late_does_not_end_that_of_the_peers_next_life(town: Town) -> None:
+    one, before = town.peer("one"), town.peer("two")
+    town.network.crash("two")
+    after = town.peer("two")
+
+    async def story() -> None:
+        _, writer = await one.open("two", "talk")
+        await before.close()
+        writer.write(b"hello")
+        await writer.drain()
+        writer.close()
+        await later(1)
+        assert town.heard["two"][0][0] == b"hello"
+        await after.close()
+        with pytest.raises(ConnectionError, match="two cannot be reached"):
+            await one.open("two", "talk")
+
+    town.run(story())
+
+
+# -- a closed run -----------------------------------------------------------------------------------------------------
+
+
+def gate(key: RunKey) -> Gate:
+    """That of a peer whom the owner of this key invited."""
+    return Gate(Admission(issue(key, "run", "worker", int(time.time()) + 1000)))
+
+
+def test_a_gate_lets_guests_in_and_strangers_not(town: Town) -> None:
+    """A guest greets once for all its streams; a stranger has another run's invitation, or none."""
+    key, served = RunKey(new_key()), list[str]()
+
+    async def listen(peer: str, reader: Reader, writer: Writer) -> None:
+        served.append(peer)
+        writer.close()
+
+    async def story() -> None:
+        gates = {"two": gate(key), "guest": gate(key), "other": gate(RunKey(new_key())), "none": Gate()}
+        peers = {name: town.network.join(name, [], Link(latency_s=0.1), its) for name, its in gates.items()}
+        refused: list[str] = []
+        gates["two"].on_refused = lambda peer, reason: refused.append(peer)
+        await peers["two"].handle("talk", listen)
+        for _ in range(2):
+            reader, _ = await peers["guest"].open("two", "talk")
+            assert await reader.read() == b""
+        assert served == ["guest", "guest"] and not refused
+        with pytest.raises(ConnectionError):
+            await peers["other"].open("two", "talk")
+        reader, _ = await peers["none"].open("two", "talk")
+        assert b"this run admits invited peers only" in await reader.read()
+        assert served == ["guest", "guest"] and refused == ["other", "none"]
+
+    town.run(story())
 
 
 def test_a_doomed_stream_breaks_on_both_sides_and_seeds_decide_which() -> None:

@@ -48,13 +48,13 @@ def run(address: str, host: str, port: int) -> int:
 
 
 async def _first(place: Address) -> Snapshot:
-    """What is wrong with an address is said before anything is served."""
+    """Asks the swarm once, so that a wrong address is an error before the page is served."""
     async with Visitor(place.peers, place.token) as visitor:
         return await visitor.ask()
 
 
 def _free(host: str, port: int) -> int:
-    """The port, or one that is free for 0."""
+    """The port, or for 0 a free one; `ConfigError` when it cannot be listened on."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:

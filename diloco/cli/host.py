@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 
 def run(config: Config) -> int:
-    """Hold fragments until Ctrl+C; returns the exit code."""
+    """Holds fragments until Ctrl+C; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
     console = Console()
     name = config.run.name or "host"

@@ -1,4 +1,4 @@
-"""How others get in: the command that they copy, with where it works from."""
+"""How others join: the command that they copy, and from where it works."""
 
 from __future__ import annotations
 

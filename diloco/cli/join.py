@@ -1,8 +1,8 @@
 """`diloco join`: from an address to a peer that trains.
 
-1. connect: the addresses are called, and if none answers, those that were heard of the run before.
-2. manifest: the run's settings, checked with wire version and clock; torch's slower half is imported meanwhile.
-3. machine: device, precision, threads, and how much of a batch fits its memory.
+1. connect: call the addresses, and if no peer answers, the addresses that this user's peers remember of the run.
+2. manifest: fetch the run's settings, check wire version and clock; import torch's slower half meanwhile.
+3. machine: choose device, precision, threads, and the part of a batch that fits its memory.
 4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table.
 """
 
@@ -47,7 +47,7 @@ def run(config: Config, address: Address, typed: Collection[str]) -> int:
 
 
 def _prepare(config: Config, address: Address, typed: Collection[str], stages: Stages, stack: ExitStack) -> Config:
-    """All that can be found wrong before anything big is fetched."""
+    """Checks everything that can be wrong before anything big is fetched."""
     from diloco.fit.volunteer import (
         fit_to_machine,
         lock_peer_directory,
@@ -118,11 +118,11 @@ def _count(number: int, what: str) -> str:
 
 
 def _import_the_rest() -> None:
-    """What training needs, while the swarm is asked; a failure will show where it is used."""
+    """Imports what training needs, while the swarm is asked; training raises whatever fails here."""
     try:
         importlib.import_module("diloco.train.run")
         library = importlib.import_module("diloco.model.library").transformers()
-        library.AutoModelForCausalLM  # noqa: B018 (it is imported by being looked at)
+        library.AutoModelForCausalLM  # noqa: B018 (access imports it)
     except Exception:
         return
 
@@ -148,7 +148,7 @@ def _train(config: Config, stages: Stages, stack: ExitStack, console: Console) -
 
 
 class _Arrival:
-    """What the training loop says, as stages until the first contribution is in the model, and then as a table."""
+    """Shows the training loop's messages: as stages until the first contribution is merged, then as a table."""
 
     def __init__(self, stages: Stages, view: LiveView, stack: ExitStack) -> None:
         self._stages = stages

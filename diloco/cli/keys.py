@@ -1,4 +1,4 @@
-"""`diloco keygen`, `invite`, `revoke`: who may take part in a closed run, for its owner."""
+"""`diloco keygen`, `invite`, `revoke`: the owner of a closed run decides which peers may take part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keygen(file: Path) -> int:
 
 
 def invite(key: Path, run: str, expires: str, role: Role, bind: str | None, address: str | None) -> int:
-    """Print a token on stdout, or with an address the whole link; what it is on stderr."""
+    """Prints a token on stdout, or with an address the whole link; its id, role and end on stderr."""
     expires_at = int(time.time()) + seconds_of(expires)
     token = issue(RunKey.read(key, KEY), run, role, expires_at, bind or "")
     text = token.to_text()
@@ -45,13 +45,13 @@ def invite(key: Path, run: str, expires: str, role: Role, bind: str | None, addr
 
 
 def revoke(key: Path, run: str, address: str, what: Sequence[str]) -> int:
-    """Put out token ids, peer ids, tokens and links; returns when a peer has taken the list."""
+    """Revokes token ids, peer ids, tokens and links; returns when a peer has taken the list."""
     owner, peers = RunKey.read(key, KEY), Address.parse(address).peers
     token_ids = {found for one in what if (found := _token_id(one)) is not None}
     peer_ids = {one for one in what if _token_id(one) is None}
     before = Revoked.remembered(owner, key, run)
     from diloco.swarm.visit.revoke import revoke as spread
-    from diloco.swarm.wire.gate import watching  # only now, for it takes seconds
+    from diloco.swarm.wire.gate import watching  # here, because it takes seconds
 
     revoked = asyncio.run(spread(peers, watching(run, None, str(key)), owner, before, token_ids, peer_ids))
     revoked.remember(key, run)

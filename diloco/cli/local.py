@@ -4,8 +4,8 @@
 2. The first starts the swarm and writes its address into the run directory, where the others wait for it.
 3. Their JSON lines become the live table; their summaries become summary.json.
 
-Ctrl+C is passed on once (each peer leaves cleanly) and twice (each is killed). A peer's standard input is a pipe from
-here, so that it leaves by itself if this process is killed.
+The first Ctrl+C makes each peer leave cleanly, the second kills them. A peer's standard input is a pipe from here: if
+this process is killed, the pipe closes and the peer leaves by itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(config: Config) -> int:
 
 
 def _check_resumable(config: Config) -> None:
-    """Before config.yaml is replaced: each peer checks again, from its own checkpoint."""
+    """Checks the run directory before config.yaml is replaced; each peer checks its own checkpoint again."""
     manifest = config.run.dir / "manifest.json"
     if manifest.is_file() and any((config.run.dir / "checkpoints").glob("*/step-*")):
         check_same_run(config, manifest.read_text())
@@ -90,7 +90,7 @@ def _run(config: Config) -> int:
     said: queue.Queue[tuple[_Child, Message | None]] = queue.Queue()
     with contextlib.ExitStack() as stack:
         children: list[_Child] = []
-        stop = stack.enter_context(_signals(children))  # before the first peer, which would not hear of a Ctrl+C else
+        stop = stack.enter_context(_signals(children))  # first, or a peer would miss an early Ctrl+C
         for index in range(len(names)):
             children.append(stack.enter_context(_peer(config, base, index, names, said)))
             if stop:
@@ -175,7 +175,7 @@ def _peer(
     names: list[str],
     said: queue.Queue[tuple[_Child, Message | None]],
 ) -> Iterator[_Child]:
-    """One peer process; whatever happens here, it does not outlive this context."""
+    """Starts one peer process, which never outlives this context."""
     name, count = names[index], len(names)
     log = config.run.dir / "logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)

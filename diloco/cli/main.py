@@ -1,8 +1,8 @@
 """The command line; the modules that run a command (and torch) are imported only when one runs.
 
-1. click parses the arguments, as `commands/` declares them; what is no option is an override such as `outer.lr=0.5` or
+1. click parses the arguments that `commands/` declares. The others are overrides such as `outer.lr=0.5` or
    `model=14m`.
-2. `diloco.config.compose` turns overrides into a `Config`: a bad one ends here, before anything heavy is imported.
+2. `diloco.config.compose` turns overrides into a `Config`. A bad override ends here, before torch is imported.
 3. `diloco.cli.<command>.run(config, ...)` does the work and returns the exit code.
 
 `main` maps errors to one line and an exit code through `diloco.errors.guard`.

@@ -23,13 +23,13 @@ __all__ = ["Member", "Processes", "ended_before", "read_json", "read_members"]
 
 PROGRAM = (sys.executable, "-m", "diloco")
 
-# Where and how a member runs, not what it is.
+# Settings that say where and how a member runs, not what it computes.
 NOT_COMPARED = {"run": ("dir", "id"), "train": ("threads",)}
 
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep. `exit` is None until it ended; `interrupted` by us, so its summary is not the last word."""
+    """One run of a sweep. `exit` is None until it has ended; with `interrupted` we stopped it before its end."""
 
     name: str
     command: str
@@ -68,7 +68,7 @@ def ended_before(place: Path, member: Member, base: Path | None) -> Member:
 
 
 def read_members(directory: Path) -> list[Member]:
-    """The members of a sweep that were started, as they say themselves, by number."""
+    """The members of a sweep that were started, read from their member.json, in order."""
     records = [read_json(file) for file in directory.glob("*/member.json")]
     fields = ("name", "command", "exit", "interrupted")
     found = [
@@ -80,7 +80,7 @@ def read_members(directory: Path) -> list[Member]:
 
 
 def _settings(member: Member | None, base: Path | None) -> dict[str, Any] | None:
-    """What makes a run what it is; None where there is no such configuration."""
+    """The settings that decide what a run computes; None without a configuration."""
     try:
         content = compose(() if member is None else member.overrides, base=base).model_dump(mode="json")
     except ConfigError:
@@ -105,7 +105,7 @@ def _quoted(path: Path) -> str:
 
 
 class Processes:
-    """The members that run; as a context it takes Ctrl+C and SIGTERM and passes them on.
+    """The running members. As a context manager it catches Ctrl+C and SIGTERM and passes them on.
 
     Members are in sessions of their own, so that a Ctrl+C in the terminal reaches each once, from here. None outlives
     the context.
@@ -129,7 +129,7 @@ class Processes:
             _kill(process)
 
     def stop(self, number: int) -> None:
-        """No member begins any more; those that run get the signal, and the next time they are killed."""
+        """Starts no more members and sends the signal to the running ones; a second call kills them."""
         with self._lock:
             self.stopped += 1
             for process in list(self._running):

@@ -1,4 +1,4 @@
-"""The line on who can join, as it looks in a terminal."""
+"""One line in the terminal that says which peers can join."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ __all__ = ["render"]
 
 ROUNDS = 6
 EVENTS = 6
-LATE_S = 5.0  # without a word
+LATE_S = 5.0  # since the last message of a peer
 
 Cell = Text | str
 
 
 @dataclass(frozen=True)
 class Column:
-    """`importance` decides who goes first where there is no room: the least; None stays."""
+    """A column. Where there is no room the least important columns are dropped first; None is never dropped."""
 
     title: str
     importance: int | None = None
@@ -136,7 +136,7 @@ def _called(peer: str, names: Mapping[str, str]) -> str:
 
 
 def _rounds(snapshot: Snapshot, console: Console) -> Table:
-    """Of the control fragment; all fragments' are in the JSON."""
+    """The contributions to the control fragment; the JSON has those of all fragments."""
     columns = [Column("version"), Column("live"), Column("training"), Column("merged"), Column("staleness", 1)]
     columns += [Column("compute"), Column("wait"), Column("exchange"), Column("outer", 2), Column("closed")]
 

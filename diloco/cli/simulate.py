@@ -32,7 +32,7 @@ def run(config: Config) -> int:
             at_s = message.time
             view.update(message)
 
-    # Lines are a record of the run and carry its time; who looks at a bar wants to know when it is over.
+    # Lines are a record and carry virtual time; a progress bar tells when the command ends, so it runs in real time.
     clock = time.monotonic if console.is_terminal else lambda: at_s
     with LiveView(console, names, config.budget.outer_steps, title, clock) as view:
         outcome = simulate(config, listen)

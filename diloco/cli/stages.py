@@ -1,4 +1,4 @@
-"""The way into a swarm, stage by stage: what is under way, how far it is, and how long each stage took."""
+"""The stages of joining a swarm: which one is under way, its progress, and how long each one took."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Stage:
     name: str
     began_at: float | None = None
     seconds: float | None = None
-    done: float = 0.0  # of 1; 0 shows no bar
+    done: float = 0.0  # from 0, which shows no bar, to 1
     text: str = ""
 
 
@@ -64,7 +64,7 @@ class Stages:
 
     @property
     def name(self) -> str | None:
-        """Of the stage under way; None before the first and after the last."""
+        """Name of the stage under way; None before the first and after the last."""
         return self._stages[self._at].name if 0 <= self._at < len(self._stages) else None
 
     def go_to(self, name: str) -> None:
@@ -86,7 +86,7 @@ class Stages:
             self._stages[self._at].began_at = now
 
     def show(self, text: str, done: float = 0.0) -> None:
-        """What is known of the stage under way, and how much of it is done (0 to 1)."""
+        """Sets the text of the stage under way, and its progress from 0 to 1."""
         if 0 <= self._at < len(self._stages):
             self._stages[self._at].text = "".join(c if c.isprintable() else " " for c in text)
             self._stages[self._at].done = min(1.0, done)

@@ -55,9 +55,9 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
 
 
 async def _watch(visitor: Visitor, snapshot: Snapshot) -> None:
-    """Redraw in place, or print again where that cannot be; what was seen last stays while nobody answers."""
+    """Redraws in place, or prints again where there is no terminal. While nobody answers the last state stays."""
     console = Console()
-    # Before Python 3.12 a wait_for that is just done takes the cancellation that Ctrl+C is, and goes on.
+    # Ctrl+C cancels this task. Before Python 3.12 a wait_for that has just finished swallows the cancellation.
     cancelling = getattr(asyncio.current_task(), "cancelling", lambda: 0)
     lost, seen_at = None, time.monotonic()
     live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")

@@ -1,12 +1,12 @@
 """`diloco sweep`: a command with every combination of several values, each in a process and a directory of its own.
 
 1. Every member is composed and validated before anything is written or started.
-2. A member is `python -m diloco COMMAND ... run.dir=DIR/NUMBER-VALUES`; what it prints goes to its `output.log`, how it
-   ended to its `member.json`. One that has ended before is skipped, so the same command goes on with a sweep.
+2. A member is `python -m diloco COMMAND ... run.dir=DIR/NUMBER-VALUES`. Its output goes to `output.log`, its exit code
+   to `member.json`. The same command skips members that have ended, and so goes on with a sweep.
 3. At the end: `sweep.json`, the table of `diloco compare`, and its curves.
 
-Ctrl+C is passed on to the members once (they leave cleanly), twice kills them. A member that fails or diverges does
-not stop the others. Values that are no grid, and clusters, are left to Hydra's own sweepers and launchers.
+The first Ctrl+C makes the members leave cleanly, the second kills them. A member that fails or diverges does not stop
+the others. Hydra's own sweepers and launchers do what a grid on this machine cannot: continuous ranges, clusters.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def run(
     launcher: str | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Check, run and compare the members; returns the exit code, 0 also where some diverged.
+    """Checks, runs and compares the members; returns the exit code, which is 0 even when some diverged.
 
     Raises:
-        ConfigError: before anything is written: a member that is no configuration, a missing plugin.
-        DilocoError: after all, with the exit code of the first member that failed.
+        ConfigError: before anything is written: a member has invalid settings, or a plugin is missing.
+        DilocoError: at the end, with the exit code of the first member that failed.
     """
     parsed = parse_axes(overrides)
     for one in parsed:
@@ -86,7 +86,7 @@ def _checked(command: str, arguments: Sequence[str], base: Path | None) -> Confi
     return config
 
 
-# -- what there is to do -----------------------------------------------------------------------------------------------
+# -- the members -------------------------------------------------------------------------------------------------------
 
 
 def _directory(overrides: Sequence[str], config: Config) -> Path:
@@ -102,7 +102,7 @@ def _member(
     config: Config,
     jobs: int,
 ) -> Member:
-    """A member with what keeps it apart from the others: name, run.id (for wandb), its part of the cores."""
+    """A member with its own name, run.id (for wandb) and share of the cores."""
     values = "_".join(f"{key.rpartition('.')[2]}{value}" for key, value in chosen)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{number}-{values}" if values else number)[:80].rstrip("-")
     mine = [text for text in arguments if not text.lstrip("+").startswith("run.dir=")]
@@ -118,7 +118,7 @@ def _member(
 
 
 def _run_all(members: Sequence[Member], directory: Path, base: Path | None, jobs: int) -> list[Member]:
-    """Runs those that have not ended, `jobs` at a time, and returns all as they are then."""
+    """Runs the members that have not ended, `jobs` at a time; returns all members with their results."""
     ended = {one.name: one for one in members}
     waiting = [one for one in members if one.exit is None]
     with (
@@ -136,7 +136,7 @@ def _run_all(members: Sequence[Member], directory: Path, base: Path | None, jobs
         try:
             pending = {pool.submit(work, one) for one in waiting}
             while pending:
-                # A signal that arrives just before a wait is seen after it, so no wait is long.
+                # A signal that arrives just before a wait is handled after it. Waits are therefore short.
                 done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
                 for future in done:
                     one = future.result()
@@ -205,7 +205,7 @@ class _Display:
             self._progress.update(self._task, completed=self._done, description=", ".join(self._names))
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------
+# -- the results -------------------------------------------------------------------------------------------------------
 
 
 def _conclude(command: str, overrides: Sequence[str], members: Sequence[Member], directory: Path) -> int:

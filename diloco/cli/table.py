@@ -25,7 +25,7 @@ from diloco.text import human_bytes, human_count, human_seconds, plain
 
 __all__ = ["LiveView", "human_bytes", "human_count", "human_seconds", "state_style"]
 
-LINE_EVERY_S = 10.0  # a peer whose version stands still still gives a sign of life
+LINE_EVERY_S = 10.0  # between lines of a peer whose version does not change
 
 _COLUMNS = ("peer", "state", "version", "step", "loss", "held-out", "tok/s", "sent", "received")
 _DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes first
@@ -47,7 +47,7 @@ _SETTLED = frozenset({"training", "waiting", "leaving", "done"})  # the outer st
 
 @dataclass
 class _Row:
-    """The last that was heard of a peer."""
+    """The latest state of a peer."""
 
     peer: str
     state: str = "starting"
@@ -132,7 +132,7 @@ class LiveView:
         self._ready = True
 
     def note(self, text: str) -> None:
-        """A line of its own, above the table: what happened once and is not a state."""
+        """Prints a line above the table, for an event."""
         line = f"[{self._clock() - self._began:5.1f}s] {plain(text)}"
         if self._live is None:
             click.echo(line, file=self._console.file)

@@ -4,7 +4,7 @@
 
 - `base.py`      the run-owned and the peer-local half as types
 - `groups.py`, `peer_local.py`   every setting of the run, and of one peer: type, range, meaning
-- `schema.py`    `Config`, checks across groups, doubts
+- `schema.py`    `Config`, checks across groups, doubtful settings
 - `manifest.py`  `Manifest`: canonical JSON, hash, differences, untrusted input
 - `compose.py`   Hydra composition, unknown keys and choices
 - `effect.py`     settings that nothing reads in a command or beside others

@@ -32,7 +32,7 @@ _FLAGS = ("quic", "quic-v1", "ws", "wss")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a swarm is: multiaddrs with a peer id each (or one @FILE that holds such), and what admits a newcomer."""
+    """Where a swarm is: multiaddrs with a peer id each, or one @FILE with such; and the token of an invitation."""
 
     peers: tuple[str, ...]
     token: str | None = None
@@ -54,7 +54,7 @@ class Address:
         return cls(peers, token)
 
     def resolved(self) -> Address:
-        """With the addresses that an `@FILE` holds now in its place; `ConfigError` for a file that cannot be read."""
+        """Replaces an `@FILE` by the addresses that the file holds now; `ConfigError` when it cannot be read."""
         peers: list[str] = []
         for peer in self.peers:
             if not peer.startswith("@"):
@@ -142,7 +142,7 @@ def _port(parts: list[str]) -> str | None:
 
 
 def _rest(parts: list[str]) -> str | None:
-    """What follows the port: flags of the transport, the peer's id, and behind a relay another id."""
+    """Checks what follows the port: flags of the transport, the peer's id, and after a relay the id behind it."""
     rest = [part for part in parts[4:] if part not in _FLAGS]
     if rest and rest[-1] == "" and len(rest) % 2 and rest[:-1]:
         return "it ends in '/', pasted along or cut off; copy it again"

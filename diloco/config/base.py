@@ -69,7 +69,7 @@ def _to_tuple(value: Any) -> Any:
 
 
 def _is_name(value: str) -> str:
-    # A name becomes a file name and a DHT key: no separators, nothing a shell or a path would treat specially.
+    # A name becomes a file name and a DHT key, so it holds nothing that a shell or a path treats specially.
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
         raise PydanticCustomError("format", "not a name")
     return value
@@ -82,7 +82,7 @@ def _is_multiaddr(value: str) -> str:
 
 
 def _is_peer_address(value: str) -> str:
-    if value.startswith("@") and len(value) > 1:  # a file in which a peer has written its address, or will
+    if value.startswith("@") and len(value) > 1:  # a file into which a peer writes its address
         return value
     if "/p2p/" not in _is_multiaddr(value):
         raise PydanticCustomError("format", "no peer id")

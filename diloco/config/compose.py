@@ -69,7 +69,7 @@ def compose(overrides: Sequence[str] = (), *, base: Path | None = None) -> Confi
 
 
 def _closed(config: Config) -> Config:
-    """Whoever has the run's key, or an invitation, need not type its public key."""
+    """Fills in `run.key` from the private key or the invitation, which both contain it."""
     swarm, typed = config.swarm, config.run.key
     if swarm.key_path is None and swarm.token is None:
         return config
@@ -139,7 +139,7 @@ def _parse(argument: str) -> _Override:
             raise ConfigError(
                 f"{show(key)}={show(text)} cannot be parsed ({reason}); check brackets and quotes"
             ) from None
-        return _Override(key, text, text)  # a text with characters that Hydra's grammar reserves, such as a path with ~
+        return _Override(key, text, text)  # Hydra's grammar reserves some characters of ordinary text, such as ~
     if override.is_sweep_override():
         raise ConfigError(f"{key}={text} is several values; give one value, or a list in brackets: '{key}=[{text}]'")
     return _Override(key, text, override.value())
@@ -157,7 +157,7 @@ def _checked_choice(item: _Override, groups: Mapping[str, Sequence[str]]) -> str
 
 
 def _compose_files(chosen: Mapping[str, str | None]) -> DictConfig:
-    """What the files alone say, for the choices made on the command line; not to be changed, because it is cached."""
+    """Composes the files alone for the choices on the command line. The result is cached: do not change it."""
     arguments = tuple(f"{group}={name}" for group, name in chosen.items() if name is not None)
     return _hydra_compose(_directory().resolve(), arguments)
 

@@ -1,8 +1,8 @@
-"""Which settings do nothing, in which command and beside which other settings; one that a user types is refused.
+"""Which settings have no effect in a command or beside other settings. A command refuses them when a user types them.
 
-A preset may hold settings that a mode does not use, as `outer=data_parallel` over an experiment does. What a user types
-is meant, so a typed setting that nothing reads ends the command with one line, which names the setting, the reason and
-the remedy. Settings of the outer step that contradict each other are refused wherever they come from, in `groups.py`.
+A preset may hold settings that a mode does not use, such as those of an experiment under `outer=data_parallel`. A typed
+setting is meant: if nothing reads it, the command ends with one line that names the setting, the reason and the remedy.
+`groups.py` refuses settings of the outer step that contradict each other, wherever they come from.
 
 A new setting is declared in the table of `tests/test_effect.py`, which compares every key in every command and mode.
 """
@@ -134,7 +134,7 @@ def refuse_run_owned(overrides: Sequence[str], allowed: Collection[str] = ()) ->
 
 
 def _ignored(config: Config, command: str) -> Iterator[tuple[str, Ignored]]:
-    """Yields (setting, why) for all that nothing reads; of two reasons the last counts, which is the command's."""
+    """Yields (setting, why) for every setting that nothing reads; the command's own reason comes last and counts."""
     commands = (entry._replace(reason=f"with diloco {command}, {entry.reason}") for entry in COMMANDS[command])
     for entry in (*_beside(config), *commands):
         for key in entry.keys.split():
@@ -142,12 +142,12 @@ def _ignored(config: Config, command: str) -> Iterator[tuple[str, Ignored]]:
 
 
 def _covered(key: str) -> list[str]:
-    """The settings that a key stands for: itself, those of a group, or the mapping that it lies in."""
+    """The settings that a key stands for: itself, all settings of a group, or the mapping that contains the key."""
     return [one for one, _ in leaves(Config) if one == key or one.startswith(f"{key}.") or key.startswith(f"{one}.")]
 
 
 def _beside(config: Config) -> Iterator[Ignored]:
-    """What has no effect beside the other settings."""
+    """Yields settings that have no effect beside the other settings."""
     data, model, swarm = config.data, config.model, config.swarm
     if config.outer.method == "data_parallel":
         outer = " ".join(f"outer.{name}" for name in OuterConfig.model_fields if name not in ("method", "sync_every"))
@@ -180,7 +180,7 @@ def _beside(config: Config) -> Iterator[Ignored]:
 
 
 def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:
-    """The same inside the settings of the outer step, where it is no contradiction."""
+    """The same for settings of the outer step that do not contradict each other."""
     if outer.fragments == 1:
         yield Ignored("outer.pattern", "with outer.fragments=1", "drop it, or set outer.fragments")
     if not outer.staleness_limit:

@@ -137,7 +137,7 @@ class DataRecipe(RunOwned):
 
 
 class DataConfig(DataPlace, DataRecipe):
-    """Which text, and where this peer finds its part of it."""
+    """Which text is trained on, and where this peer finds its part."""
 
     @model_validator(mode="after")
     def _path_fits_source(self) -> DataConfig:

@@ -149,7 +149,7 @@ class SwarmConfig(PeerLocal):
 
     @field_serializer("token", when_used="json")
     def _keep_secret(self, token: str | None) -> str | None:
-        """What is written down, to config.yaml or a log, names the file at most."""
+        """config.yaml and logs name the file of a token, never the token itself."""
         return token if token is not None and token.startswith("@") else None
 
 

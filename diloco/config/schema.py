@@ -1,7 +1,7 @@
 """`Config`: everything one peer knows before it starts, validated and frozen; the checks that span groups.
 
-A setting that cannot work is an error when the object is built. One that works but probably does not do what its
-author hopes is in `warnings()`, which the command prints once.
+A setting that cannot work is an error when the object is built. `warnings()` lists settings that work but probably do
+not do what their author hopes; the command prints them once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Config(Settings):
 
     @property
     def joining_command(self) -> str:
-        """What somebody types before an address of this peer so that others get in; in a closed run it is the owner."""
+        """The command that others type before an address of this peer to join; in a closed run the owner types it."""
         if self.run.key is None and self.swarm.key_path is None:
             return "diloco join"
         return f"diloco invite --key {shlex.quote(self.swarm.key_path or 'run.key')} --run {shlex.quote(self.run.id)}"

@@ -42,7 +42,7 @@ def parse_axes(overrides: Sequence[str]) -> list[str | Axis]:
     """The arguments in their order, those with several values as axes.
 
     Raises:
-        ConfigError: a key that is swept is given twice, or several values that are none.
+        ConfigError: a swept key is given twice, or its list of values is empty.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -53,7 +53,7 @@ def parse_axes(overrides: Sequence[str]) -> list[str | Axis]:
         key, equals, text = argument.lstrip("+").partition("=")
         try:
             override = parser.parse_override(f"{key}={text}") if equals and key else None
-        except HydraException:  # one value that the grammar does not know, or nothing valid: compose says which
+        except HydraException:  # plain text that the grammar does not know, or an error; compose decides
             override = None
         swept = override is not None and override.is_sweep_override()
         parsed.append(_axis(key, text, override) if swept else argument)
@@ -65,7 +65,7 @@ def parse_axes(overrides: Sequence[str]) -> list[str | Axis]:
 
 
 def grid(parsed: Sequence[str | Axis]) -> list[tuple[tuple[str, ...], tuple[tuple[str, str], ...]]]:
-    """Every combination: all arguments with one value each, and of those the (key, value) that were chosen.
+    """Every combination: all arguments with one value each, and the (key, value) pairs of the swept ones.
 
     The last axis varies fastest. Raises ConfigError for an axis that is no list of values, or too many combinations.
     """
@@ -88,7 +88,7 @@ def grid(parsed: Sequence[str | Axis]) -> list[tuple[tuple[str, ...], tuple[tupl
 
 
 def require_plugin(name: str) -> None:
-    """Raises ConfigError if `name`, a Hydra sweeper or launcher, is of a plugin that is not installed."""
+    """Raises ConfigError if the Hydra sweeper or launcher `name` belongs to a plugin that is not installed."""
     module = next((module for word, module in PLUGINS.items() if name.startswith(word)), None)
     try:
         missing = module is not None and find_spec(f"hydra_plugins.{module}") is None
@@ -113,7 +113,7 @@ def hydra_multirun(
     arguments for Hydra, such as `hydra.sweeper.n_trials=20`.
 
     Raises:
-        ConfigError: what Hydra says of the sweeper, the launcher or their options.
+        ConfigError: Hydra refuses the sweeper, the launcher or their options.
     """
     import hydra
     from hydra.core.config_store import ConfigStore

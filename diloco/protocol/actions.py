@@ -1,4 +1,4 @@
-"""What the sans-IO core asks its owner to do. The real node and the simulator carry out the same actions."""
+"""What the sans-IO core asks its owner, a node, to do."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """End the streams to and from a peer. It is no member (any more); if it lives it has to say hello again."""
+    """End the streams to and from a peer. It is no member (any more); if it is alive, it has to say hello again."""
 
     peer: str
 
 
 @dataclass(frozen=True)
 class Hold:
-    """This peer is syncer of the fragment from now on: make its outer state ready and publish the lease in the DHT."""
+    """This peer is syncer of the fragment from now on: prepare the outer state and publish the lease in the DHT."""
 
     fragment: int
     term: int
@@ -34,7 +34,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Release:
-    """This peer is not the fragment's syncer any more: drop what was collected and the outer state."""
+    """This peer is not the fragment's syncer any more: drop the collected contributions and the outer state."""
 
     fragment: int
 
@@ -50,7 +50,7 @@ class Merge:
 class CatchUp:
     """Fetch the fragment from one of the donors, in that order, and report it by `Peer.adopted`.
 
-    `outer` asks for the syncer's master and momentum too: the donor is handing the fragment over.
+    `outer` asks for the syncer's master and momentum too, because the donor is handing the fragment over.
     """
 
     fragment: int
@@ -60,7 +60,7 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Wake:
-    """Call `Peer.tick` at this time (seconds of the clock that `now` comes from): a grace period ends then."""
+    """Call `Peer.tick` at this time, in seconds of the clock that `now` comes from."""
 
     at: float
 

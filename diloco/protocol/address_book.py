@@ -1,10 +1,10 @@
 """Where peers can be called. Sans-IO.
 
-libp2p finds a peer by its id where its routing tables have it. They leave out networks whose addresses they take for
-neither public nor private, and know nothing of those that only one peer has met; so hellos carry addresses, and a
-newcomer can call everybody whom the peer that it joined through has met.
+libp2p finds a peer by its id if its routing tables have the peer. These tables leave out networks whose addresses they
+take for neither public nor private, and peers that only one other peer has met. Hellos therefore carry addresses: a
+newcomer can call every peer that its first contact has met.
 
-Nothing rests on them: at a wrong address another identity answers, or nobody.
+Wrong addresses do no harm: another identity answers there, or nobody.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from diloco.config.address import problem
 
 __all__ = ["AddressBook"]
 
-MAX_ADDRESSES = 4  # of one peer, the best first
+MAX_ADDRESSES = 4  # kept of one peer, the best first
 MAX_PEERS = 4096
 
 
 class AddressBook:
-    """Addresses by peer id. What a peer says of itself counts; what others say of it does until then."""
+    """Addresses by peer id. What a peer says of itself counts more than what others say of it."""
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[str, ...]] = {}
         self._hearsay: dict[str, tuple[str, ...]] = {}
 
     def hear(self, peer: str, said: Mapping[str, Sequence[str]]) -> None:
-        """What a peer says of itself, and of others. An address that is none, or of another peer, is left out."""
+        """Take in what a peer says of itself and of others, without malformed addresses and those of another peer."""
         for other, addresses in said.items():
             known = self._said if other == peer else self._hearsay
             found = [one for one in addresses if one.endswith(f"/p2p/{other}") and problem(one) is None]
@@ -36,9 +36,9 @@ class AddressBook:
                 del known[next(iter(known))]
 
     def of(self, peer: str) -> Sequence[str]:
-        """Multiaddrs, with the peer's id at the end; none when nobody has said any."""
+        """Multiaddrs that end with the peer's id; empty when nobody has named any."""
         return self._said.get(peer) or self._hearsay.get(peer, ())
 
     def all(self, peers: Iterable[str]) -> dict[str, list[str]]:
-        """Of these peers, as far as they are known."""
+        """Known addresses of these peers."""
         return {peer: list(found) for peer in peers if (found := self.of(peer))}

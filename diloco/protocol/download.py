@@ -1,8 +1,8 @@
-"""Which part of a fragment is fetched from whom: donors and what they sent in, the next part out. Sans-IO.
+"""Which part of a fragment is fetched from which donor: events of the donors in, the next part out. Sans-IO.
 
     recruit -> next_part -> arrived | lost | exclude -> ... -> complete
 
-Every part is under way from at most one donor at a time, and one that was verified is never asked for again.
+Every part is under way from at most one donor at a time, and a verified part is never asked for again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from collections.abc import Iterable, Sequence
 __all__ = ["MAX_DONORS", "PartPlan"]
 
 MAX_DONORS = 4
-"""Donors asked at a time. An uplink is often a tenth of a downlink, and a donor that hashes, or is a round trip away,
-leaves the link to the others; more of them would each cost a donor a copy of the fragment, and this peer at worst one
-more part twice."""
+"""Donors asked at a time. An uplink is often a tenth of a downlink, and while one donor hashes, or a request travels to
+it, the others use the link. Every further donor would have to copy the fragment, and could at worst make this peer
+fetch one more part twice."""
 
 
 class PartPlan:
     """The parts of one anchor by their digests, and the donors that they come from.
 
-    A donor that is lost gives its part back, to whoever asks next; it is recruited again only if its last stream
-    brought something, so that every attempt costs a part and there is an end. One that lied, or has another anchor,
-    is out for good. Nothing that donors do raises.
+    When a donor is lost, its part goes to the next donor that is free. It is recruited again only if its last stream
+    brought a part, so that the attempts come to an end. A donor that lied, or has another anchor, is excluded for good.
+    Nothing that donors do raises.
 
     Args:
         wanted: digest of every part.
-        held: digests of the parts that are here already, None where nothing is; what is not wanted is fetched.
+        held: digests of the parts that are here already, None where there is none; a part with another digest than
+            the wanted one is fetched.
     """
 
     def __init__(self, wanted: Sequence[str], held: Iterable[str | None] = ()) -> None:
@@ -47,9 +48,9 @@ class PartPlan:
         return [digest if part in self._verified else None for part, digest in enumerate(self.wanted)]
 
     def recruit(self, candidates: Iterable[str]) -> list[str]:
-        """The first of the candidates that a stream shall be opened to now; from here on they are asked.
+        """Choose the candidates to open a stream to now; from here on they count as asked.
 
-        Those that have not been lost yet come before those that have.
+        Candidates that were never lost come before those that were.
         """
         able = [c for c in dict.fromkeys(candidates) if c not in self._out and c not in self._asked]
         able.sort(key=lambda donor: donor in self._brought)
@@ -62,7 +63,7 @@ class PartPlan:
         return recruits
 
     def next_part(self, donor: str) -> int | None:
-        """The part to ask this donor for; None while all that is missing is under way from others."""
+        """The part to ask this donor for; None while all missing parts are under way from others."""
         assert self._asked[donor] is None, "one part at a time"
         if not self._missing:
             return None
@@ -70,7 +71,7 @@ class PartPlan:
         return part
 
     def arrived(self, donor: str, digest: str) -> bool:
-        """The part under way is here, with this digest; False when it is not the one wanted: `exclude` the donor."""
+        """The part under way is here, with this digest. False: it is not the wanted one, so `exclude` the donor."""
         part = self._asked[donor]
         assert part is not None, "nothing was under way"
         if digest != self.wanted[part]:
@@ -89,6 +90,6 @@ class PartPlan:
             self._out.add(donor)
 
     def exclude(self, donor: str) -> None:
-        """The donor cannot or may not be asked again in this download."""
+        """Never ask this donor again in this download."""
         self.lost(donor)
         self._out.add(donor)

@@ -8,9 +8,9 @@
         |---- record does not fit --------> CATCH_UP -> DONE
         `---- stream breaks -------------> WAIT for the lease -> CONTRIBUTE again (the syncer knows what it has)
 
-The owner asks `next_step` and does what it says; every outcome is reported back. It ends in DONE in every case: a
-record, or the state of a later version. If the later version is lost with everybody who had it, the contribution is
-made again, under the next term.
+The owner asks `next_step`, does what it says, and reports every outcome. Every exchange ends in DONE, with a record or
+with the state of a later version. If the later version is lost with all peers that had it, the contribution is made
+again, under the next term.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Step(Enum):
 class Exchange:
     """State of one exchange. Once it is DONE, `discarded` says that the swarm went on without this contribution.
 
-    `staleness_limit` versions may be published between its base and its merge; then the syncer itself, whose anchor
-    moves while it trains, contributes from an older version too.
+    Up to `staleness_limit` versions may be published between its base and its merge. With such a limit the syncer's own
+    contribution may be from an older version too, because its anchor moves while it trains.
     """
 
     fragment: int
@@ -54,7 +54,7 @@ class Exchange:
     _offered: bool = False
     _recorded: bool = False
     _failed_term: int = 0
-    _merged_by: int = 0  # a version that the contribution is in for certain, by the word of the syncer
+    _merged_by: int = 0  # the syncer said that the contribution is in this version
 
     def next_step(
         self, lease: Lease | None, version: int, now: float, retry_at: float = 0.0, merged: int | None = None
@@ -62,12 +62,12 @@ class Exchange:
         """Decide from the lease believed in, this peer's own version of the fragment, and the time.
 
         Args:
-            lease: the current lease, or None while the fragment has no syncer.
+            lease: the current lease; None while the fragment has no syncer.
             version: this peer's anchor version; above the base version means that the update is adopted.
             now: seconds of a monotonic clock.
-            retry_at: not before this time under the term that failed last (the syncer may be restarting its stream).
-            merged: base version up to which this peer's contributions are in its anchor, -1 for none (`Peer.merged`);
-                without it the outcome is guessed when the stream broke and the anchor moved otherwise.
+            retry_at: the term that failed last is not tried before this time, since its syncer may be restarting.
+            merged: base version up to which this peer's contributions are in its anchor, -1 for none
+                (`Accounts.merged`); without it the outcome is a guess if the stream broke and the anchor still moved.
         """
         step = self._next_step(lease, version, now, retry_at)
         if step is Step.DONE and merged is not None:
@@ -108,7 +108,7 @@ class Exchange:
         )
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:
-        """The syncer refused: a stale base means that the swarm went on; anything else is tried again."""
+        """The syncer refused. A stale base means that the swarm went on; after other reasons the owner tries again."""
         if verdict.merged and not verdict.record_follows:
             self.merged()
             self._merged_by = verdict.version
@@ -117,7 +117,7 @@ class Exchange:
         self._failed_term = lease.term
 
     def recorded(self, contributors: Collection[str], me: str) -> None:
-        """The update is here, made with this contribution or without it; the owner adopts it next, if it fits."""
+        """The update record is here, made with or without this contribution; the owner adopts it next, if it fits."""
         self.discarded = me not in contributors
         self._recorded = True
 

@@ -1,4 +1,4 @@
-"""What one peer knows of one fragment: its anchor here, who is syncer of it, and what is being done to it. Sans-IO."""
+"""What one peer knows of one fragment: its anchor here, its syncer, and the work on it that is under way. Sans-IO."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class LeaseTable:
         return True
 
     def vacate(self, fragment: int) -> None:
-        """Forget the holder, who is gone; the term stays known."""
+        """Forget the holder, because it is gone; the term stays known."""
         lease = self._fragments[fragment].lease
         if lease is None:
             return

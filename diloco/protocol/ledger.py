@@ -1,12 +1,12 @@
-"""Which peer trains on which data, and which of it is in the model. Sans-IO.
+"""Which peer trains on which data, and which data is in the model. Sans-IO.
 
 The run has one endless list of sequences 0, 1, 2, ... A *work unit* is a range [start, stop) of them. The syncer of the
-control fragment leases units to peers; a contribution that is merged says which units it was learned from.
+control fragment leases units to peers, and every contribution says which units it was learned from.
 
     ....applied.... | open: leased to a peer, or given back and free | cursor: never handed out
 
-Its update records carry the cursor and what is open below it. With what each live peer says it has, that is all that a
-successor needs: what is open and nobody has belonged to the dead, and is handed out again.
+The syncer's update records carry the cursor and the open units below it. A successor needs only these, and what each
+live peer says that it has: open units that nobody has belonged to dead peers, and are handed out again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 __all__ = ["Ledger", "Units", "count", "difference", "intersection", "union"]
 
 Units = list[tuple[int, int]]
-"""Disjoint ranges of sequences, ascending, none empty, no two of them touching."""
+"""Disjoint ranges of sequences in ascending order; no range is empty, and no two touch."""
 
 
 def union(*parts: Iterable[Sequence[int]]) -> Units:
-    """All sequences that are in any of the parts."""
+    """All sequences in any of the parts."""
     merged: Units = []
     for start, stop in sorted((int(start), int(stop)) for part in parts for start, stop in part if start < stop):
         if merged and start <= merged[-1][1]:
@@ -47,7 +47,7 @@ def difference(units: Iterable[Sequence[int]], without: Iterable[Sequence[int]])
 
 
 def intersection(one: Iterable[Sequence[int]], other: Iterable[Sequence[int]]) -> Units:
-    """Sequences that are in both."""
+    """Sequences in both."""
     units = union(one)
     return difference(units, difference(units, other))
 
@@ -58,15 +58,15 @@ def count(units: Iterable[Sequence[int]]) -> int:
 
 
 class Ledger:
-    """What the holder of the control fragment knows of the data.
+    """What the syncer of the control fragment knows of the data.
 
     Attributes:
         cursor: the first sequence that was never handed out.
-        open: below the cursor, and in no contribution that was merged.
+        open: sequences below the cursor that are in no merged contribution.
         leased: the part of `open` that each peer has.
 
-    A peer that is lost gives back what it has. Nothing is handed out twice before that, and nothing that is applied is
-    handed out again; a contribution from units that are not the contributor's is told by `foreign`.
+    When a peer is lost, its units become free. Until then nothing is handed out twice, and applied units never are.
+    `foreign` finds the units of a contribution that were not leased to its contributor.
     """
 
     def __init__(self, cursor: int = 0, open_: Iterable[Sequence[int]] = ()) -> None:
@@ -80,13 +80,13 @@ class Ledger:
         return difference(self.open, union(*self.leased.values()))
 
     def resume(self, cursor: int, open_: Iterable[Sequence[int]], said: Mapping[str, Iterable[Sequence[int]]]) -> None:
-        """Go on where another holder stopped: its last word, and what the live peers say that they have.
+        """Go on where another syncer stopped, from its last data cursor and the units that live peers `said` they have.
 
-        They may have got units after that word, so the cursor is behind all of them.
+        Peers may have got units after that cursor was announced, so the new cursor is behind all of these.
         """
         claimed = union(*said.values())
         self.cursor = max([cursor, *(stop for _, stop in claimed)])
-        # Between the last word and the newest lease lies what was handed out since: to them, or to the dead.
+        # The units between the announced cursor and the newest lease were handed out since: to them, or to the dead.
         self.open = union(open_, [(cursor, self.cursor)], intersection(claimed, [(0, cursor)]))
         self.leased = {}
         for peer, units in sorted(said.items()):
@@ -95,7 +95,7 @@ class Ledger:
                 self.leased[peer] = mine
 
     def grant(self, peer: str, wanted: int, has: Iterable[Sequence[int]]) -> Units:
-        """Lease that many sequences more to a peer: what others gave back first. `has` is all that it has left."""
+        """Lease `wanted` more sequences to a peer, first those that others gave back. `has` is all that it has left."""
         kept = intersection(self.leased.get(peer, []), has)
         self.leased[peer] = kept
         granted: Units = []
@@ -112,7 +112,7 @@ class Ledger:
         return granted
 
     def foreign(self, peer: str, units: Iterable[Sequence[int]]) -> Units:
-        """What of a contribution's units is not leased to the contributor: applied before, or somebody else's now."""
+        """Units of a contribution that are not leased to its contributor: applied before, or leased to another peer."""
         return difference(units, self.leased.get(peer, []))
 
     def apply(self, peer: str, units: Iterable[Sequence[int]]) -> None:
@@ -121,5 +121,5 @@ class Ledger:
         self.leased[peer] = difference(self.leased.get(peer, []), units)
 
     def lost(self, peer: str) -> None:
-        """The peer is gone: what it had is free."""
+        """The peer is gone: its units are free."""
         self.leased.pop(peer, None)

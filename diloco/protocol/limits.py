@@ -1,12 +1,12 @@
-"""What one peer may ask of this one at a time: streams, bytes and requests. Sans-IO.
+"""How many streams, bytes and requests one peer may ask of this one. Sans-IO.
 
     opened -> received, received, ... -> closed           one stream
     bucket of requests, filled at a rate                  all streams of a peer
 
-Bounds are far above what an honest peer needs: it has a stream per fragment it contributes to, one per backup and a few
-to catch up with, and begins a stream again a second after one broke. Over a limit a stream is refused, which an honest
-peer takes as a broken stream and tries again; it is no offence (see `penalties`), because streams of a peer that
-restarted may linger here.
+The bounds are far above the needs of an honest peer: it has a stream for each fragment that it contributes to, one for
+each backup and a few to catch up, and opens a stream again a second after one broke. A stream over a limit is refused.
+An honest peer treats that as a broken stream and tries again. It is no offence (see `penalties`), because streams of a
+peer that restarted may linger here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PEERS = 4096
 @dataclass
 class _Usage:
     streams: int = 0
-    requests: float = 0.0  # left in the bucket
+    requests: float = 0.0  # that are left in the bucket
     filled_at: float = 0.0
 
 
@@ -32,9 +32,9 @@ class Limiter:
     """Counts streams and requests by peer.
 
     Args:
-        fragments: of the model. Bytes need no counter of their own: a stream carries what its header asks for, whose
-            length is known beforehand, so streams x the largest fragment is their bound at a time and requests x that
-            fragment in a second.
+        fragments: of the model. Bytes need no counter of their own: a stream carries what its header asks for, and the
+            length of that is known beforehand. At a time a peer can thus ask for (streams x largest fragment) bytes,
+            and in a second for (requests x largest fragment).
     """
 
     def __init__(self, fragments: int) -> None:
@@ -43,7 +43,7 @@ class Limiter:
         self._usage: dict[str, _Usage] = {}
 
     def opened(self, peer: str, now: float) -> str | None:
-        """A peer opens a stream: None when it may (and `closed` follows), else why not."""
+        """A peer opens a stream. Returns why it may not; None when it may, and `closed` follows."""
         usage = self._usage.get(peer)
         if usage is None:
             self._forget(now)
@@ -59,11 +59,11 @@ class Limiter:
         return None
 
     def closed(self, peer: str) -> None:
-        """A stream that was allowed is over."""
+        """An allowed stream is over."""
         self._usage[peer].streams -= 1
 
     def _forget(self, now: float) -> None:
-        """Those without a stream whose bucket is full again, when there are many."""
+        """When there are many peers, forget those that have no stream and whose bucket is full again."""
         if len(self._usage) >= MAX_PEERS:
             full_since = now - BURST_S
             kept = {peer: u for peer, u in self._usage.items() if u.streams or u.filled_at > full_since}

@@ -1,13 +1,13 @@
 """Whether a contribution's claims can be true. Pure.
 
-Tokens weigh in the mean and move the swarm clock, so they are not taken on trust:
+Tokens weigh in the mean and move the swarm clock, so claims about them are checked:
 
     tokens <= steps x tokens of an inner step          exact: the manifest says how large a batch is
     steps  <= 8 x what the peer can have done          by its own pace and the time since its base version, or H
 
-The pace is what the peer said of itself in its heartbeats, long before this contribution, and what others plan by: one
-that lies there is waited for, or is not. The slack is for clocks, for heartbeats that are late, and for peers that
-trained on while they could not send. So a peer can claim a few times what it did, and no more.
+The peer said its pace in its heartbeats, long before this contribution. Others plan by that pace, so a peer that lies
+about it harms itself: the others wait for it too long, or not at all. The slack covers inexact clocks, late heartbeats,
+and peers that trained on while they could not send. A peer can thus claim a few times its true work, and no more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def implausible(
     Args:
         tokens_per_step: of the manifest; None where a training loop counts in its own way.
         sync_every: H, which a peer may always have done.
-        steps_per_s: the peer's last word on its pace, 0 for none.
+        steps_per_s: the pace in the peer's last status; 0 while it had no measurement.
         since_base_s: seconds since its base version was published here; None when that is not known.
     """
     if tokens_per_step is not None and header.tokens > header.steps * tokens_per_step:

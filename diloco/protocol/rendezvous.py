@@ -1,8 +1,8 @@
-"""Who should hold which fragment: weighted rendezvous hashing with a bound on the load.
+"""Which peer should hold which fragment: weighted rendezvous hashing with a bound on the load.
 
 Every peer computes the same answer from the same set of peers, without talking. When a peer leaves, only its own
-fragments are given away. Plain rendezvous hashing leaves some peers with several fragments and others with none; the
-bound gives every peer `fragments / peers` of them, rounded down or up.
+fragments move. Plain rendezvous hashing would leave some peers with several fragments and others with none; the bound
+gives every peer `fragments / peers` fragments, rounded down or up.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def assign(fragments: Iterable[int], peers: Collection[str], load: Mapping[str, 
         load: how many fragments each candidate holds already.
 
     Returns:
-        fragment -> peer. Counting what they hold already, the candidates end with equal numbers, but for one fragment
-        more or less (as far as none held too many before). When some of these holders have claimed theirs, and `load`
-        counts it, the answer for the rest is the same.
+        fragment -> peer. The candidates end with equal numbers of fragments, or one more or less, unless one of them
+        held too many before. Once some of these peers have claimed their fragments, and `load` counts these, the answer
+        for the remaining fragments is still the same.
     """
     wanted = sorted(fragments)
     if not peers:

@@ -1,4 +1,4 @@
-"""When a peer sends which fragments and adopts which updates, by its inner steps. Sans-IO.
+"""When a peer sends which fragments and adopts which updates, counted in inner steps. Sans-IO.
 
 sync_every 6, 3 fragments, overlap 1           S sends, R receives
 together     . . . . . S S S | R R R . . . . .
@@ -14,7 +14,7 @@ __all__ = ["Due", "Schedule"]
 
 
 class Due(NamedTuple):
-    """Fragments to send now, and fragments whose updates have to be adopted before the next inner step."""
+    """Fragments to send now, and fragments whose updates must be adopted before the next inner step."""
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
@@ -40,7 +40,7 @@ class Schedule:
     _flying: list[tuple[int, int]] = field(default_factory=list)  # inner steps left, fragment
 
     def begin(self, position: int = 0, steps: int | None = None) -> None:
-        """A cycle begins, at a later position when the others are there already; nothing is under way."""
+        """A cycle begins, with nothing under way; at a later `position` if the others are there already."""
         self.inner_step = position
         self.target_steps = self.sync_every if steps is None else steps
         self._flying = []

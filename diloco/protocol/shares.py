@@ -1,9 +1,10 @@
-"""Who contributed how much to a fragment's anchor: the swarm's public record, one share for each peer. Sans-IO.
+"""Which peer contributed how much to a fragment's anchor: the public record of the swarm. Sans-IO.
 
     version 4: {a: 2 contributions} -- merge of a's third and b's first --> version 5: {a: 3 contributions, b: 1}
 
-Shares go with the anchor that they describe, in states and checkpoints; a record says what it adds. So whoever has the
-same anchor has the same shares, whoever was syncer, and those of a history that lost end with it.
+Shares travel with the anchor that they describe, in states and checkpoints; an update record says what it adds. Peers
+with the same anchor therefore have the same shares, whichever peer was syncer. When a history loses, its shares end
+with it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from pydantic import Field
 
 __all__ = ["MAX_NAME_BYTES", "MAX_SHARES", "OTHERS", "Contributor", "Share", "Shares", "credited", "short_name"]
 
-MAX_SHARES = 4096  # so that they fit into a frame, beside the digests of all parts of an anchor
+MAX_SHARES = 4096  # They fit into a frame, beside the digests of all parts of an anchor.
 MAX_NAME_BYTES = 24
 Count = Annotated[int, Field(ge=0, lt=2**62)]  # on the wire
-OTHERS = ""  # the sum of the shares that are too many, those that ended first
+OTHERS = ""  # stands for the peers whose shares are too many; those that ended first are summed up
 
 
 class Share(NamedTuple):
-    """One peer's part in a fragment's anchor; `last_version` is what its newest contribution is merged in."""
+    """One peer's part in a fragment's anchor; `last_version` is the version that contains its newest contribution."""
 
     contributions: Count
     tokens: Count
@@ -41,10 +42,10 @@ class Contributor:
     """One line of the public record.
 
     Attributes:
-        peer_id, name: who; the id is empty for the sum of those that are too many to be told apart.
-        outer_steps: versions of the control fragment that its contributions are merged in.
-        tokens: that they were learned from.
-        bytes: payload of all that was merged of it, over all fragments.
+        peer_id, name: the peer; the id is empty for the sum of the peers that are too many to list.
+        outer_steps: versions of the control fragment that contain one of its contributions.
+        tokens: tokens that these contributions were learned from.
+        bytes: payload of all its merged contributions, over all fragments.
         first_version, last_version: of the control fragment.
     """
 
@@ -58,7 +59,7 @@ class Contributor:
 
 
 def credited(shares: Mapping[str, Share], version: int, tokens: Mapping[str, int], names: Mapping[str, str]) -> Shares:
-    """The shares in a version that contributions of so many tokens made of the one before it."""
+    """The shares in a version that contributions of so many `tokens` made of the version before."""
     after = dict(shares)
     for peer, number in sorted(tokens.items()):
         new = Share(1, number, version, version, names.get(peer, ""))
@@ -72,7 +73,7 @@ def credited(shares: Mapping[str, Share], version: int, tokens: Mapping[str, int
 
 
 def short_name(name: str) -> str:
-    """A display name that fits into a share: what can be printed of it, cut to `MAX_NAME_BYTES` of UTF-8."""
+    """A display name that fits into a share: its printable characters, cut to `MAX_NAME_BYTES` of UTF-8."""
     shown = "".join(letter for letter in name if letter.isprintable())
     return shown.encode(errors="ignore")[:MAX_NAME_BYTES].decode(errors="ignore")
 

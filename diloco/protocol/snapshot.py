@@ -1,9 +1,9 @@
-"""What one peer knows of the swarm, for whoever watches: `diloco status --json`, the dashboard, Prometheus and wandb.
+"""What one peer knows of the swarm, for watchers: `diloco status --json`, the dashboard, Prometheus and wandb.
 
     Snapshot -> pack (JSON, deflated) -> pieces of SnapshotReply -> unpack (bounded, validated) -> Snapshot
 
-Times are unix seconds by the answering peer's clock. What does not fit the limits is left out from the end, and
-`left_out` says how many peers that were.
+Times are unix seconds by the answering peer's clock. Lists that are over their limits lose their ends; `left_out` says
+how many peers are missing.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
     "unpack",
 ]
 
-SHORT = 6  # of a peer id; its beginning is the same for all
+SHORT = 6  # last characters of a peer id; all ids begin alike
 MAX_PEERS = 1024
-MAX_HISTORY = 512  # of rounds, events and points of the loss
+MAX_HISTORY = 512  # rounds, events, and points of the loss
 MAX_PEER_ROUNDS = 2048
 MAX_FRAGMENTS = 4096
 MAX_PACKED_BYTES = 16 * MAX_SNAPSHOT_PIECE_BYTES
 MAX_TEXT_BYTES = MAX_PACKED_BYTES
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# Neither who is named nor who answers can put more into a terminal or a page than printable text.
+# Neither the answering peer nor the peers that it names can put anything but printable text into a terminal or a page.
 Name = Annotated[str, Field(max_length=128), AfterValidator(plain)]
 Text = Annotated[str, Field(max_length=512), AfterValidator(plain)]
 
@@ -62,7 +62,7 @@ class _Part(BaseModel):
 
 
 class RunInfo(_Part):
-    """Which run it is, how far it is, and who says so."""
+    """Which run it is, how far it is, and which peer says so."""
 
     run_id: Name
     manifest_hash: Name
@@ -78,7 +78,7 @@ class RunInfo(_Part):
 
 
 class PeerRow(_Part):
-    """A peer, as it said last. `last_seen_s` ago; `seconds` are those of its last round; `addresses` is where it may be
+    """A peer's last status, `last_seen_s` ago; `seconds` are those of its last round; `addresses` is where it may be
     called, as far as who answers knows.
     """
 
@@ -104,7 +104,7 @@ class PeerRow(_Part):
 
 
 class FragmentRow(_Part):
-    """A fragment; without `syncer` nobody holds it, and `backup` is who would claim it next."""
+    """A fragment. `syncer` is None while nobody holds it; `backup` is the peer that would claim it next."""
 
     fragment: Index
     syncer: Name | None
@@ -130,7 +130,7 @@ class Round(_Part):
 
 
 class PeerRound(_Part):
-    """One peer's round: what it did in the seconds before `ended_at`."""
+    """One peer's round: how it spent the seconds before `ended_at`."""
 
     peer_id: Name
     round: Count
@@ -200,7 +200,7 @@ class Snapshot(_Part):
     left_out: Count = 0
 
     def names(self) -> dict[str, str]:
-        """How to call each peer, also those that are gone: its name, with the end of its id where two have the same."""
+        """A display name for each peer, also of those that are gone; equal names are followed by the end of the id."""
         named = {row.peer_id: row.name for row in self.ledger.contributions}
         named |= {row.peer_id: row.name for row in self.peers}
         often = Counter(named.values())
@@ -211,14 +211,14 @@ class Snapshot(_Part):
 
 
 def pack(snapshot: Snapshot) -> list[bytes]:
-    """A snapshot as the pieces of its replies."""
+    """The pieces of a snapshot, one for each reply."""
     packed = zlib.compress(snapshot.model_dump_json().encode(), 3)
     assert len(packed) <= MAX_PACKED_BYTES, "the limits of a snapshot's lists are too wide"
     return [packed[at : at + MAX_SNAPSHOT_PIECE_BYTES] for at in range(0, len(packed), MAX_SNAPSHOT_PIECE_BYTES)]
 
 
 def unpack(packed: bytes) -> Snapshot:
-    """The snapshot that untrusted bytes hold; `PayloadError` when they hold none, or more than one may."""
+    """The snapshot that untrusted bytes hold; `PayloadError` when they hold none, or one that is too large."""
     inflating = zlib.decompressobj()
     try:
         text = inflating.decompress(packed, MAX_TEXT_BYTES)

@@ -2,13 +2,13 @@
 
     offer -> (payload arrives) -> arrived -> poll says close -> merge, publish -> advance -> the next version collects
 
-Contributions are keyed by (peer, base version) under one term; one that was merged is never merged again. How they come
-in depends on when a version closes:
+Contributions are keyed by (peer, base version) under one term; a merged one is never merged again. How their payloads
+are taken in depends on when a version closes:
 
 - at a barrier (no quorum) each chunk is folded in on arrival, or kept until `outer.robust` judges all contributions
-  (`leave_out`); "folded in" is said of both. A stream that breaks midway leaves the chunks that were folded in (each
-  chunk has its own weight), and a retry goes on with the next one; so no byte is needed twice and no chunk counts
-  twice. A contribution whose payload never became whole is not a contributor: its tokens count as discarded.
+  (`leave_out`); "folded in" covers both here. When a stream breaks midway, its chunks stay folded in (each chunk has
+  its own weight), and a retry goes on with the next chunk; so no byte travels twice and no chunk counts twice. A peer
+  whose payload never became whole is not a contributor: its tokens count as discarded.
 - with a quorum a version may close at any moment, so a payload is collected whole, then folded in (`folds_whole`).
 """
 
@@ -25,7 +25,7 @@ from diloco.protocol.messages.bulk import Contribution, Verdict
 
 __all__ = ["SYNC", "Close", "Syncer"]
 
-WAITING_S = 5.0  # of a peer that waits, after which it may be waiting for ever
+WAITING_S = 5.0  # A peer that has waited longer than this may wait for ever.
 
 SYNC = OuterConfig(method="diloco", sync_every=1)
 """All expected peers at a barrier, and a Nesterov step per version."""
@@ -33,11 +33,13 @@ SYNC = OuterConfig(method="diloco", sync_every=1)
 
 @dataclass(frozen=True)
 class Close:
-    """Decision to make the next version out of these whole contributions, of so many tokens each; `missing` were
-    expected and are left out.
+    """Decision to make the next version out of these whole contributions.
 
-    `delay` is the number of contributions per momentum step, and `flush` says that it is due with this version (Delayed
-    Nesterov, arXiv 2401.09135, Algorithm 3).
+    Attributes:
+        contributors: the tokens of each contribution.
+        missing: peers that were expected and are left out.
+        delay: number of contributions per momentum step (Delayed Nesterov, arXiv 2401.09135, Algorithm 3).
+        flush: whether a momentum step is due with this version.
     """
 
     fragment: int
@@ -49,7 +51,7 @@ class Close:
 
     @property
     def tokens(self) -> int:
-        """Of all contributions."""
+        """Tokens of all contributions together."""
         return sum(self.contributors.values())
 
 
@@ -68,13 +70,15 @@ class _Offer:
 class Syncer:
     """State of the fragment's next version.
 
-    At a barrier a peer is expected while it is alive and gets on: its inner steps or its chunks do (see
-    `Member.stalled`). So nobody waits for the dead, nor for one that stopped, and there is no fixed round time-out to
-    tune. With a quorum, nobody is waited for longer than the grace period.
+    At a barrier a peer is expected while it is alive and makes progress: its inner steps or its chunks do (see
+    `Member.stalled`). So nobody waits for a dead peer, nor for one that stopped, and there is no time-out to tune. With
+    a quorum, nobody waits longer than the grace period.
 
-    `contributors` are those of `version`, as a successor has heard them from the syncer before it, and `merged` has for
-    each peer the base version up to which its contributions are in the model, or were left out: the stream that should
-    have told it may have broken with that syncer.
+    Args:
+        contributors: peers whose contributions made `version`.
+        merged: for each peer the base version up to which its contributions are in the model, or were left out. A
+            successor needs it, because a contributor's stream to the syncer before it may have broken before the
+            contributor heard that.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Syncer:
     # -- contributions ------------------------------------------------------------------------------------------------
 
     def offer(self, peer: str, header: Contribution) -> Verdict:
-        """Judge a contribution by its header. Never raises: a wrong one is refused with the reason."""
+        """Judge a contribution by its header. It never raises: the verdict on a wrong one says the reason."""
         known = self._offers.get(peer)
         whole = known is not None and known.whole
         merged = self._merged.get(peer, -1) >= header.base_version
@@ -137,30 +141,30 @@ class Syncer:
     def weight(self, peer: str) -> float:
         """Weight of this peer's contribution, over that of the first contribution to this version.
 
-        Equal contributions so have weight 1, and sums of 4- and 8-bit payloads are exact in fp32, in any order of
+        Equal contributions thus have weight 1, and sums of 4- and 8-bit payloads are exact in fp32, in any order of
         arrival. (`tokens2_per_step`: Decoupled DiLoCo, arXiv 2604.21428.)
         """
         raw = self._raw_weight(self._offers[peer])
-        self._unit = self._unit or raw  # none yet, when this one was offered for the version before
+        self._unit = self._unit or raw  # unset if this one was offered for the version before
         return raw / self._unit
 
     def discount(self, peer: str) -> float:
-        """What staleness leaves of this peer's contribution: (1 + s) ** -exponent (arXiv 2401.09135, section 4)."""
+        """Factor by which staleness s reduces this contribution: (1 + s) ** -exponent (arXiv 2401.09135, section 4)."""
         stale = self.version - self._offers[peer].base_version
         return float((1 + stale) ** -self._settings.staleness_exponent)
 
     def weights(self, peers: Collection[str]) -> dict[str, float]:
-        """Weights of these contributions over that of the first peer by name, so whatever the order of arrival."""
+        """Weights of these contributions over that of the first peer by name, independent of the order of arrival."""
         raw = {peer: self._raw_weight(self._offers[peer]) for peer in sorted(peers)}
         unit = next(iter(raw.values()))
         return {peer: weight / unit for peer, weight in raw.items()}
 
     def units(self, peer: str) -> Units:
-        """Sequences that this peer says its contribution was learned from."""
+        """Sequences from which this peer says it learned its contribution."""
         return self._offers[peer].units
 
     def leave_out(self, close: Close, peers: Collection[str]) -> Close:
-        """The version is made without these whole contributions after all: they oppose the others (`outer.robust`), or
+        """Make the version without these whole contributions after all: they oppose the others (`outer.robust`), or
         raise the loss (`outer.spot_check`).
         """
         for peer in peers:
@@ -178,8 +182,8 @@ class Syncer:
                 return 1.0
 
     def wants(self, peer: str, chunk: int, base_version: int) -> bool:
-        """Whether this chunk may be folded in; not when the version closed meanwhile, nor when it was folded before,
-        nor when it is of an earlier contribution whose stream was slow.
+        """Whether this chunk may be folded in. It may not when the version has closed, when the chunk was folded in
+        before, or when it belongs to an earlier contribution whose stream was slow.
         """
         offer = self._offers.get(peer)
         if offer is None or self._closing or (chunk, base_version) != (offer.chunks, offer.base_version):
@@ -226,9 +230,9 @@ class Syncer:
         return self._close(whole, members)
 
     def _enough(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> bool:
-        """Whether the quorum is there; its grace period then begins. Without a quorum, only who is expected counts."""
+        """Whether the quorum is there; its grace period begins then. Without a quorum, only expected peers count."""
         quorum = self._settings.quorum
-        if quorum is None or self.grace_until is not None:  # who joins meanwhile does not end a grace period
+        if quorum is None or self.grace_until is not None:  # a peer that joins meanwhile does not end a grace period
             return True
         waiting = sum(peer not in whole and self._waits_elsewhere(member, now) for peer, member in members.items())
         if len(whole) < min(quorum, _active(members) - waiting):
@@ -255,7 +259,7 @@ class Syncer:
         return now - member.progress_at > (WAITING_S if has_update else member.stall_s())
 
     def _grace_s(self, members: Mapping[str, Member], sync_s: float) -> float:
-        """Fixed, or a part of what the overlap leaves: nobody's inner steps wait (arXiv 2604.21428: slack)."""
+        """A fixed time, or a part of what the overlap hides, so that no inner step waits (arXiv 2604.21428: slack)."""
         settings = self._settings
         if not settings.grace_slack:
             return settings.grace_s
@@ -297,8 +301,9 @@ class Syncer:
     def _about_to_send(self, member: Member, now: float) -> bool:
         """Whether a newcomer is near the step at which this fragment is due.
 
-        With staggered fragments it may have come too late for this version, and counts from its first contribution. But
-        one that is a step behind the others would never get it in, so it is waited for as long as overlap hides.
+        With staggered fragments a newcomer may be too late for this version, and is expected only after its first
+        contribution. A newcomer that is a step behind the others would never deliver one in time; so this syncer waits
+        for it as long as the overlap hides.
         """
         status, settings = member.status, self._settings
         due_at = -(-(self.fragment + 1) * status.target_steps // settings.fragments)
@@ -306,9 +311,9 @@ class Syncer:
         return status.steps_per_s > 0 and abs(left) <= settings.overlap + 1
 
     def advance(self, version: int, merged: Mapping[str, int] | None = None) -> None:
-        """The next version is published (or was caught up with): forget what is in it, collect the one after it.
+        """The next version is published, or a later one was fetched: forget what is in it, collect the one after it.
 
-        Who contributed to a version that was caught up with, and what is in it, is known from `merged` alone.
+        For a version that was fetched, `merged` tells the contributors and what is in it.
         """
         published = version == self.version + 1 and self._closing
         whole = {peer: offer for peer, offer in self._offers.items() if offer.whole}
@@ -320,8 +325,8 @@ class Syncer:
             self._merged = dict(merged or {})
             self.last_contributors = frozenset(peer for peer, base in self._merged.items() if base == version - 1)
         self.version = version
-        # What is still on its way is no part of the version that closed, unless its first chunks were.
-        # A version that was caught up with may hold what is on its way here as well.
+        # A payload that is still on its way is no part of the version that closed, unless its first chunks were.
+        # A version that was fetched may contain what is on its way here as well.
         self._offers = {
             peer: offer
             for peer, offer in self._offers.items()

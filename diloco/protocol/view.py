@@ -185,7 +185,7 @@ class View:
         return any(status.in_round for status in trainers) or all(status.state != "starting" for status in trainers)
 
     def under_way(self) -> bool:
-        """Whether others train already; then nobody waits for `min_peers`, who may never be there at once."""
+        """Whether others train already; then nobody waits until `min_peers` are connected, which may never happen."""
         return any(member.status.in_round for member in self.members.all())
 
     def in_step(self, now: float) -> bool:

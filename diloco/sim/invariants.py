@@ -50,21 +50,17 @@ class Watch:
         crowd.loop.on_turn = self._look
 
     def _observe(self, life: Life) -> None:
-        """Be told of everything that happens to the node of a life."""
+        """Be told of everything that happens to the node of a life, and of the versions that it makes."""
         node = life.node
         assert node is not None
-        do = node.do
+        peer, do = node.protocol, node.do
 
         def told(actions: list[Any]) -> None:
             self._touched[life.owner] = life
             do(actions)
 
         node.do = told  # type: ignore[method-assign]
-
-    def protocol_of(self, life: Life) -> None:
-        """The protocol core is there: write down which versions it makes."""
-        assert life.node is not None
-        peer = life.node.protocol
+        self._seen[life.owner] = (list(peer.versions), list(peer.digests))
         published, adopted = peer.published, peer.adopted
 
         def makes(index: int, digest: str, contributors: Any, now: float) -> Any:
@@ -102,14 +98,11 @@ class Watch:
             return
         touched, self._touched = self._touched, {}
         for owner, life in touched.items():
-            if not life.ended and life.node is not None and hasattr(life.node, "protocol"):
+            if not life.ended and life.node is not None:
                 self._check(owner, life, life.node)
 
     def _check(self, owner: str, life: Life, node: Node) -> None:
         peer = node.protocol
-        if owner not in self._seen:
-            self.protocol_of(life)
-            self._seen[owner] = (list(peer.versions), list(peer.digests))
         versions, digests = self._seen[owner]
         self._check_syncers(life.name, node)
         if versions == peer.versions and digests == peer.digests:

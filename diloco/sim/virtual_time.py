@@ -36,7 +36,9 @@ class DeadlockError(RuntimeError):
 class _Task(asyncio.Task[T]):
     """A task whose hash is a count and no address, so that a set of tasks has the same order in every run."""
 
-    number = 0
+    def __init__(self, work: Coroutine[Any, Any, T], *, loop: VirtualLoop, **options: Any) -> None:
+        self.number = loop.count_task()  # asyncio asks for the hash while it makes the task
+        super().__init__(work, loop=loop, **options)
 
     def __hash__(self) -> int:
         return self.number
@@ -72,7 +74,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.on_turn: Callable[[], None] | None = None
         self._num_tasks = 0
         self._owned: dict[str, dict[asyncio.Task[Any], None]] = {}  # ordered, unlike a set
-        self._working: dict[str | None, dict[asyncio.TimerHandle, None]] = {}  # what threads of an owner do
+        self._num_works = 0
+        self._working: dict[str | None, dict[int, asyncio.TimerHandle]] = {}  # what threads of an owner do
         self._clocks: dict[str | None, _Clock] = {}
         self._frozen: dict[str | None, list[asyncio.Handle]] = {}
         super().__init__()
@@ -187,16 +190,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def _later(self, owner: str | None, delay_s: float, callback: Callable[[], None]) -> None:
-        working = self._working.setdefault(owner, {})
+        self._num_works += 1
+        number, working = self._num_works, self._working.setdefault(owner, {})
 
-        def run() -> None:
-            del working[timer]
+        def run() -> None:  # knows its timer by number: in a cycle the work would live until garbage is collected
+            del working[number]
             callback()
 
-        timer = self.call_later(delay_s, run)
-        working[timer] = None
+        working[number] = self.call_later(delay_s, run)
 
     # -- owners -------------------------------------------------------------------------------------------------------
+
+    def count_task(self) -> int:
+        """The number of a task that is being made."""
+        self._num_tasks += 1
+        return self._num_tasks
 
     @property
     def owner(self) -> str | None:
@@ -214,7 +222,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def kill(self, owner: str) -> None:
         """End an owner as SIGKILL would: what its threads do is lost, and its tasks are cancelled in their order."""
-        for timer in self._working.pop(owner, {}):
+        for timer in self._working.pop(owner, {}).values():
             timer.cancel()
         self.thaw(owner)
         for task in self.tasks_of(owner):
@@ -236,9 +244,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], **options: Any
     ) -> asyncio.Task[T]:
-        self._num_tasks += 1
-        task = _Task(work, loop=loop, **options)
-        task.number = self._num_tasks
+        task = _Task(work, loop=self, **options)
         owner = _owner.get()
         if owner is not None:
             self._owned.setdefault(owner, {})[task] = None

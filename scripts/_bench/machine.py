@@ -1,4 +1,4 @@
-"""What the figures of a benchmark depend on; imported by the executables beside it."""
+"""The machine that a benchmark ran on, and the processor time of processes."""
 
 from __future__ import annotations
 

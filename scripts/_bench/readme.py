@@ -12,13 +12,13 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def rows_of(name: str, readme: Path = README) -> list[str]:
-    """What lies between the marks of that name, line by line."""
+    """The lines between the marks of that name."""
     begin, end = _marks(name)
     return readme.read_text().partition(begin)[2].partition(end)[0].splitlines()
 
 
 def put(name: str, lines: Sequence[str], readme: Path = README) -> None:
-    """Replace what lies between the marks. Raises `ValueError` where there are none."""
+    """Replaces the lines between the marks; `ValueError` when they are missing."""
     begin, end = _marks(name)
     text = readme.read_text()
     before, found, rest = text.partition(begin)

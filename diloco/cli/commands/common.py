@@ -105,18 +105,18 @@ def run(
 
 
 def check(command: str, config: Config, overrides: Sequence[str]) -> None:
-    """`ConfigError` for a typed setting without effect; on stderr what works but is probably not meant."""
+    """Refuses typed settings without effect, and warns on stderr of settings that are probably not meant."""
     from diloco.config import refuse_ignored
 
     if command == "train" and config.run.report:
-        return  # a supervisor has checked what the user typed, and adds settings of its own
+        return  # the supervisor has checked what the user typed, and adds settings of its own
     refuse_ignored(config, command, overrides)
     for doubt in config.warnings():
         click.echo(f"diloco: warning: {doubt}", err=True)
 
 
 def is_override(argument: str) -> bool:
-    """Whether what stands in the place of an ADDRESS is a setting already."""
+    """Whether the argument in the place of an ADDRESS is a setting."""
     return "=" in argument and not argument.startswith(("/", "@", "diloco:"))
 
 
@@ -128,7 +128,7 @@ def admission(address: Address) -> list[str]:
 
 
 def implementation(command: str) -> Callable[..., int]:
-    """What does the work of a command; its module is imported now."""
+    """The function that does the work of a command; imports its module."""
     run: Callable[..., int] = import_module(f"diloco.cli.{command}").run
     return run
 
@@ -137,6 +137,6 @@ def _write(text: str) -> int:
     try:
         click.echo(text.rstrip("\n"))
         sys.stdout.flush()
-    except BrokenPipeError:  # `diloco train --cfg job | head` has seen enough; keep the interpreter's last flush quiet
+    except BrokenPipeError:  # the reader, such as `head`, has ended; keep the interpreter's last flush quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

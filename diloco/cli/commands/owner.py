@@ -22,8 +22,8 @@ def keygen(**arguments: Any) -> int:
     diloco keygen run.key
     diloco train run.id=mine swarm=network swarm.key_path=run.key
 
-    FILE (run.key by default) is its private half: who has it can invite peers and revoke invitations. Peers of such a
-    run admit nobody without one.
+    FILE (run.key by default) is its private half, with which anybody can invite peers and revoke invitations. Peers of
+    such a run admit nobody without an invitation.
     """
     return _keys("keygen", **arguments)
 

@@ -24,8 +24,8 @@ def simulate(**arguments: Any) -> int:
     diloco simulate experiment=smoke 'sim.step_s=[1,1.5,2,3]' local.peers=4 sim.bandwidth=1e6 sim.latency_s=0.05
     diloco simulate experiment=smoke 'sim.events=[crash:3@120,join:4@60]' local.peers=4
 
-    Compute is real, but an inner step takes sim.step_s virtual seconds and a transfer what sim.bandwidth and
-    sim.latency_s make of it. The same settings give the same run.
+    Compute is real. An inner step takes sim.step_s virtual seconds, and sim.bandwidth and sim.latency_s say how long a
+    transfer takes. The same settings give the same run.
     """
     return run("simulate", **arguments)
 
@@ -48,8 +48,8 @@ def sweep(command: str, overrides: tuple[str, ...], cfg: str | None, **arguments
     diloco sweep local experiment=quickstart 'run.seed=range(0,3)' --jobs 2 --dir runs/seeds
     diloco sweep local 'inner.lr=interval(1e-4,1e-2)' --sweeper optuna hydra.sweeper.n_trials=20
 
-    Each member is a run directory of its own; the same command again goes on with those that are missing. At the end
-    there are sweep.json, the table of diloco compare and its curves. A member that fails does not stop the others.
+    Each member has its own run directory. The same command again runs the members that are missing. At the end there
+    are sweep.json, the table of diloco compare and its curves. A member that fails does not stop the others.
     """
     if cfg is not None:
         raise ConfigError(f"--cfg={cfg} shows one configuration; use --dry-run to see the members of a sweep")
@@ -83,7 +83,7 @@ def compare(**arguments: Any) -> int:
     "figures",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Take what of these three is not given from diloco doctor ADDRESS --json > FILE.",
+    help="Take those of these three that are missing from diloco doctor ADDRESS --json > FILE.",
 )
 @click.option(
     "--target",

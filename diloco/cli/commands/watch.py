@@ -24,7 +24,13 @@ __all__ = ["dashboard", "doctor", "status"]
 @click.argument("address")
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl+C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option("--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write who gave what to FILE.")
+@click.option(
+    "--csv",
+    "table",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the contributions of every peer to FILE.",
+)
 def status(**arguments: Any) -> int:
     """Show what a swarm is doing, without joining it.
 
@@ -33,7 +39,7 @@ def status(**arguments: Any) -> int:
     diloco status @runs/mine/address --watch
     diloco status @runs/mine/address --json | jq .ledger
 
-    Peers, fragments and who holds them, rounds, tokens, loss and events, as the peer at ADDRESS knows them.
+    Peers, fragments and their syncers, rounds, tokens, loss and events, as the peer at ADDRESS knows them.
     """
     return implementation("status")(**arguments)
 

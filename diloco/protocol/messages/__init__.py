@@ -1,7 +1,7 @@
 """Everything peers say to each other, as schemas.
 
     base        what all messages are made of
-    control     who is there, who is doing what, who holds what        one stream in each direction between two peers
+    control     members, what they are doing, what they hold           one stream in each direction between two peers
     bulk        contributions, updates, state, work units              one stream per transfer
     watching    the manifest, snapshots, probes                        the same, also for peers that take no part
 

@@ -15,6 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.proto import p2pd_pb2
 from swarm_helpers import SMOKE, command, free_port
 
+from diloco.config import SwarmConfig
 from diloco.swarm.wire.dialing import mute, start_daemon
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
@@ -99,7 +100,7 @@ def test_a_connection_with_a_daemon_that_breaks_is_no_error_that_nobody_heard_of
 def test_who_loses_its_daemon_prints_nothing_of_what_was_still_to_be_said(tmp_path: Path) -> None:
     async def scene() -> None:
         listen = ["/ip4/127.0.0.1/tcp/0"]
-        peer = await Libp2p.connect("run", [], listen, [], tmp_path / "key", Gate(), dht=False)
+        peer = await Libp2p.connect(SwarmConfig(listen=tuple(listen)), tmp_path / "key", Gate())
         control = peer._p2p._client.control
         peer._p2p._child.kill()
         await peer._p2p._child.wait()

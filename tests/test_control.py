@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -21,8 +22,11 @@ from diloco.protocol.messages.control import Claim, Hello, Published, Revocation
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.states import State
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.node.dht import DhtRecords
 from diloco.swarm.node.mesh import ControlMesh
-from diloco.swarm.wire.streams import Traffic
+from diloco.swarm.node.options import RunSpec
+from diloco.swarm.wire.gate import Gate
 
 ME, OTHER, MANIFEST, DIGEST = "me", "other", "0" * 64, "1" * 64
 
@@ -42,36 +46,17 @@ class Listener:
     """A peer of a run of two fragments, and its mesh."""
 
     def __init__(self) -> None:
-        self.protocol, self.traffic = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2), Traffic()
+        self.protocol = Peer(ME, ME, "run", MANIFEST, [DIGEST] * 2)
         self.transport, self.notes = NoNetwork(), list[tuple[str, Mapping[str, object]]]()
-        self.mesh = ControlMesh(self.transport, self)  # type: ignore[arg-type]
+        self.context = Context(
+            self.protocol, SimpleNamespace(fragments=()), self.transport, "{}", Gate(),  # type: ignore[arg-type]
+            on_event=lambda kind, fields: self.notes.append((kind, fields)),
+        )  # fmt: skip
+        self.context.carry_out = self.carry_out
+        self.mesh = ControlMesh(self.context, DhtRecords(self.context), RunSpec("run", MANIFEST, "{}"))
 
-    def do(self, actions: list[Action]) -> None:
+    def carry_out(self, actions: Sequence[Action]) -> None:
         self.notes += [(action.kind, action.fields) for action in actions if isinstance(action, Note)]
-
-    def greeted(self, peer: str, hello: Hello) -> None:
-        self.do(self.protocol.connected(peer, hello, now()))
-
-    def heard(self, peer: str, message: Message) -> None:
-        self.do(self.protocol.heard(peer, message, now()))
-
-    def offended(self, peer: str, why: str) -> None:
-        self.do(self.protocol.offence(peer, why, now()))
-
-    def lost(self, peer: str, why: str) -> None:
-        self.do(self.protocol.lost(peer, now(), why))
-
-    async def refused(self, peer: str, reason: str) -> None: ...
-
-    def record(self) -> list[str]:
-        return []
-
-    def named(self, records: Mapping[str, object]) -> None: ...
-
-    def notify(self) -> None: ...
-
-    def objection(self, peer: str, hello: Hello) -> str | None:
-        return None
 
     def said(self, kind: str) -> list[Mapping[str, object]]:
         return [fields for one, fields in self.notes if one == kind]
@@ -93,6 +78,7 @@ def run(scene: Callable[[Listener], Awaitable[None]]) -> None:
         try:
             await scene(listener)
         finally:
+            await listener.context.tasks.close(5.0)
             await listener.mesh.close()
 
     asyncio.run(asyncio.wait_for(work(), 30))

@@ -22,7 +22,7 @@ from diloco.fit.volunteer import PeerDirectory
 from diloco.protocol.messages.watching import ProbeReply
 from diloco.swarm.conversations.probe import Probed
 from diloco.swarm.visit.look import Found
-from diloco.swarm.wire.libp2p import Rehearsal
+from diloco.swarm.visit.rehearse import Rehearsal
 from diloco.train.planning import Figures, read_figures
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"

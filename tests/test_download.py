@@ -21,13 +21,13 @@ from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
 from diloco.sim.network import Link, Network, SimTransport
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
-from diloco.swarm.conversations import bulk, download
-from diloco.swarm.conversations.bulk import BULK, BulkClient, open_bulk
-from diloco.swarm.node import anchors
+from diloco.swarm.conversations import parts
+from diloco.swarm.conversations.anchor import AnchorFetcher
+from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.wire.streams import Stream, Traffic
+from diloco.swarm.wire.streams import BULK, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
 PART = 2**15  # elements: small parts, so that a small fragment has many
@@ -41,8 +41,10 @@ MANIFEST = "0" * 64
 class Villager:
     """A node, its parameters, and what it said."""
 
-    def __init__(self, node: Node, replica: Replica, events: list[tuple[str, dict[str, object]]]) -> None:
-        self.node, self.replica, self.events = node, replica, events
+    node: Node
+
+    def __init__(self, replica: Replica, events: list[tuple[str, dict[str, object]]]) -> None:
+        self.replica, self.events = replica, events
         self.opened: list[str] = []  # whom bulk streams were opened to
 
     def said(self, kind: str) -> list[dict[str, object]]:
@@ -62,20 +64,20 @@ class Village:
         self.asked: list[tuple[str, int]] = []
         self.came: list[tuple[str, int]] = []
         self.broken = False  # as long as this is set, no part arrives
-        fetch_part = BulkClient.fetch_part
+        fetch_part = parts.fetch_part
 
-        async def watched(client: BulkClient, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
-            if client._protocol.me != "joiner":
-                return await fetch_part(client, stream, listed, part, out)
+        async def watched(context: Context, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
+            if context.protocol.me != "joiner":
+                return await fetch_part(context, stream, listed, part, out)
             self.asked.append((stream.peer, part))
             if self.broken:
                 raise ConnectionResetError("broken")
-            await fetch_part(client, stream, listed, part, out)
+            await fetch_part(context, stream, listed, part, out)
             self.came.append((stream.peer, part))
 
         monkeypatch.setattr(digest, "PART", PART)
-        monkeypatch.setattr(bulk, "PIECE", PART // 4)
-        monkeypatch.setattr(BulkClient, "fetch_part", watched)
+        monkeypatch.setattr(parts, "PIECE", PART // 4)
+        monkeypatch.setattr(parts, "fetch_part", watched)
 
     def peer(
         self,
@@ -94,19 +96,18 @@ class Village:
         replica = Replica(parameters, partition({"w": self.numel}, 1), settings)
         events: list[tuple[str, dict[str, object]]] = []
 
+        villager = self.peers[name] = Villager(replica, events)
+
         async def connect(options: NodeOptions) -> Transport:
             transport = self.network.join(name, list(seeds), Link(down=down, latency_s=LATENCY_S))
-            watch(transport, self.peers[name])
+            watch(transport, villager)
             return transport
 
-        node = Node(
-            NodeOptions(RunSpec("run", MANIFEST, "{}"), SwarmConfig(min_peers=min_peers), Path(name), name, saved),
-            replica, lambda kind, fields: events.append((kind, fields)), connect,
-        )  # fmt: skip
-        self.peers[name] = Villager(node, replica, events)
+        options = NodeOptions(RunSpec("run", MANIFEST, "{}"), SwarmConfig(min_peers=min_peers), Path(name), name, saved)
+        opening = Node.open(options, replica, lambda kind, fields: events.append((kind, fields)), connect)
         with self.loop.owned_by(name):
-            self.run(node.start())
-        return self.peers[name]
+            villager.node = self.run(opening)
+        return villager
 
     def donors(self, count: int) -> list[Villager]:
         """That many peers at version 1, the syncer first, in the middle of their second round."""
@@ -196,7 +197,7 @@ def test_an_anchor_comes_from_up_to_four_donors_at_once_and_each_part_once(villa
     assert shared_s < took_s < shared_s + PART_NBYTES / UP + 1.0
     assert NBYTES < joiner.node.traffic.bytes_received < NBYTES + CONTROL_NBYTES
     assert torch.equal(joiner.replica.anchors[0], donors[0].replica.anchors[0])
-    assert not joiner.said("fetch_failed") and not joiner.node._client.unfinished
+    assert not joiner.said("fetch_failed") and not joiner.node._anchors.fetcher.unfinished
 
 
 @pytest.mark.parametrize("victim", ["syncer", "other"])
@@ -221,9 +222,10 @@ def test_a_donor_that_serves_wrong_bytes_is_found_out_and_left_alone(
 
     async def watched(*arguments: Any) -> Any:
         liars.append(arguments[-1])
-        return await download.fetch(*arguments)
+        return await fetch(*arguments)
 
-    monkeypatch.setattr(anchors, "fetch", watched)
+    fetch = AnchorFetcher.fetch
+    monkeypatch.setattr(AnchorFetcher, "fetch", watched)
     donors = village.donors(3)
     right = donors[0].replica.anchors[0].clone()
     lying = donors[0 if liar == "syncer" else 1]
@@ -241,9 +243,7 @@ def test_a_donor_that_serves_wrong_bytes_is_found_out_and_left_alone(
     assert len(village.came) == PARTS + (liar == "other") and village.served(name) == (liar == "other")
 
 
-def test_a_list_that_the_syncer_never_published_is_not_believed(
-    village: Village, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_that_the_syncer_never_published_is_not_believed(village: Village) -> None:
     donors = village.donors(2)
     other = donors[1]
     other.replica.anchors[0][5] += 1.0  # an anchor of its own, with a digest that fits
@@ -252,7 +252,7 @@ def test_a_list_that_the_syncer_never_published_is_not_believed(
     async def busy(stream: Stream, request: object) -> None:
         raise PayloadError("busy")
 
-    monkeypatch.setattr(donors[0].node._server, "_state", busy)
+    donors[0].node._server._answers[StateRequest] = busy
     joiner = village.joiner()
     village.run(asyncio.sleep(5))
     assert joiner.node.protocol.versions == [0] and not village.came
@@ -280,7 +280,7 @@ def test_a_version_is_there_for_all_as_long_as_one_reads_it(village: Village) ->
     village.until(lambda: slow.node.traffic.bytes_received > PART_NBYTES)
     joiner = village.joiner(down=UP)
     village.until(lambda: len(village.came) == 3)
-    assert len(donors[0].node._server._stills) == 1, "one copy for both"
+    assert len(donors[0].node._server.anchors.frozen._kept) == 1, "one copy for both"
     village.round(donors, torch.ones(NUMEL))
     for pipe in [pipe for pipe in village.network._pipes if pipe.target == "joiner"]:
         village.network.break_stream(pipe)
@@ -288,7 +288,7 @@ def test_a_version_is_there_for_all_as_long_as_one_reads_it(village: Village) ->
     assert village.parts() == list(range(PARTS)) and len(village.asked) == PARTS + 1
     village.until(lambda: slow.has(2))
     village.run(asyncio.sleep(1))
-    assert not donors[0].node._server._stills, "and none afterwards, without waiting for the collector"
+    assert not donors[0].node._server.anchors.frozen._kept, "and none afterwards, without waiting for the collector"
 
 
 def test_a_download_that_broke_off_goes_on_with_what_the_next_version_left_alone(village: Village) -> None:
@@ -296,7 +296,7 @@ def test_a_download_that_broke_off_goes_on_with_what_the_next_version_left_alone
     joiner = village.joiner()
     village.until(lambda: len(village.came) == 6)
     village.broken = True
-    village.until(lambda: bool(joiner.node._client.unfinished))
+    village.until(lambda: bool(joiner.node._anchors.fetcher.unfinished))
     early = village.parts()
     assert 6 <= len(early) < PARTS and 2 in early
     step = torch.zeros(NUMEL)
@@ -305,7 +305,7 @@ def test_a_download_that_broke_off_goes_on_with_what_the_next_version_left_alone
     village.round(donors, step)  # so that no donor has the record that follows the version here
     village.broken = False
     village.until(lambda: joiner.has(3))
-    assert village.parts() == sorted([*range(PARTS), 2]) and not joiner.node._client.unfinished
+    assert village.parts() == sorted([*range(PARTS), 2]) and not joiner.node._anchors.fetcher.unfinished
 
 
 def test_what_no_attempt_asks_for_is_forgotten(village: Village) -> None:
@@ -313,8 +313,8 @@ def test_what_no_attempt_asks_for_is_forgotten(village: Village) -> None:
     joiner = village.joiner()
     village.until(lambda: len(village.came) == 3)
     village.crash("d0")
-    village.until(lambda: bool(joiner.node._client.unfinished))
-    assert village.until(lambda: not joiner.node._client.unfinished) == pytest.approx(60.0, abs=1.0)
+    village.until(lambda: bool(joiner.node._anchors.fetcher.unfinished))
+    assert village.until(lambda: not joiner.node._anchors.fetcher.unfinished) == pytest.approx(60.0, abs=1.0)
 
 
 def test_an_anchor_that_is_wrong_in_one_place_costs_one_part(village: Village) -> None:
@@ -352,15 +352,15 @@ def test_a_liar_with_a_small_fragment_is_found_out_too(monkeypatch: pytest.Monke
 
 def answers(village: Village, *requests: Message) -> list[Message]:
     """What d0 says to each of these, on one stream; a part that follows a header is dropped."""
-    [said] = [villager.node._transport for name, villager in village.peers.items() if name == "joiner"]
+    [said] = [villager.node.context.transport for name, villager in village.peers.items() if name == "joiner"]
     assert said is not None
 
     async def talk() -> list[Message]:
-        stream, heard = await open_bulk(said, "d0", Traffic()), []
-        for request in requests:
-            await stream.send(request)
-            heard.append(await stream.receive())
-        stream.close()
+        heard = []
+        async with open_bulk(said, "d0", Traffic()) as stream:
+            for request in requests:
+                await stream.send(request)
+                heard.append(await stream.receive())
         return heard
 
     heard: list[Message] = village.run(talk())
@@ -394,7 +394,7 @@ def test_a_donor_that_has_another_version_than_it_announced_is_asked_once(villag
     village.until(lambda: joiner.has(1))
     assert village.served(other.protocol.me) == 0 and len(village.asked) == PARTS + 1
     [told] = joiner.said("refused")
-    assert (told["peer"], told["fragment"]) == (other.protocol.me, 0) and told["part"] is not None
+    assert (told["peer"], told["fragment"]) == (other.protocol.me, 0)
     assert told["why"] == "version 1 is asked for, and another anchor of version 1 is there"
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,8 @@ from diloco.protocol.messages.control import Status
 from diloco.protocol.states import State
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
-from diloco.swarm.conversations import answer, inner_state
-from diloco.swarm.conversations.inner_state import InnerState, SharedSnapshot, fetch_inner
+from diloco.swarm.conversations import inner_state
+from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, send_inner
 from diloco.swarm.wire.streams import Stream
 from diloco.train import inner_start
 from diloco.train.api import Attachment
@@ -150,18 +151,21 @@ def test_the_three_fastest_that_train_are_asked_and_then_nobody() -> None:
         member("other", "training", 1.0),
     ]  # fmt: skip
 
-    async def open_(donor: str) -> Stream:
+    @asynccontextmanager
+    async def open_(donor: str) -> AsyncIterator[Stream]:
         asked.append(donor)
         raise ConnectionResetError(donor)
+        yield
 
-    asker = SimpleNamespace(
+    context = SimpleNamespace(
+        open=open_,
         protocol=SimpleNamespace(members=SimpleNamespace(all=lambda: members), manifest_hash="0" * 64),
         now=lambda: 0.0,
         note=lambda kind, **fields: notes.append((kind, fields)),
     )
     layout = layout_of(MAKERS["adamw"](net()))
     assert layout is not None
-    assert asyncio.run(fetch_inner(asker, SimpleNamespace(open=open_), layout)) is None  # type: ignore[arg-type]
+    assert asyncio.run(fetch_inner(context, layout)) is None  # type: ignore[arg-type]
     assert asked == ["fast", "other", "slow"]
     assert notes == [("inner_state_failed", {"donor": donor, "why": donor}) for donor in asked]
 
@@ -177,18 +181,19 @@ def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
         return snapshot(optimizer)
 
     async def scene() -> None:
-        shared = SharedSnapshot()
-        one, two = await asyncio.gather(shared.get(make), shared.get(make))
+        shared = InnerDonor()
+        shared.snapshot = make
+        one, two = await asyncio.gather(shared.get(), shared.get())
         assert one is two and len(made) == 1
         del one, two
         for _ in range(1000):  # a worker thread lets go of what it was given a moment later
             if shared._kept is None or shared._kept() is None:
                 break
             await asyncio.sleep(0.001)
-        await shared.get(make)
+        await shared.get()
         assert len(made) == 2
         with pytest.raises(PayloadError, match="no inner optimizer state is here"):
-            await SharedSnapshot().get(lambda: None)
+            await InnerDonor().get()
 
     asyncio.run(scene())
 
@@ -287,7 +292,7 @@ def test_a_lying_donor_is_refused_and_another_one_asked(
     async def lying(stream: Stream, state: InnerState) -> None:
         sent.append(state)
         if len(sent) > 1:
-            await inner_state.send_inner(stream, state)
+            await send_inner(stream, state)
             return
         layout = state.layout
         header = InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps))
@@ -296,7 +301,7 @@ def test_a_lying_donor_is_refused_and_another_one_asked(
         for piece in values.split(CHUNK):
             await stream.send_payload(piece.view(torch.uint8))
 
-    monkeypatch.setattr(answer, "send_inner", lying)
+    monkeypatch.setattr(inner_state, "send_inner", lying)
     outcome = simulated(tmp_path, *LATE)
     [failed], [event] = said(tmp_path, "inner_state_failed"), said(tmp_path, "inner_state")
     assert failed["donor"] == "p0" and event["from"] == "p1"

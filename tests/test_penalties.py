@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,14 +16,13 @@ from test_rounds import MANIFEST, OTHER, StubHost
 
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
+from diloco.protocol.actions import Note
 from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Refusal, decode, encode
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.protocol.plausible import implausible
 from diloco.swarm.conversations.answer import BulkServer
-from diloco.swarm.wire.gate import Gate
-from diloco.swarm.wire.streams import Stream, Traffic
 
 NUMEL = 6
 
@@ -164,20 +163,16 @@ class Host(StubHost):
     def __init__(self, **outer: Any) -> None:
         super().__init__("me", NUMEL, **outer)
         self.do(self.protocol.connected(OTHER, self.hello(claims=False), self.now()))
-        self.clock, self.told = 0.0, []  # type: ignore[var-annotated]
-        self.server = BulkServer(self, None)  # type: ignore[arg-type]
-        self.inner_state = lambda: None
-        self.manifest_text, self.gate = "{}", Gate()
+        self.clock = 0.0
+        self.context.tasks.until = self.until  # type: ignore[method-assign]
+        self.server = BulkServer(self.context)
 
     def now(self) -> float:
         return getattr(self, "clock", 0.0)
 
-    def note(self, kind: str, **fields: object) -> None:
-        self.notes.append(kind)
-
-    def do(self, actions: list[Any]) -> None:
-        self.notes += [action.kind for action in actions if hasattr(action, "kind")]
-        super().do(actions)
+    def carry_out(self, actions: Sequence[Any]) -> None:
+        super().carry_out(actions)
+        self.notes += [action.kind for action in actions if isinstance(action, Note)]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         if not condition():
@@ -185,7 +180,7 @@ class Host(StubHost):
 
     async def serve(self, sent: bytes) -> list[object]:
         pipe = Pipe(sent)
-        await self.server.serve(Stream(OTHER, pipe.reader, pipe, Traffic()))  # type: ignore[arg-type]
+        await self.server.serve(OTHER, pipe.reader, pipe)
         return pipe.messages()
 
 
@@ -251,7 +246,7 @@ def test_streams_that_break_anywhere_and_are_begun_again_are_never_punished(cuts
 def test_nobody_waits_for_a_peer_that_is_refused() -> None:
     async def scene() -> None:
         host = Host()
-        await host.rounds.load()
+        await host.anchors.load()
         host.parameters["w"].sub_(1.0)
         host.do(host.protocol.enter("training", host.now()))
         await host.rounds.send({0: (1, 10)})
@@ -260,7 +255,6 @@ def test_nobody_waits_for_a_peer_that_is_refused() -> None:
         assert host.protocol.versions[0] == 0 and not host.protocol.merging(0), "the other one trains"
         host.do(host.protocol.offence(OTHER, "sent nonsense", host.now()))
         assert host.protocol.merging(0)
-        for task in [*host.tasks, *host.rounds._flights.values()]:
-            task.cancel()
+        await host.context.tasks.close(1.0)
 
     run(scene)

@@ -12,10 +12,10 @@ from swarm_helpers import Crowd
 
 from diloco.protocol.address_book import MAX_ADDRESSES, MAX_PEERS, AddressBook
 from diloco.protocol.peer import Peer
-from diloco.swarm.conversations.bulk import BULK
 from diloco.swarm.visit.visitor import Visitor, request_snapshot
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
+from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 
 A, B, C = (f"Qm{letter * 44}" for letter in "ABC")

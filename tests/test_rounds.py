@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,32 +20,46 @@ from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.protocol.messages.control import Claim, Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
-from diloco.swarm.conversations.bulk import FetchedRecord, FetchedState
-from diloco.swarm.conversations.units import Reserve
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
+from diloco.swarm.conversations.units import UnitSupply
+from diloco.swarm.node.anchors import Anchors
+from diloco.swarm.node.merging import Merging
+from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.rounds import Rounds
+from diloco.swarm.node.saved import Saved
+from diloco.swarm.node.spot import SpotChecks
+from diloco.swarm.wire.gate import Gate
 
 ME, OTHER, MANIFEST = "me", "other", "0" * 64
 
 
-class StubClient:
+class StubFetcher:
     """Answers each fetch with what the test put there, by the version that the asker has."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, FetchedRecord | FetchedState | Exception] = {}
+        self.answers: dict[int, UpdateRecord | FragmentState | Exception] = {}
         self.asked: list[int] = []
+        self.donors: list[str] = []
 
-    async def fetch(self, donor: str, fragment: int, have: int, outer: bool) -> FetchedRecord | FetchedState:
+    async def fetch(
+        self, donor: str, fragment: int, have: int, outer: bool, dishonest: set[str]
+    ) -> UpdateRecord | FragmentState:
         self.asked.append(have)
+        self.donors.append(donor)
         answer = self.answers[have]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
+    def further_donors(self, fragment: int) -> list[str]:
+        return []
+
 
 class StubHost:
-    """A node without a network: one fragment, which `me` or `other` holds."""
+    """The components of a node without a network: one fragment, which `me` or `other` holds."""
 
-    def __init__(self, holder: str, numel: int = 6, **outer: Any) -> None:
+    def __init__(self, holder: str, numel: int = 6, saved: Saved | None = None, **outer: Any) -> None:
         self.parameters = {"w": torch.arange(float(numel))}
         fragments = partition({"w": numel}, 1)
         settings = OuterConfig(
@@ -52,12 +67,18 @@ class StubHost:
         )
         self.replica = Replica(self.parameters, fragments, settings)
         self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings)
-        self.records: dict[int, FetchedRecord] = {}
-        self.reserve = Reserve()
         self.notes: list[str] = []
-        self.tasks: list[asyncio.Task[Any]] = []
-        self.client = StubClient()
-        self.rounds = Rounds(self, self.client)  # type: ignore[arg-type]
+        self.context = Context(
+            self.protocol, self.replica, SimpleNamespace(me=ME, seeds=[]), "{}", Gate(),  # type: ignore[arg-type]
+            on_event=lambda kind, fields: self.notes.append(kind),
+        )  # fmt: skip
+        self.own_tokens = OwnTokens(saved.applied if saved else None)
+        self.anchors = Anchors(self.context, self.own_tokens)
+        self.client = self.anchors.fetcher = StubFetcher()  # type: ignore[assignment]
+        self.rounds = Rounds(self.context, self.anchors, UnitSupply(self.context))
+        self.merging = Merging(self.context, self.anchors, SpotChecks(self.replica))
+        self.context.carry_out = self.carry_out
+        self.context.now = self.now  # type: ignore[method-assign]
         if holder == OTHER:
             self.do(self.protocol.connected(OTHER, self.hello(claims=True), self.now()))
         else:
@@ -74,10 +95,7 @@ class StubHost:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def note(self, kind: str, **fields: object) -> None:
-        self.notes.append(kind)
-
-    def do(self, actions: list[Action]) -> None:
+    def carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case Hold():
@@ -85,38 +103,28 @@ class StubHost:
                 case Release():
                     self.replica.release(action.fragment)
                 case Merge():
-                    self.spawn(self.rounds.merge(action.close))
+                    self.context.tasks.spawn(self.merging.merge(action.close))
                 case _:
                     pass
 
-    def notify(self) -> None:
-        pass
-
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        self.tasks.append(asyncio.get_running_loop().create_task(work))
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0)
-
-    async def pause(self, timeout_s: float) -> None:
-        await asyncio.sleep(0)
+    def do(self, actions: list[Action]) -> None:
+        self.context.do(actions)
 
     async def exchange(self) -> tuple[int, int]:
         """Discarded tokens of an exchange, and the version that it led to."""
         await self.rounds.send({0: (1, 10)})
-        await self.until(lambda: self.rounds.arrived([0]))
+        await self.context.tasks.until(lambda: self.rounds.arrived([0]))
         discarded, _ = self.rounds.take([0])
         return discarded, self.protocol.versions[0]
 
-    def state(self, version: int, anchor: Tensor) -> FetchedState:
+    def state(self, version: int, anchor: Tensor) -> FragmentState:
         """The anchor as a donor would send it."""
         header = StateHeader(
             fragment=0, version=version, digest=self.replica.digest_of(anchor), applied_tokens=0, outer=False
         )
-        return FetchedState(header, anchor, None, None)
+        return FragmentState(header, anchor)
 
-    def record(self, version: int, anchor: Tensor, before: str | None = None) -> FetchedRecord:
+    def record(self, version: int, anchor: Tensor, before: str | None = None) -> UpdateRecord:
         """An update to an anchor; with the float codecs it carries the values themselves."""
         update = torch.empty(self.replica.update_nbytes(0), dtype=torch.uint8)
         self.replica.down.encode_update(anchor, self.replica.anchors[0], update)
@@ -124,7 +132,7 @@ class StubHost:
             fragment=0, term=1, version=version, digest_before=before or self.protocol.digests[0],
             digest=self.replica.digest_of(anchor), contributors={OTHER: 10}, applied_tokens=0,
         )  # fmt: skip
-        return FetchedRecord(header, update)
+        return UpdateRecord(header, update)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -136,7 +144,7 @@ def test_a_record_that_does_not_follow_the_anchor_here_is_replaced_by_the_state(
         host = StubHost(OTHER)
         target = torch.full((6,), 3.0)
         host.client.answers = {0: host.record(1, target, before="f" * 64), -1: host.state(1, target)}
-        await host.rounds.catch_up(0, [OTHER], outer=False)
+        await host.anchors.catch_up(0, [OTHER])
         assert host.client.asked == [0, -1]
         assert torch.equal(host.replica.anchors[0], target) and host.protocol.versions == [1]
 
@@ -150,7 +158,7 @@ def test_an_update_that_leads_elsewhere_is_healed_before_anything_goes_on() -> N
         record = host.record(1, target)
         record.update[0] ^= 1
         host.client.answers = {0: record, -1: host.state(1, target)}
-        await host.rounds.catch_up(0, [OTHER], outer=False)
+        await host.anchors.catch_up(0, [OTHER])
         assert "digest_mismatch" in host.notes and host.protocol.heals == 1
         assert host.protocol.digests == [host.replica.digest_of(target)] == host.replica.digests()
 
@@ -161,7 +169,7 @@ def test_a_donor_that_cannot_be_reached_is_asked_once_and_the_next_one_then() ->
     async def scene() -> None:
         host = StubHost(OTHER)
         host.client.answers = {0: ConnectionError("gone")}
-        await host.rounds.catch_up(0, [OTHER, "third"], outer=False)
+        await host.anchors.catch_up(0, [OTHER, "third"])
         assert host.client.asked == [0, 0] and host.notes.count("fetch_failed") == 2
 
     run(scene)
@@ -170,14 +178,14 @@ def test_a_donor_that_cannot_be_reached_is_asked_once_and_the_next_one_then() ->
 def test_what_was_learned_from_an_anchor_that_was_replaced_is_discarded() -> None:
     async def scene() -> None:
         host = StubHost(ME)
-        await host.rounds.load()
+        await host.anchors.load()
         host.parameters["w"].sub_(1.0)
         host.client.answers = {0: host.state(1, torch.full((6,), 3.0))}
-        await host.rounds.catch_up(0, [OTHER], outer=False)
+        await host.anchors.catch_up(0, [OTHER])
         assert await host.exchange() == (10, 1)
         assert torch.equal(host.replica.anchors[0], torch.full((6,), 3.0))
         assert torch.equal(host.replica.outer[0].master, host.replica.anchors[0])
-        await host.rounds.load()
+        await host.anchors.load()
         host.parameters["w"].sub_(1.0)
         assert await host.exchange() == (0, 2)
         assert host.replica.anchors[0].unique().tolist() == [2.0]
@@ -188,7 +196,7 @@ def test_what_was_learned_from_an_anchor_that_was_replaced_is_discarded() -> Non
 def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
     async def scene() -> None:
         host = StubHost(ME)
-        await host.rounds.load()
+        await host.anchors.load()
         lease = Lease(0, ME, 1, 0, host.protocol.digests[0])
         header = Exchange(0, 0, 1, 10, MANIFEST).header(lease)
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
@@ -210,14 +218,14 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
 def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
     async def scene() -> None:
         host = StubHost(ME)
-        await host.rounds.load()
+        await host.anchors.load()
         host.parameters["w"].sub_(1.0)
-        async with host.rounds._moving[0]:  # the merge has to wait for this
+        async with host.context.locks[0].writing():  # the merge has to wait for this
             exchanging = asyncio.ensure_future(host.exchange())
             while not host.protocol.merging(0):
                 await asyncio.sleep(0)
             host.client.answers = {0: host.state(1, torch.full((6,), 9.0)), -1: host.state(1, torch.full((6,), 9.0))}
-            catching_up = asyncio.ensure_future(host.rounds.catch_up(0, [OTHER], outer=False))
+            catching_up = asyncio.ensure_future(host.anchors.catch_up(0, [OTHER]))
         await catching_up
         await exchanging
         assert "fetch_failed" in host.notes
@@ -229,7 +237,7 @@ def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
 def test_what_was_learned_in_another_history_is_not_sent_and_the_anchor_is_replaced() -> None:
     async def scene() -> None:
         host = StubHost(OTHER)
-        await host.rounds.load()
+        await host.anchors.load()
         theirs = torch.full((6,), 3.0)
         claim = Claim(fragment=0, term=2, version=0, digest=host.replica.digest_of(theirs))  # made after a split
         host.do(host.protocol.heard(OTHER, claim, host.now()))
@@ -246,22 +254,22 @@ def test_what_was_learned_in_another_history_is_not_sent_and_the_anchor_is_repla
 def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
     async def scene() -> None:
         host = StubHost(ME)
-        await host.rounds.load()
+        await host.anchors.load()
         for version in (1, 2):
             host.parameters["w"].sub_(1.0)
             assert await host.exchange() == (0, version)
-            await host.rounds.load()
+            await host.anchors.load()
         won = host.state(5, torch.full((6,), 3.0))
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         claim = Claim(fragment=0, term=2, version=5, digest=won.header.digest)
         host.do(host.protocol.heard(OTHER, claim, host.now()))
         # It has this peer's contribution from version 0, not the one from 1.
         shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
-        host.client.answers = {2: FetchedState(won.header.model_copy(update=shares), won.anchor, None, None)}
-        await host.rounds.catch_up(0, [OTHER], outer=False)
+        host.client.answers = {2: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        await host.anchors.catch_up(0, [OTHER])
         assert host.notes.count("discarded") == 1
         assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
-        assert host.rounds._lost_tokens == 0
+        assert host.own_tokens.take_lost() == 0
 
     run(scene)
 
@@ -269,7 +277,7 @@ def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
 def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_them_won() -> None:
     async def scene() -> None:
         host = StubHost(OTHER)
-        await host.rounds.load()
+        await host.anchors.load()
         theirs = torch.full((6,), 3.0)
         claim = Claim(fragment=0, term=2, version=0, digest=host.replica.digest_of(theirs))
         host.do(host.protocol.heard(OTHER, claim, host.now()))
@@ -278,9 +286,9 @@ def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_th
         won = host.state(5, torch.full((6,), 4.0))
         host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=5, digest=won.header.digest), host.now()))
         shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
-        host.client.answers = {0: FetchedState(won.header.model_copy(update=shares), won.anchor, None, None)}
-        await host.rounds.catch_up(0, [OTHER], outer=False)
+        host.client.answers = {0: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        await host.anchors.catch_up(0, [OTHER])
         assert host.notes.count("applied_after_all") == 1
-        assert host.rounds._lost_tokens == -10
+        assert host.own_tokens.take_lost() == -10
 
     run(scene)

@@ -29,7 +29,7 @@ SHARES = {ME: Share(1, 10, 1, 1, "mine"), OTHER: Share(1, 20, 1, 1)}
 def saved_by(host: StubHost, config: Config) -> None:
     """Write what a node has at a boundary, as the training loop does."""
     model = nn.Linear(2, 2)
-    saved = asyncio.run(host.rounds.snapshot(copies=True))
+    saved = asyncio.run(host.anchors.snapshot(copies=True))
     sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, unsent_tokens=0)
     sync.checkpointing = lambda: nullcontext(saved)
     stream: Any = SimpleNamespace(state=dict)
@@ -51,17 +51,16 @@ def host_of(saved: Saved | None = None) -> StubHost:
     """A node that goes on from there, alone: within the staleness limit it takes contributions from older versions."""
 
     async def make() -> StubHost:
-        return StubHost(OTHER, quorum=1, staleness_limit=4)
+        return StubHost(OTHER, saved=saved, quorum=1, staleness_limit=4)
 
     host = asyncio.run(make())
     if saved is None:
         host.protocol.adopted(0, 1, host.protocol.digests[0], 0.0, shares=SHARES)
-        host.rounds.restore({0: 10})
+        host.own_tokens.was_applied(0, 10)
     else:
         for fragment, version in zip(host.protocol.fragments, saved.versions, strict=True):
             fragment.version = version
         host.protocol.accounts.restore_shares(saved.shares)
-        host.rounds.restore(saved.applied)
     host.protocol.members.remove(OTHER)
     host.protocol.leases.vacate(0)
     for now in (100.0, 110.0):
@@ -119,15 +118,15 @@ def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config:
     async def scene() -> None:
         won = host.state(5, torch.full((6,), 3.0))
         host.client.answers = {1: won}
-        await host.rounds.catch_up(0, [OTHER], outer=False)
+        await host.anchors.catch_up(0, [OTHER])
 
     asyncio.run(scene())
-    assert host.protocol.versions == [5] and host.rounds._lost_tokens == 10 and "discarded" in host.notes
+    assert host.protocol.versions == [5] and host.own_tokens.take_lost() == 10 and "discarded" in host.notes
 
 
 def in_a_round(unsent_tokens: int) -> Any:
     """A peer that has trained on 10 tokens since version 1, of which so many are in no contribution."""
-    saved = asyncio.run(host_of().rounds.snapshot(copies=True))
+    saved = asyncio.run(host_of().anchors.snapshot(copies=True))
     sync: Any = SimpleNamespace(version=1, steps=7, tokens=110, discarded_tokens=5, unsent_tokens=unsent_tokens)
     sync.checkpointing = lambda: nullcontext(saved)
     return sync
@@ -162,7 +161,7 @@ def test_a_checkpoint_that_was_resumed_from_is_let_go(config: Config) -> None:
 
 def test_tensors_of_a_checkpoint_are_a_replica_s_own(config: Config) -> None:
     """The same checkpoint can be loaded twice: what the first replica makes of it does not reach the second."""
-    saved = asyncio.run(host_of().rounds.snapshot(copies=True))
+    saved = asyncio.run(host_of().anchors.snapshot(copies=True))
     one, two = host_of().replica, host_of().replica
     saved.load_(one)
     for vector in (one.anchors[0], one.outer[0].master, one.outer[0].momentum):

@@ -28,7 +28,7 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Close, Syncer
 from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
-from diloco.swarm.conversations.units import Reserve
+from diloco.swarm.conversations.units import LeasedData
 from diloco.swarm.node.spot import BETA, SEQUENCES, Score, SpotChecks
 from diloco.train.scoring import loss_of
 
@@ -51,7 +51,7 @@ class Version:
         self.notes: list[dict[str, Any]] = []
         self.tried: list[tuple[Tensor, Sequence[int]]] = []
         self.leased: Units | None = None
-        self.protocol = SimpleNamespace(me=ME, leased_to=lambda peer: self.leased)
+        self.protocol = SimpleNamespace(me=ME, accounts=SimpleNamespace(leased_to=lambda peer: self.leased))
         self.peers = sorted(contributions)
         for peer, part in contributions.items():
             header = Contribution(manifest_hash="0" * 64, fragment=fragment, term=1, base_version=0, steps=1, tokens=1)
@@ -72,8 +72,10 @@ class Version:
 
     def failing(self) -> list[str]:
         close = Close(self.syncer.fragment, 0, dict.fromkeys(self.peers, 1), ())
-        judged = self.replica.judge(self.syncer.fragment, self.syncer.weights(self.peers))
-        return asyncio.run(self.checks.failing(self, close, self.syncer, *judged))  # type: ignore[arg-type]
+        held = self.replica.held[self.syncer.fragment]
+        assert held.staged is not None
+        judged = held.judge(self.syncer.weights(self.peers))
+        return asyncio.run(self.checks.failing(self, close, self.syncer, held.staged, judged))  # type: ignore[arg-type]
 
 
 # -- the score --------------------------------------------------------------------------------------------------------
@@ -175,14 +177,14 @@ def test_of_the_control_fragment_enough_must_be_leased_to_its_peer(leased: Units
 
 
 def test_what_was_trained_on_is_neither_ahead_nor_settled() -> None:
-    reserve = Reserve()
-    reserve.add([(0, 12)])
-    reserve.take(4)
-    sent = reserve.send()
-    reserve.take(2)
-    assert reserve.trained_on == [(0, 6)]
-    reserve.settle(sent)
-    assert reserve.trained_on == [(4, 6)]
+    data = LeasedData()
+    data.add([(0, 12)])
+    data.take(4)
+    sent = data.send()
+    data.take(2)
+    assert data.trained_on == [(0, 6)]
+    data.drop(sent)
+    assert data.trained_on == [(4, 6)]
 
 
 def test_the_loss_is_that_of_the_given_parameters_and_leaves_the_model_alone() -> None:

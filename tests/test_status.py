@@ -32,7 +32,7 @@ from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES, Snapshot
 from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Snapshot, pack, unpack
 from diloco.protocol.states import State
-from diloco.swarm.conversations.watch import ELSEWHERE_S, Recorder
+from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
 

@@ -23,13 +23,11 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, StateRequest
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.messages.watching import ManifestReply, ManifestRequest
-from diloco.swarm.conversations.bulk import BULK
-from diloco.swarm.node.mesh import CONTROL
 from diloco.swarm.visit.look import look
 from diloco.swarm.visit.revoke import revoke
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.libp2p import Libp2p
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
 from tests.swarm_helpers import Crowd, Trainee, eventually, together
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]
@@ -80,7 +78,7 @@ def refused_by(members: list[Trainee], peer: str) -> str:
 def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> None:
     together(*(lambda peer=peer: peer.round(0.01) for peer in members))  # type: ignore[misc]
     assert {peer.version for peer in members} == {1}
-    assert {peer.node.gate.role_of(other.peer_id) for peer, other in (members, members[::-1])} == {"worker"}
+    assert {peer.node.context.gate.role_of(other.peer_id) for peer, other in (members, members[::-1])} == {"worker"}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_invited_peers_train_together(club: Club, members: list[Trainee]) -> Non
         (lambda club: None, "admits invited peers only; ask its owner for a link"),
         (lambda club: club.token(life_s=-HOUR), "the invitation expired 60 minutes ago"),
         (lambda club: club.token(run="another"), "the invitation is for run.id=another"),
-        (lambda club: club.members[0].node.gate.admission.token, "is in use by another identity"),
+        (lambda club: club.members[0].node.context.gate.admission.token, "is in use by another identity"),
         (lambda club: club.token(peer=club.members[0].peer_id), "the invitation is bound to peer"),
         (lambda club: issue(RunKey.create(club.directory / "other"), RUN, "worker", 2**40), "signed by another key"),
         (lambda club: club.token("observer"), "allows to watch only"),
@@ -106,10 +104,8 @@ def test_a_stranger_ends_with_a_reason_that_is_an_event_here(
     with pytest.raises(SwarmError, match=reason) as caught:
         stranger.start()
     assert caught.value.exit_code == 3 and str(caught.value).startswith("the swarm refused this peer: ")
-    own = stranger.node._transport
-    peer = gate.me if own is None else own.me
     expected = "does not allow a DHT call" if reason == "allows to watch only" else reason
-    assert expected in refused_by(members, peer)
+    assert expected in refused_by(members, gate.me)
     assert all(len(peer.node.protocol.members) == 1 for peer in members)
     stranger.close()
 
@@ -171,7 +167,7 @@ async def ask(transport: Libp2p, peer: str, protocol: str, message: Message | No
 
 async def replay(stranger: Libp2p, member: Trainee) -> object:
     """The answer to a credential that was overheard."""
-    gate = Gate(member.node.gate.admission)
+    gate = Gate(member.node.context.gate.admission)
     gate.me = member.peer_id
     return await ask(stranger, member.peer_id, GREETING, gate._greeting())
 
@@ -237,7 +233,7 @@ def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, membe
     [honest, liar] = members
 
     async def forge() -> list[Any]:
-        dht = liar.node._transport._dht  # type: ignore[union-attr]
+        dht = liar.node.context.transport._dht  # type: ignore[union-attr]
         key, ends_at = f"{RUN}/leases", get_dht_time() + 30
         validator = dht.protocol.record_validator
         sign = type(validator).sign_value
@@ -271,7 +267,7 @@ def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, membe
     eventually(lambda: expected <= events(), f"{expected}, there is {events()}")
 
     async def believed() -> Any:
-        return await honest.node._transport.get(f"{RUN}/leases")  # type: ignore[union-attr]
+        return await honest.node.context.transport.get(f"{RUN}/leases")  # type: ignore[union-attr]
 
     records = honest.call(believed())
     assert [0, 9] not in [lease for record in records.values() for lease in record]
@@ -304,20 +300,20 @@ def test_a_list_goes_to_all_who_are_connected_and_through_the_dht_to_who_was_awa
     club: Club, members: list[Trainee], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = members
-    admission = second.node.gate.admission
+    admission = second.node.context.gate.admission
     assert admission is not None
 
     async def hear() -> None:
-        assert first.node.gate.hear(revocations(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
-        await first.node._compare_revocations()
+        assert first.node.context.gate.hear(revocations(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
+        await first.node._revocation.compare()
 
     async def forget_and_compare() -> None:
         admission.revoked = Revoked(0, (), (), b"")
-        await second.node._compare_revocations()
+        await second.node._revocation.compare()
 
     async def not_yet() -> None: ...
 
-    monkeypatch.setattr(second.node, "_compare_revocations", not_yet)
+    monkeypatch.setattr(second.node._revocation, "compare", not_yet)
     first.call(hear())
     eventually(lambda: admission.revoked.number == 7, "the other to be told")
     monkeypatch.undo()

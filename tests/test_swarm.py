@@ -19,9 +19,10 @@ from diloco.outer.replica import OuterState
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
 from diloco.protocol.penalties import Penalties
-from diloco.swarm.conversations.bulk import BulkClient, open_bulk
+from diloco.swarm.conversations import parts
+from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.options import RunSpec
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from tests.swarm_helpers import Crowd, Trainee, eventually, free_port, seeded, together
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]
@@ -172,22 +173,22 @@ def test_a_joiner_draws_parts_from_three_donors_and_finishes_when_one_dies(
     train(crowd, peers, range(1))
     [victim, *others] = sorted(peers, key=lambda peer: bool(peer.holds()))
     came: list[tuple[str, int]] = []
-    fetch_part = BulkClient.fetch_part
+    fetch_part = parts.fetch_part
 
-    daemon = victim.node._transport._p2p._child
+    daemon = victim.node.context.transport._p2p._child
     died = asyncio.Event()
 
-    async def staged(client: BulkClient, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
+    async def staged(context: Context, stream: Stream, listed: PartList, part: int, out: Tensor) -> None:
         """Everybody brings a part, then the victim dies, then the others go on."""
         if stream.peer in [source for source, _ in came]:
             if stream.peer == victim.peer_id:
                 daemon.kill()
                 died.set()
             await died.wait()
-        await fetch_part(client, stream, listed, part, out)
+        await fetch_part(context, stream, listed, part, out)
         came.append((stream.peer, part))
 
-    monkeypatch.setattr(BulkClient, "fetch_part", staged)
+    monkeypatch.setattr(parts, "fetch_part", staged)
     joiner = crowd.peer(peers[0].address, peers[1].address, seed=7).start()
     eventually(lambda: joiner.version == 1, "the joiner to have the anchor")
     assert joiner.digest == others[0].digest == others[1].digest
@@ -339,7 +340,7 @@ def test_others_go_on_when_a_peer_dies_amid_a_round_and_take_its_fragments_over(
     if end == "closes without a word":
         victim.close()
     else:
-        victim.node._transport._p2p._child.kill()
+        victim.node.context.transport._p2p._child.kill()
     train(crowd, others, range(2, 4))
     crowd.finish(*others)
     victim.close()
@@ -491,14 +492,11 @@ def answer_to(attack: Attack, attacker: Trainee, syncer: Trainee) -> str:
     header = Contribution(manifest_hash="0" * 64, fragment=0, term=1, base_version=syncer.version, steps=10, tokens=100)
 
     async def work() -> str:
-        assert attacker.node._transport is not None
-        stream = await open_bulk(attacker.node._transport, syncer.peer_id, Traffic())
         try:
-            await attack(stream, header)
-            return str(expect(await stream.receive(), Verdict))
+            async with open_bulk(attacker.node.context.transport, syncer.peer_id, Traffic()) as stream:
+                await attack(stream, header)
+                return str(expect(await stream.receive(), Verdict))
         except (PayloadError, *BROKEN) as error:
             return str(error)
-        finally:
-            stream.close()
 
     return attacker.call(work())

@@ -20,7 +20,7 @@ from diloco.protocol.messages.bulk import Contribution, Record, StateHeader
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import Peer
 from diloco.rundir.checkpoint import Checkpoint
-from diloco.swarm.conversations.units import Reserve
+from diloco.swarm.conversations.units import LeasedData
 from diloco.train.session import Session
 from tests.protocol_helpers import MANIFEST, digest_of
 from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
@@ -189,40 +189,40 @@ def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["add", "take", "send", "settle", "forget"]), st.integers(1, 9)), max_size=60)
 )
-def test_a_reserve_gives_every_sequence_once_and_keeps_it_until_it_is_settled(steps: list[tuple[str, int]]) -> None:
-    reserve, ledger = Reserve(), Ledger()
-    reserve.expect(8)
+def test_a_data_gives_every_sequence_once_and_keeps_it_until_it_is_settled(steps: list[tuple[str, int]]) -> None:
+    data, ledger = LeasedData(), Ledger()
+    data.expect(8)
     taken: list[Units] = []
     sent: Units = []
     settled: Units = []
     for what, number in steps:
         match what:
             case "add":
-                reserve.add(ledger.grant("a", reserve.missing or number, reserve.all))
-                assert reserve.missing == 0
+                data.add(ledger.grant("a", data.missing or number, data.all))
+                assert data.missing == 0
             case "take":
-                units = reserve.take(number)
+                units = data.take(number)
                 if units is not None:
                     assert count(units) == number and not intersection(units, union(*taken))
                     taken.append(units)
             case "send":
-                sent = reserve.send()
+                sent = data.send()
                 assert sent == difference(union(*taken), settled)
             case "settle":
-                reserve.settle(sent)
+                data.drop(sent)
                 ledger.apply("a", sent)  # what is discarded instead may come back with the next grant
                 settled = union(settled, sent)
             case "forget":
                 ledger.grant("b", number, [])
-        assert not intersection(reserve.all, settled)
-        assert reserve.all == ledger.leased.get("a", [])
+        assert not intersection(data.all, settled)
+        assert data.all == ledger.leased.get("a", [])
 
 
-def test_a_reserve_has_no_more_pieces_than_can_be_told() -> None:
-    reserve = Reserve()
-    reserve.add([(2 * number, 2 * number + 1) for number in range(100)])
-    assert len(reserve.all) == MAX_UNIT_RANGES and reserve.take(MAX_UNIT_RANGES + 1) is None
-    assert reserve.take(MAX_UNIT_RANGES) is not None
+def test_a_data_has_no_more_pieces_than_can_be_told() -> None:
+    data = LeasedData()
+    data.add([(2 * number, 2 * number + 1) for number in range(100)])
+    assert len(data.all) == MAX_UNIT_RANGES and data.take(MAX_UNIT_RANGES + 1) is None
+    assert data.take(MAX_UNIT_RANGES) is not None
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------

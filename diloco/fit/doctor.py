@@ -21,8 +21,8 @@ from diloco.fit.measure import parameters_of, step_seconds
 from diloco.fit.volunteer import PeerDirectory, fit_to_machine
 from diloco.model.library import one_line
 from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
+from diloco.swarm.visit.rehearse import try_to_listen
 from diloco.swarm.wire.gate import Gate, watching
-from diloco.swarm.wire.libp2p import try_to_listen
 
 __all__ = ["Check", "Doctor"]
 

@@ -33,7 +33,6 @@ from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Connect, Node
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.node.runtime import open_node
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
@@ -181,7 +180,7 @@ class Crowd:
         if life.sync is not None:
             life.sync.interrupt()
         elif life.node is not None:
-            life.node.notify()
+            life.node.context.tasks.notify()
 
     def living(self) -> list[Life]:
         """Lives that go on, by name."""
@@ -281,11 +280,11 @@ class Crowd:
         replica.draw = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
         options = replace(swarm.options(parameters, None, trains=False), gate=self._gate(life), seed=life.owner)
-        life.node = node = await open_node(options, replica, swarm.on_event, self._connect(life))
+        life.node = node = await Node.open(options, replica, swarm.on_event, self._connect(life))
         self.on_life(life)
         try:
             swarm.on_ready("")
-            await node.until(lambda: life.leaving)
+            await node.context.tasks.until(lambda: life.leaving)
             await node.leave(finished=False)
         finally:
             await node.close()

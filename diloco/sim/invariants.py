@@ -23,6 +23,7 @@ At the end, when everything is healed and everybody is done:
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 from diloco.protocol.fragment import CONTROL_FRAGMENT
@@ -53,13 +54,13 @@ class Watch:
         """Be told of everything that happens to the node of a life, and of the versions that it makes."""
         node = life.node
         assert node is not None
-        peer, do = node.protocol, node.do
+        peer, do = node.protocol, node.context.do
 
-        def told(actions: list[Any]) -> None:
+        def told(actions: Sequence[Any]) -> None:
             self._touched[life.owner] = life
             do(actions)
 
-        node.do = told  # type: ignore[method-assign]
+        node.context.do = told  # type: ignore[method-assign]
         self._seen[life.owner] = (list(peer.versions), list(peer.digests))
         published, adopted = peer.published, peer.adopted
 
@@ -134,7 +135,7 @@ class Watch:
 
 def moving(node: Node, fragment: int) -> bool:
     """Whether the anchor is being changed, maybe in another thread."""
-    return node.rounds.moving(fragment).locked()
+    return node.context.locks[fragment].moving
 
 
 def check_shares(lineage: Lineage, name: str, node: Node) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from diloco.errors import SwarmError
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.node.mesh import CONTROL
 from diloco.swarm.wire.gate import GREETING, Gate
+from diloco.swarm.wire.streams import CONTROL
 from diloco.swarm.wire.transport import Handler, Reader, Writer
 
 __all__ = ["Link", "Network", "SimTransport"]

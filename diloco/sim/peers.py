@@ -22,7 +22,6 @@ from diloco.sim.lockstep import Lockstep
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Connect, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.node.runtime import open_node
 from diloco.swarm.wire.gate import Gate
 from diloco.train.evaluate import EvalResult
 from diloco.train.loop import Trainer
@@ -61,7 +60,7 @@ class SimRuntime:
         if self._factor != 1.0:
             replica.up = Lying(replica.up, self._factor)
         options = replace(options, gate=self._gate or Gate(), seed=seed)
-        return self.call(open_node(options, replica, on_event, self._connect))
+        return self.call(Node.open(options, replica, on_event, self._connect))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return self._lockstep.call(work)

@@ -32,8 +32,8 @@ from diloco.sim.network import Link, Network
 from diloco.sim.outcome import Simulated
 from diloco.sim.peers import PacedStream, SimRuntime, SimTrainer
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
-from diloco.swarm.conversations.bulk import BULK
 from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment, Swarm
 from diloco.train.evaluate import EvalResult

@@ -134,7 +134,7 @@ class Attachment:
     def _settle(self) -> None:
         """The parameters become the last anchor, for good."""
         self._settled = True
-        self._link.call(lambda node: node.settle())
+        self._link.call(lambda node: node.load_anchors())
         self.island.share_(self.parameters.values())
         if self.node is not None:
             protocol = self.node.protocol
@@ -150,7 +150,7 @@ class Attachment:
         fragments = partition(numels, self.outer.fragments, self.outer.pattern)
         replica = Replica(self.parameters, fragments, self.outer)
         view = self._link.open(replace(options, inner_state=self._snapshot), replica, self._on_event)
-        view.node.reserve.expect(self._sequences_per_round)
+        view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
             self.interrupt()
         self._on_ready(view.address)
@@ -215,7 +215,7 @@ class Attachment:
         is discarded.
         """
         self._sequences_per_round = sequences_per_round
-        return lambda number: None if self.node is None else self.node.reserve.take(number)
+        return lambda number: None if self.node is None else self.node.leased.take(number)
 
     def check_contributions(self, loss: Loss) -> None:
         """As syncer, compute this loss before and after others' contributions (`outer.spot_check`); call it before
@@ -268,7 +268,7 @@ class Attachment:
         self._unsent.mark_sent(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
             if self.outer.round_late:
-                self._adopt(lambda node: node.turn(counts))
+                self._adopt(lambda node: node.exchange_late(counts))
                 return self._resume()
             if due.send:
                 self._link.send(counts)
@@ -287,7 +287,7 @@ class Attachment:
         tokens = self.unsent_tokens
         self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
         with self.phases.during("comm"):
-            self._adopt(lambda node: node.take_part(tokens))
+            self._adopt(lambda node: node.end_warmup(tokens))
             self._resume()
 
     def _adopt(self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> None:

@@ -1,10 +1,10 @@
 """The inner optimizer's state, from a peer that trains to one that joins: moments and step counters.
 
-1. joiner: request. donor: header (names and sizes, step counters) of a snapshot made beside its training.
-2. joiner: compares the header with what its own parameters need, and only then makes room. donor: fp32 values.
-3. What has no finite value, or a negative second moment, is refused, and the next donor is asked.
+1. Joiner: request. Donor: header (names and sizes, step counters) of a snapshot that it makes while it trains.
+2. Joiner: compares the header with what its own parameters need, and only then allocates memory. Donor: fp32 values.
+3. The joiner refuses values that are not finite and negative second moments, and asks the next donor.
 
-Nothing says that the moments are right, as a digest does for anchors: every peer has others.
+No digest says that the moments are right, as it does for anchors: the moments of no two peers are equal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +22,22 @@ from diloco.outer.codecs import LIMIT
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import InnerHeader, InnerRequest
 from diloco.protocol.peer import Peer
-from diloco.swarm.conversations.bulk import BulkClient, receive_vector, send_vector
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.conversations.framing import receive_vector, send_vector
 from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.threads import in_thread
 
-__all__ = ["InnerState", "Layout", "SharedSnapshot", "Snapshot", "fetch_inner", "receive_inner", "send_inner"]
+__all__ = ["InnerDonor", "InnerState", "Layout", "Snapshot", "fetch_inner", "receive_inner", "send_inner"]
 
-DONORS = 3  # that are asked; a joiner should train rather than ask everybody
-SQUARES = "_sq"  # how the names of second moments end, in all of torch's optimizers
+DONORS = 3  # asked at most; a joiner should train rather than ask everybody
+SQUARES = "_sq"  # the end of the names of second moments in all of torch's optimizers
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What an inner optimizer's state is made of, in a fixed order: names and elements, and how many step counters."""
+    """The tensors of an inner optimizer's state in a fixed order, by name and number of elements, and the number of its
+    step counters.
+    """
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
@@ -53,48 +56,27 @@ class InnerState:
 Snapshot = Callable[[], InnerState | None]
 
 
-class Asker(Protocol):
-    """What a joiner's conversation needs of its node."""
-
-    protocol: Peer
-
-    def now(self) -> float: ...
-    def note(self, kind: str, **fields: object) -> None: ...
+# -- the joiner -------------------------------------------------------------------------------------------------------
 
 
-class SharedSnapshot:
-    """A donor's snapshot, one for all who read at the same time, so that many joiners cost the memory of one.
+async def fetch_inner(context: Context, layout: Layout) -> InnerState | None:
+    """The inner state of the first donor that has one, the fastest asked first; None when none of them has.
 
-    `get` raises `PayloadError` when there is nothing to give: no inner steps taken here, or moments that diverged.
+    A donor that vanishes, refuses or lies is the event `inner_state_failed`.
     """
-
-    def __init__(self) -> None:
-        self._making = asyncio.Lock()
-        self._kept: weakref.ref[InnerState] | None = None
-
-    async def get(self, snapshot: Snapshot) -> InnerState:
-        """The snapshot that somebody still reads, or a new one.
-
-        It is copied beside the training loop, which does not wait: the values may be of two neighbouring steps, or a
-        second moment may be caught between its decay and its increment. Moments are averages over many steps, of each
-        element by itself, so that does not harm them.
-        """
-        async with self._making:
-            state = None if self._kept is None else self._kept()
-            if state is None:
-                state = await asyncio.to_thread(snapshot)
-                if state is None:
-                    raise PayloadError("no inner optimizer state is here")
-                await asyncio.to_thread(_check_values, state)
-                self._kept = weakref.ref(state)
-            return state
-
-
-async def send_inner(stream: Stream, state: InnerState) -> None:
-    """Write a snapshot: header, then its values."""
-    layout = state.layout
-    await stream.send(InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps)))
-    await send_vector(stream, state.values)
+    for donor in _donors(context.protocol):
+        begun_at = context.now()
+        try:
+            async with context.open(donor) as stream:
+                await stream.send(InnerRequest(manifest_hash=context.protocol.manifest_hash))
+                state = await receive_inner(stream, layout)
+        except (*BROKEN, PayloadError) as error:
+            context.note("inner_state_failed", donor=donor, why=str(error) or type(error).__name__)
+            continue
+        seconds = round(context.now() - begun_at, 3)
+        context.note("inner_state", **{"from": donor, "seconds": seconds, "bytes": 4 * state.values.numel()})
+        return state
+    return None
 
 
 async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
@@ -107,37 +89,62 @@ async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
     _check_header(header, layout)
     state = InnerState(layout, tuple(header.steps), torch.empty(sum(layout.numels)))
     await receive_vector(stream, state.values)
-    await asyncio.to_thread(_check_values, state)
+    await in_thread(_check_values, state)
     return state
 
 
-async def fetch_inner(asker: Asker, client: BulkClient, layout: Layout) -> InnerState | None:
-    """The inner state of the first donor that has one, the fastest asked first; None when none of them has.
-
-    A donor that vanishes, refuses or lies is the event `inner_state_failed`.
-    """
-    for donor in _donors(asker.protocol):
-        begun_at = asker.now()
-        try:
-            stream = await client.open(donor)
-            try:
-                await stream.send(InnerRequest(manifest_hash=asker.protocol.manifest_hash))
-                state = await receive_inner(stream, layout)
-            finally:
-                stream.close()
-        except (*BROKEN, PayloadError) as error:
-            asker.note("inner_state_failed", donor=donor, why=str(error) or type(error).__name__)
-            continue
-        seconds = round(asker.now() - begun_at, 3)
-        asker.note("inner_state", **{"from": donor, "seconds": seconds, "bytes": 4 * state.values.numel()})
-        return state
-    return None
-
-
 def _donors(protocol: Peer) -> list[str]:
-    # Who was resumed from a checkpoint has its moments, but no pace yet, and begins together with us.
+    # A peer that was resumed from a checkpoint has moments, but no pace yet, and begins together with this one.
     able = [m for m in protocol.members.all() if m.trains and m.status.counted_in]
     return [m.peer for m in sorted(able, key=lambda m: (-m.status.steps_per_s, m.peer))][:DONORS]
+
+
+# -- the donor --------------------------------------------------------------------------------------------------------
+
+
+class InnerDonor:
+    """Gives this peer's snapshot to joiners, one to all that read at the same time: many cost the memory of one.
+
+    `snapshot` makes it, in another thread; None where there is none yet.
+    """
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot = lambda: None
+        self._making = asyncio.Lock()
+        self._kept: weakref.ref[InnerState] | None = None
+
+    async def answer(self, stream: Stream) -> None:
+        """Send the snapshot; `PayloadError` as of `get`."""
+        await send_inner(stream, await self.get())
+
+    async def get(self) -> InnerState:
+        """The snapshot that somebody still reads, or a new one.
+
+        It is copied while the training loop goes on: the values may be of two neighbouring steps, or a second moment
+        may be caught between its decay and its increment. Each moment is an average over many steps, so this does no
+        harm.
+
+        Raises `PayloadError` when no inner steps were taken here, or the moments diverged.
+        """
+        async with self._making:
+            state = None if self._kept is None else self._kept()
+            if state is None:
+                state = await in_thread(self.snapshot)
+                if state is None:
+                    raise PayloadError("no inner optimizer state is here")
+                await in_thread(_check_values, state)
+                self._kept = weakref.ref(state)
+            return state
+
+
+async def send_inner(stream: Stream, state: InnerState) -> None:
+    """Write a snapshot: header, then its values."""
+    layout = state.layout
+    await stream.send(InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps)))
+    await send_vector(stream, state.values)
+
+
+# -- both -------------------------------------------------------------------------------------------------------------
 
 
 def _check_header(header: InnerHeader, layout: Layout) -> None:

@@ -1,10 +1,10 @@
-"""Small questions to a peer: is it well, what time is it there, how fast is the link, can it call me back?
+"""Small questions to a peer: what time is it there, how fast is the link, can it call me back?
 
-The answering side limits all of it, so that no stranger makes this peer work or call for him:
+The answering side limits them, because any stranger may ask:
 
-- probes with payload: 4 MiB each way, and so much per minute and asker;
-- calls back: one at a time, few per minute in all and one per 10 s and asker, only to the asker's own id (libp2p
-  checks that it answers), and only at the IP that its connection comes from.
+- A probe carries at most 4 MiB of payload each way, and each asker has a budget of bytes per minute.
+- Calls back are made one at a time, a few per minute in all, and one per 10 s for each asker. They go only to the
+  asker's own id (libp2p checks that it answers), and only to the IP that its connection comes from.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from diloco.errors import PayloadError
 from diloco.protocol.messages import Refusal, expect
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.protocol.peer import Peer
-from diloco.swarm.conversations.bulk import open_bulk, refuse
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
+from diloco.swarm.conversations.framing import refuse
+from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
 __all__ = ["ProbeServer", "Probed", "ask_to_be_called", "probe"]
@@ -58,21 +58,17 @@ class Probed:
 
 
 async def probe(transport: Transport, peer: str, nbytes: int = 0) -> Probed:
-    """Ask a peer how it is; with `nbytes`, also measure the link each way with so many.
+    """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way with that many.
 
     Raises:
         ConnectionError, TimeoutError and the like (`BROKEN`): it does not answer.
         PayloadError: it refuses, or answers with something else.
     """
-    traffic = Traffic()
-    stream = await open_bulk(transport, peer, traffic)
-    try:
+    async with open_bulk(transport, peer, Traffic()) as stream:
         sent_at, unix_s = time.monotonic(), time.time()
         await stream.send(Probe())
         reply = expect(await stream.receive(), ProbeReply)
         trip_s = time.monotonic() - sent_at
-    finally:
-        stream.close()
     up = down = None
     if nbytes:
         up, down = await _bandwidth(transport, peer, nbytes, trip_s)
@@ -81,34 +77,28 @@ async def probe(transport: Transport, peer: str, nbytes: int = 0) -> Probed:
 
 async def _bandwidth(transport: Transport, peer: str, nbytes: int, trip_s: float) -> tuple[float, float]:
     payload = torch.zeros(nbytes, dtype=torch.uint8)
-    stream = await open_bulk(transport, peer, Traffic())
-    try:
+    async with open_bulk(transport, peer, Traffic()) as stream:
         begun_at = time.monotonic()
         await stream.send(Probe(sends=nbytes, wants=nbytes))
         await stream.send_payload(payload)
-        expect(await stream.receive(ANSWER_S), ProbeReply)  # once all of it is there
+        expect(await stream.receive(ANSWER_S), ProbeReply)  # sent once the whole payload is there
         turned_at = time.monotonic()
         await stream.receive_payload(payload)
         ended_at = time.monotonic()
-    finally:
-        stream.close()
     return nbytes / max(turned_at - begun_at - trip_s, 1e-6), nbytes / max(ended_at - turned_at, 1e-6)
 
 
 async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
-    """Whether others can connect to this peer, by the word of the first seed that can tell; and what to do if not.
+    """Whether others can connect to this peer, as the first seed that can tell says; and if not, what would help.
 
-    Where nobody can tell, the answer is yes: a peer that is wrong about it is slower to be reached, and no more.
+    When no seed can tell, the answer is yes. If that is wrong, others only need longer to reach this peer.
     """
     for peer in transport.seeds[:ASKED_PEERS]:
         try:
-            stream = await open_bulk(transport, peer, Traffic())
-            try:
+            async with open_bulk(transport, peer, Traffic()) as stream:
                 places = [address.rpartition("/p2p/")[0] for address in transport.addresses[:CALLS_AT_ONCE]]
                 await stream.send(DialBack(addresses=places))
                 reply = expect(await stream.receive(ANSWER_S), DialBackReply)
-            finally:
-                stream.close()
         except (*BROKEN, PayloadError) as error:
             logger.debug("%s does not say whether it can call back: %r", peer, error)
             continue
@@ -131,13 +121,13 @@ def _advice(places: list[str], reached: list[str], observed: str, why: str) -> s
 
 
 class ProbeServer:
-    """The answering side of probes and calls back; what it refuses, it says, and nothing else is touched."""
+    """The answering side of probes and calls back. A request over a limit is refused with the reason."""
 
     def __init__(self, transport: Transport, protocol: Peer, now: Callable[[], float]) -> None:
         self._transport = transport
         self._protocol = protocol
         self._now = now
-        self._bytes: dict[str, deque[tuple[float, int]]] = {}  # of the last minute, by asker
+        self._bytes: dict[str, deque[tuple[float, int]]] = {}  # by asker: when, and how many, in the last minute
         self._called: dict[str, float] = {}  # when each asker was called last
         self._calls: deque[float] = deque(maxlen=CALLS_PER_MINUTE)
         self._calling = asyncio.Lock()
@@ -208,7 +198,7 @@ class ProbeServer:
 
 
 def _callable(addresses: list[str], observed: str) -> list[str]:
-    """Of the addresses that an asker names, those with its own IP; and with that IP the ports of the others."""
+    """The addresses that an asker names, each with the asker's own IP in the place of the one it names."""
     _, family, host, *_ = [*observed.split("/"), "", "", ""]
     if family not in ("ip4", "ip6"):
         return []
@@ -221,5 +211,5 @@ def _callable(addresses: list[str], observed: str) -> list[str]:
 
 
 def _is_place(address: str) -> bool:
-    """Whether a multiaddr has no fault but that no id follows."""
+    """Whether a multiaddr is valid except that it names no peer id."""
     return (problem(address) or "").startswith("/p2p/PEER_ID is missing")

@@ -1,11 +1,11 @@
 """The control mesh: one outgoing stream to every peer, one incoming from it, and the DHT to find new ones.
 
-What is said goes out on our stream; what we hear comes in on theirs. Bulk bytes never travel here, so a link saturated
-by a pseudo-gradient does not starve heartbeats. A stream that ends is noticed at once:
+What this peer says goes out on its own stream; what it hears comes in on the other's. No payload travels here, so a
+link that is full of pseudo-gradients does not starve heartbeats. A stream that ends is noticed at once:
 
-1. A peer is killed. Our stream to it and its stream to us read end-of-file within milliseconds.
-2. We dial it once more. Its daemon is gone too, or lingers and accepts a stream that nobody answers.
-3. No answer: it is lost, and the protocol drops it from the round that is waiting for it.
+1. A peer is killed. The streams to it and from it read end-of-file within milliseconds.
+2. It is dialled once more. Its daemon is gone too, or lingers and accepts a stream that nobody answers.
+3. Without an answer it is lost, and the protocol drops it from the round that waits for it.
 """
 
 from __future__ import annotations
@@ -13,75 +13,55 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Mapping
-from typing import Protocol
 
-from diloco.errors import PayloadError
+from diloco.errors import DilocoError, PayloadError
 from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
-from diloco.protocol.messages.control import Hello, Status
-from diloco.protocol.peer import Peer
+from diloco.protocol.messages.control import Hello, Revocations, Status
 from diloco.protocol.penalties import Offence, offences
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.conversations.manifest import request_manifest
+from diloco.swarm.node.dht import RECORD_PERIOD_S, DhtRecords
+from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.deadline import within
-from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
-from diloco.swarm.wire.transport import Reader, Refused, Transport, Writer
+from diloco.swarm.wire.dht_records import PEERS
+from diloco.swarm.wire.streams import BROKEN, CONTROL, Stream
+from diloco.swarm.wire.transport import Reader, Refused, Writer
 
-__all__ = ["ControlMesh", "Participant"]
+__all__ = ["ControlMesh"]
 
 logger = logging.getLogger(__name__)
 
-CONTROL = "diloco/1/control"
 DIAL_TIMEOUT_S = 10.0
-RECORD_LIFE_S = 60.0
-RECORD_PERIOD_S = 15.0
-
-
-class Participant(Protocol):
-    """What the mesh needs of the node that it connects to others; all of it is called in the loop.
-
-    The node is told of a peer that connected (`greeted`), spoke (`heard`), said what no honest one does (`offended`) or
-    is gone (`lost`); why another does not let it in (`refused`); what the DHT says of all (`named`); and that a call of
-    its own was answered or given up (`notify`). It says why a peer may not begin with that hello (`objection`), and
-    what the DHT shall say of itself (`record`).
-    """
-
-    protocol: Peer
-    traffic: Traffic
-
-    def greeted(self, peer: str, hello: Hello) -> None: ...
-    def heard(self, peer: str, message: Message) -> None: ...
-    def offended(self, peer: str, why: str) -> None: ...
-    def lost(self, peer: str, why: str) -> None: ...
-    async def refused(self, peer: str, reason: str) -> None: ...
-    def named(self, records: Mapping[str, object]) -> None: ...
-    def notify(self) -> None: ...
-    def objection(self, peer: str, hello: Hello) -> str | None: ...
-    def record(self) -> list[str]: ...
+CLOSE_S = 2.0
+SHOWN = 5  # settings that differ between two manifests
 
 
 class ControlMesh:
     """Keeps a node connected to all others of the run.
 
-    A peer that cannot be reached is left out and dialled again when it is heard of again. Nothing here raises at the
-    owner; a wrong run or manifest is refused on the stream with the reason.
+    A peer that cannot be reached is left out, and dialled again when it is heard of again. A wrong run or manifest is
+    refused on the stream with the reason. Nothing here raises at the node; when a peer whose word counts refuses this
+    one, `refusal` says why.
     """
 
-    def __init__(self, transport: Transport, owner: Participant) -> None:
-        self._transport = transport
-        self._owner = owner
-        self._protocol = owner.protocol
+    def __init__(self, context: Context, dht: DhtRecords, run: RunSpec) -> None:
+        self.refusal: str | None = None
+        self._context = context
+        self._dht = dht
+        self._run = run
+        self._protocol = context.protocol
         self._outgoing: dict[str, asyncio.Queue[Message | None]] = {}
         self._incoming: dict[str, Stream] = {}
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._checking: set[str] = set()
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._closed = False
+        self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
 
     async def start(self) -> list[str]:
-        """Listen, dial the seeds and whomever the DHT names; returns the seeds that answered."""
-        await self._transport.handle(CONTROL, self._serve)
-        seeds = self._transport.seeds
+        """Listen, and dial the seeds and the peers that the DHT names; returns the seeds that answered."""
+        await self._context.transport.handle(CONTROL, self._serve)
+        seeds = self._context.transport.seeds
         answered = await asyncio.gather(*(self.dial(peer) for peer in seeds))
-        self._spawn(self._discover())
+        self._context.tasks.spawn(self._discover())
         return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
 
     def broadcast(self, message: Message) -> None:
@@ -99,80 +79,90 @@ class ControlMesh:
             stream.close()
 
     async def close(self) -> None:
-        """Flush what is queued, end all streams, and forget the DHT record."""
-        self._closed = True
+        """Send what is queued, and end all streams. The node's tasks are closed already, so no new ones begin."""
         for queue in self._outgoing.values():
             queue.put_nowait(None)
-        senders = [task for task in self._tasks if task.get_name() == "send"]
+        senders = list(self._senders)
         if senders:
-            await asyncio.wait(senders, timeout=2.0)
+            await asyncio.wait(senders, timeout=CLOSE_S)
+        for sender in senders:
+            sender.cancel()
         for stream in self._incoming.values():
             stream.close()  # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
-        tasks = [*self._tasks, *self._dialling.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=2.0)
 
-    def settled(self) -> bool:
-        """Whether no call is under way and every peer that answered ours has said hello to us."""
+    def all_greeted(self) -> bool:
+        """Whether no call is under way, and every peer that answered one has said hello in turn."""
         calling = any(not task.done() for task in self._dialling.values())
         return not calling and all(peer in self._protocol.members for peer in self._outgoing)
 
     def dial(self, peer: str) -> asyncio.Task[bool]:
-        """Open our stream to a peer unless there is one; the result says whether it answered."""
-        if peer not in self._dialling or self._dialling[peer].done():
-            self._dialling[peer] = asyncio.create_task(self._dial(peer))
-            self._dialling[peer].add_done_callback(lambda _: self._owner.notify())
-        return self._dialling[peer]
+        """Open our stream to a peer unless there is one; the result says whether it answered.
+
+        Raises `ConnectionError` when the node is closed.
+        """
+        task = self._dialling.get(peer)
+        if task is None or task.done():
+            task = self._dialling[peer] = self._context.tasks.start(self._dial(peer))
+        return task
 
     async def _dial(self, peer: str) -> bool:
-        if peer in self._outgoing or peer == self._protocol.me or self._closed:
+        if peer in self._outgoing or peer == self._protocol.me:
             return True
         if self._penalty(peer) is not None:
             return False
         stream: Stream | None = None
         try:
-            reader, writer = await within(DIAL_TIMEOUT_S, self._transport.open(peer, CONTROL))
-            stream = Stream(peer, reader, writer, self._owner.traffic)
+            reader, writer = await within(DIAL_TIMEOUT_S, self._context.transport.open(peer, CONTROL))
+            stream = Stream(peer, reader, writer, self._context.traffic)
             await stream.send(self._protocol.hello())
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 stream.close()
-                await self._owner.refused(peer, answer.reason)
+                await self._refused(peer, answer.reason)
                 return False
             expect(answer, Status)
         except Refused as error:
-            await self._owner.refused(peer, str(error))
+            await self._refused(peer, str(error))
             return False
         except (*BROKEN, PayloadError) as error:
             logger.debug("dialling %s failed: %r", peer, error)
             if stream is not None:
                 stream.close()
             return False
-        self._outgoing[peer] = asyncio.Queue()
-        self._spawn(self._send_all(peer, stream), "send")
+        queue = self._outgoing[peer] = asyncio.Queue()
+        sender = asyncio.create_task(self._send_all(peer, stream, queue))
+        self._senders[sender] = None
+        sender.add_done_callback(self._senders.pop)
         return True
 
-    async def _send_all(self, peer: str, stream: Stream) -> None:
-        """Our side of the stream to a peer: queued messages until either side ends it."""
-        queue = self._outgoing[peer]
+    async def _refused(self, peer: str, reason: str) -> None:
+        """A peer does not let this one in. Only the word of a seed, or of a peer that is believed, counts."""
+        context = self._context
+        context.note("refused_us", peer=peer, why=reason)
+        if peer not in context.transport.seeds and not context.gate.believes(peer):
+            return
+        if "manifest" in reason:
+            try:
+                differing = self._run.differences(await request_manifest(context.transport, peer))
+                reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
+            except (*BROKEN, DilocoError) as error:
+                logger.debug("the manifest of %s could not be compared: %r", peer, error)
+        self.refusal = f"the swarm refused this peer: {reason}"
+        context.tasks.notify()
+
+    async def _send_all(self, peer: str, stream: Stream, queue: asyncio.Queue[Message | None]) -> None:
+        """Our side of the stream to a peer: queued messages, until either side ends it."""
         ended = asyncio.create_task(_ended(stream))
+        ended.add_done_callback(lambda _: queue.put_nowait(None))
         # What changed between the hello and now was broadcast to the others only.
         queue.put_nowait(self._protocol.status())
         for claim in self._protocol.hello().claims:
             queue.put_nowait(claim)
         try:
-            while not ended.done():
-                getting = asyncio.create_task(queue.get())
-                await asyncio.wait({getting, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if not getting.done():
-                    getting.cancel()
-                    break
-                message = getting.result()
-                if message is None:
-                    return
+            while (message := await queue.get()) is not None:
                 await within(DIAL_TIMEOUT_S, stream.send(message))
+            if not ended.done():
+                return  # this side has ended it
         except BROKEN as error:
             logger.debug("the stream to %s broke: %r", peer, error)
         finally:
@@ -184,22 +174,18 @@ class ControlMesh:
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Their stream to us: hello, then whatever they say."""
-        stream = Stream(peer, reader, writer, self._owner.traffic)
+        stream = Stream(peer, reader, writer, self._context.traffic)
         try:
             with offences():
                 hello = expect(await stream.receive(), Hello)
-            objection = self._owner.objection(peer, hello) or self._protocol.objection(hello) or self._penalty(peer)
-            if objection is not None or self._closed:
-                await stream.send(Refusal(reason=objection or "this peer is leaving"))
+            objection = self._objection(peer, hello)
+            if objection is not None:
+                await stream.send(Refusal(reason=objection))
                 await stream.drained()
                 return
             self._check_possible(hello)
             await stream.send(self._protocol.status())
-            self._incoming[peer] = stream
-            self._owner.greeted(peer, hello)
-            self._spawn(self._call_back(peer))
-            for other in hello.peers:
-                self.dial(other)
+            self._greet(peer, hello, stream)
             while True:
                 try:
                     with offences():
@@ -208,7 +194,7 @@ class ControlMesh:
                     logger.debug("%s may be newer: %s", peer, error)
                     continue
                 self._check_possible(message)
-                self._owner.heard(peer, message)
+                self._hear(peer, message)
         except PayloadError as error:
             await self._give_up(peer, stream, error)
         except BROKEN as error:
@@ -219,20 +205,52 @@ class ControlMesh:
             del self._incoming[peer]
             await self._check(peer, "connection reset")
 
+    def _objection(self, peer: str, hello: Hello) -> str | None:
+        """Why a peer may not connect."""
+        gate = self._context.gate
+        reason = gate.objection(peer, hello)
+        if reason is not None:
+            gate.refused(peer, reason)
+            return reason
+        if self._context.tasks.closed:
+            return "this peer is leaving"
+        return self._protocol.objection(hello) or self._penalty(peer)
+
+    def _greet(self, peer: str, hello: Hello, stream: Stream) -> None:
+        if self._context.tasks.closed:
+            raise ConnectionError("this node is closed")  # since the hello was read
+        self._incoming[peer] = stream
+        self._context.do(self._protocol.connected(peer, hello, self._context.now()))
+        self._context.tasks.spawn(self._call_back(peer))
+        for other in hello.peers:
+            self.dial(other)
+
+    def _hear(self, peer: str, message: Message) -> None:
+        context = self._context
+        if isinstance(message, Revocations):
+            context.gate.hear(message)
+            return
+        context.do(self._protocol.heard(peer, message, context.now()))
+        if peer in self._protocol.members:
+            context.recorder.heard(self._protocol, peer, message, context.now())
+
+    def _lose(self, peer: str, why: str) -> None:
+        self._context.do(self._protocol.lost(peer, self._context.now(), why))
+
     def _check_possible(self, message: Message) -> None:
         why = self._protocol.impossible(message)
         if why is not None:
             raise Offence(why)
 
     def _penalty(self, peer: str) -> str | None:
-        return self._protocol.penalties.refusal(peer, asyncio.get_running_loop().time())
+        return self._protocol.penalties.refusal(peer, self._context.now())
 
     async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
         """A peer that said something invalid is lost. When it calls again it hears for how long it is refused."""
-        new = self._incoming.get(peer) is not stream
+        context, new = self._context, self._incoming.get(peer) is not stream
         if isinstance(error, Offence):
-            self._owner.offended(peer, str(error))
-        self._owner.lost(peer, str(error))
+            context.do(self._protocol.offence(peer, str(error), context.now()))
+        self._lose(peer, str(error))
         self.disconnect(peer)
         if new:
             with contextlib.suppress(*BROKEN, PayloadError):
@@ -240,14 +258,14 @@ class ControlMesh:
                 await stream.drained()
 
     async def _call_back(self, peer: str) -> None:
-        """A call that had begun before it connected to us may fail where a new one takes its connection."""
+        """Dial a peer that connected. A call that had begun before may fail, because its connection is replaced."""
         if not await self.dial(peer):
             await self.dial(peer)
 
     async def _check(self, peer: str, why: str) -> None:
         """A stream ended. A peer that said goodbye is gone; any other gets one more call before it counts as lost."""
         member = self._protocol.members.get(peer)
-        if self._closed or member is None or peer in self._checking:
+        if self._context.tasks.closed or member is None or peer in self._checking:
             return
         self._checking.add(peer)
         try:
@@ -256,30 +274,23 @@ class ControlMesh:
                 queue.put_nowait(None)
             said_goodbye = member.status.gone
             if said_goodbye or not await self.dial(peer):
-                self._owner.lost(peer, why)
+                self._lose(peer, why)
         finally:
             self._checking.discard(peer)
 
     async def _discover(self) -> None:
-        """Once in a while: tell the DHT that we are here, and dial whom it knows and we do not."""
-        key = f"{self._protocol.run_id}/peers"
+        """Once in a while: tell the DHT that this peer is here, and dial the peers that it names."""
+        context = self._context
         while True:
-            try:
-                await self._transport.store(key, self._protocol.me, self._owner.record(), RECORD_LIFE_S)
-                named = await self._transport.get(key)
-                self._owner.named(named)
-                for peer in {**named, **dict.fromkeys(member.peer for member in self._protocol.members.all())}:
-                    self.dial(peer)  # a member may hear nothing of us: it refused our call when it called us
-            except BROKEN as error:
-                logger.debug("the DHT did not answer: %r", error)
+            await self._dht.store(PEERS, [self._protocol.name, *context.gate.evidence()])
+            named = await self._dht.read(PEERS)
+            context.recorder.named(self._protocol, named, context.now())
+            for peer, record in named.items():
+                context.gate.witness(peer, record)
+                self.dial(peer)
+            for member in self._protocol.members.all():
+                self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
             await asyncio.sleep(RECORD_PERIOD_S)
-
-    def _spawn(self, work: Awaitable[object], name: str | None = None) -> None:
-        task: asyncio.Task[object] = asyncio.ensure_future(work)
-        if name is not None:
-            task.set_name(name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 async def _ended(stream: Stream) -> None:

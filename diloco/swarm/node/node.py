@@ -1,45 +1,227 @@
-"""The swarm node: what a training loop asks of its presence in the swarm.
+"""The swarm node: one peer of a run, and what its training loop asks of it.
 
-All of it are coroutines of one event loop. `runtime.NodeThread` has a thread with such a loop beside the training loop;
-a simulator can have many nodes in one loop of virtual time.
+    training loop > Node > Rounds (contributes) > conversations > wire
+    other peers > ControlMesh, BulkServer > protocol core > Actions > Merging (makes versions), Anchors (adopts them)
+
+All of these are coroutines of one event loop, in which the protocol core is driven, so nothing here needs a lock
+against threads. Many nodes can live in one loop of virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from diloco.errors import SwarmError
-from diloco.swarm.conversations.bulk import Seconds
+from diloco.outer.replica import Replica
+from diloco.protocol.membership import STALL_FACTOR
+from diloco.protocol.snapshot import Snapshot
+from diloco.protocol.states import State
+from diloco.swarm.conversations.answer import BulkServer
+from diloco.swarm.conversations.context import Context, OnEvent
 from diloco.swarm.conversations.inner_state import InnerState, Layout, fetch_inner
-from diloco.swarm.node.presence import Connect, OnEvent, Presence
-from diloco.swarm.node.rounds import Count, Exchanged
+from diloco.swarm.conversations.units import LeasedData, UnitSupply
+from diloco.swarm.node.actions import Actions
+from diloco.swarm.node.anchors import Anchors
+from diloco.swarm.node.backups import Backups
+from diloco.swarm.node.compose import make_context
+from diloco.swarm.node.dht import RECORD_PERIOD_S, DhtRecords
+from diloco.swarm.node.merging import Merging
+from diloco.swarm.node.mesh import ControlMesh
+from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.own_tokens import OwnTokens
+from diloco.swarm.node.revocation import RevocationRelay
+from diloco.swarm.node.rounds import Count, Exchanged, Rounds, Seconds
 from diloco.swarm.node.saved import Saved
+from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
+from diloco.swarm.wire.streams import BULK
+from diloco.swarm.wire.transport import Reader, Transport, Writer
 
 __all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
 
 logger = logging.getLogger(__name__)
 
+DISCOVERY_S = 20.0
 LEAVE_FLOOR_S = 10.0
 FIRST_UNITS_S = 2.0
+CLOSE_S = 5.0
+BOUNDARY_FLOOR_S = 10.0  # well below the time after which a peer without progress counts as stalled
+BOUNDARY_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
+
+Connect = Callable[[NodeOptions], Awaitable[Transport]]
+"""Opens the transport of a node; raises `SwarmError` when nobody is there."""
 
 
-class Node(Presence):
-    """One peer in the swarm. On failure as `Presence`; whatever waits for others ends with `interrupt`."""
+class Node:
+    """One peer in the swarm; `open` makes it.
+
+    On failure: peers that vanish are dealt with by the protocol and become events. A task of the node that fails
+    re-raises in whoever waits for the swarm, now and later. Whatever waits for others ends with `interrupt`.
+    """
+
+    def __init__(self, options: NodeOptions, context: Context) -> None:
+        """Compose a node out of its parts; `open` connects it."""
+        saved = options.saved
+        self.context = context
+        self.protocol, self.replica, self.traffic = context.protocol, context.replica, context.traffic
+        self.addresses = context.transport.addresses
+        self.advice = context.transport.advice  # what would let others connect to this peer, where they cannot
+        self.checks = SpotChecks(context.replica, options.seed, options.loss)
+        self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
+        self._units = UnitSupply(context)
+        self._server = BulkServer(context)
+        self._server.inner.snapshot = options.inner_state
+        self._dht = DhtRecords(context)
+        self._mesh = ControlMesh(context, self._dht, options.run)
+        self._anchors = Anchors(context, OwnTokens(saved.applied if saved else None))
+        merging = Merging(context, self._anchors, self.checks)
+        self._actions = Actions(context, self._mesh, self._anchors, merging, self._server, self._dht)
+        self.rounds = Rounds(context, self._anchors, self._units)
+        self._backups = Backups(context, self._anchors.fetcher)
+        self._revocation = RevocationRelay(context, self._mesh, self._dht)
+        self._interrupted = False
+        self._boundary_since: float | None = None
+
+    # -- opening and closing ------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def open(cls, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect) -> Node:
+        """A node that listens, is connected, and has said hello to its seeds. A failure leaves nothing open.
+
+        Raises `SwarmError` when the swarm cannot be reached or refuses this peer.
+        """
+        options.gate.on_refused = lambda peer, why: on_event("refused", {"peer": peer, "why": why})
+        transport = await connect(options)
+        try:
+            node = cls(options, await make_context(options, replica, transport, on_event))
+        except BaseException:
+            await transport.close()
+            raise
+        try:
+            await node._join()
+        except BaseException:
+            await node.close()
+            raise
+        return node
+
+    async def _join(self) -> None:
+        context, transport = self.context, self.context.transport
+        if not transport.reachable:
+            context.note("unreachable", advice=transport.advice or "swarm.reachable=no")
+        if self.replica.settings.spot_check and self.checks.loss is None:
+            context.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
+        await self._dht.learn_terms()
+        await transport.handle(BULK, self._serve)
+        answered = await self._mesh.start()
+        if self._mesh.refusal is not None:
+            raise SwarmError(self._mesh.refusal)
+        if transport.seeds and not answered:
+            raise SwarmError(
+                f"swarm.initial_peers={list(self._options.network.initial_peers)} answer, but no diloco peer of "
+                f"run.id={self._options.run.id} is there"
+            )
+        context.tasks.spawn(transport.failed())
+        context.tasks.spawn(self._heartbeat())
+        if transport.seeds:
+            context.tasks.spawn(self._discover())
+
+    async def close(self) -> None:
+        """End every task and every stream, and the transport. Threads that still work are named in an event."""
+        context = self.context
+        self._anchors.end_snapshot()
+        late = await context.tasks.close(CLOSE_S)
+        if late:
+            context.note("closed_late", waited_s=CLOSE_S, tasks=late)
+        await self._mesh.close()
+        await context.transport.close()
+
+    # -- what it does by itself ---------------------------------------------------------------------------------------
+
+    async def _discover(self) -> None:
+        """A newcomer hears every peer that it can reach before it believes anything about who holds what."""
+
+        def heard_all() -> bool:
+            return self._mesh.all_greeted() and len(self.protocol.members) > 0
+
+        await self._until_or(heard_all, DISCOVERY_S, "hellos of the swarm")
+        self.context.do(self.protocol.discovered(self.context.now()))
+
+    async def _heartbeat(self) -> None:
+        context, protocol = self.context, self.protocol
+        stored_at = -RECORD_PERIOD_S
+        while True:
+            self._announce_boundary()
+            context.do(protocol.heartbeat(context.now(), (self.traffic.bytes_sent, self.traffic.bytes_received)))
+            self._backups.follow()
+            self._units.refill()
+            if context.now() - stored_at >= RECORD_PERIOD_S:
+                stored_at = context.now()
+                if protocol.leases.held_by(protocol.me):
+                    context.tasks.spawn(self._dht.store_leases())
+                context.tasks.spawn(self._revocation.compare())
+            self._revocation.expel()
+            await asyncio.sleep(self._options.network.heartbeat_s)
+
+    def _announce_boundary(self) -> None:
+        """A training loop that does not come back from an exchange evaluates or saves. At a barrier the syncers, this
+        peer too, would take it for stalled and go on without it, because it takes no inner steps. They derive their
+        patience from the pace that it reports, so it reports a slow one, until its next inner step.
+        """
+        since = self._boundary_since
+        if since is not None and self.context.now() - since >= BOUNDARY_FLOOR_S:
+            self._boundary_since = None
+            said, pace = self.protocol.status(), STALL_FACTOR / BOUNDARY_LIMIT_S
+            self.protocol.progress(said.inner_step, said.target_steps, pace, said.tokens)
+
+    async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
+        await self._server.serve(peer, reader, writer)
+        self._actions.forget_records()
+
+    async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        try:
+            await within(timeout_s, self.context.tasks.until(condition))
+        except asyncio.TimeoutError:
+            peers = [member.name for member in self.protocol.members.all()]
+            self.context.note("gave_up_waiting", what=what, timeout_s=round(timeout_s, 1), peers=peers)
+
+    # -- what others may ask ------------------------------------------------------------------------------------------
+
+    @property
+    def leased(self) -> LeasedData:
+        """The data that is leased to this peer; its methods may be called from the training loop's thread."""
+        return self._units.data
+
+    async def observe(self) -> Snapshot:
+        """What this peer knows of the swarm."""
+        return self.context.recorder.snapshot(self.protocol, self.context.manifest_text, self.context.now())
+
+    async def enter(self, state: State) -> None:
+        """Tell the swarm what this peer is doing. The tensors of the last `snapshot` may move again."""
+        self._boundary_since = None
+        self._anchors.end_snapshot()
+        self.context.do(self.protocol.enter(state, self.context.now()))
+
+    def interrupt(self) -> None:
+        """End the waiting of the coroutines below, now and later."""
+        self._interrupted = True
+        self.context.tasks.notify()
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
 
     async def joins_late(self) -> bool:
-        """Wait until this peer agrees with the swarm; whether outer steps were taken before. False when `interrupt`
-        came first.
+        """Wait until this peer agrees with the swarm; whether outer steps were taken before.
+
+        False when `interrupt` came first. Raises `SwarmError` when the swarm refuses this peer.
         """
-
-        def refused_or_may_train() -> bool:
-            return self._refusal is not None or self._interrupted or self.protocol.may_train()
-
-        await self.until(refused_or_may_train)
-        if self._refusal is not None:
-            raise SwarmError(self._refusal)
+        mesh = self._mesh
+        await self.context.tasks.until(
+            lambda: mesh.refusal is not None or self._interrupted or self.protocol.may_train()
+        )
+        if mesh.refusal is not None:
+            raise SwarmError(mesh.refusal)
         return not self._interrupted and self.protocol.swarm_clock()[0] > 0
 
     async def fetch_inner(self, layout: Layout) -> InnerState | None:
@@ -48,62 +230,62 @@ class Node(Presence):
         Nobody waits for this peer meanwhile: it is `starting` again, and follows the others' versions.
         """
         self.protocol.warming = True
-        await self.enter("starting")
-        fetching = asyncio.ensure_future(fetch_inner(self, self._client, layout))
-        fetching.add_done_callback(lambda _: self.notify())
         try:
-            await self.until(lambda: self._interrupted or fetching.done())
-            return fetching.result() if fetching.done() else None
+            await self.enter("starting")
+            return await self.context.tasks.unless(lambda: self._interrupted, fetch_inner(self.context, layout))
         finally:
-            fetching.cancel()
             self.protocol.warming = False
 
     async def begin(self, cold: bool = False) -> int | None:
         """Wait until this peer agrees with the swarm, then enter `training`.
 
         Returns where in its cycle it begins; None when `interrupt` came first. The local parameters are the anchors'
-        afterwards. A `cold` peer trains beside the swarm, which waits for nothing from it, until `take_part`.
+        afterwards. A `cold` peer trains beside the swarm, which waits for nothing from it, until `end_warmup`.
         """
         await self.joins_late()
         if self._interrupted:
             return None
         await self._first_units()
-        position = 0 if cold else self.protocol.first_position(self.now())
+        position = 0 if cold else self.protocol.first_position(self.context.now())
         self.protocol.warming = cold
         await self.enter("starting" if cold else "training")
-        await self.rounds.load()
+        await self._anchors.load()
         return position
 
-    async def take_part(self, tokens: int) -> Exchanged | None:
-        """A cold peer's first round, of so many tokens, is over and left out; it begins anew with the others."""
-        begun_at, base_version = self.now(), min(self.rounds.loaded)
+    async def end_warmup(self, tokens: int) -> Exchanged | None:
+        """The first round of a cold peer, of so many tokens, is over and left out. It begins anew with the others.
+
+        Returns None when `interrupt` came first.
+        """
+        begun_at, base_version = self.context.now(), self._version
         self.protocol.warming = False
         await self.enter("starting")
         position = await self.begin()
         if position is None:
             return None
-        self.note("discarded", tokens=tokens, base_version=base_version)
-        seconds = Seconds(wait=self.now() - begun_at)
-        return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, tokens, seconds, position)
+        self.context.note("discarded", tokens=tokens, base_version=base_version)
+        return self._exchanged(tokens, Seconds(wait=self.context.now() - begun_at), position)
+
+    # -- exchanging ---------------------------------------------------------------------------------------------------
 
     async def send(self, counts: Mapping[int, Count]) -> None:
         """Begin to exchange fragments, given the inner steps and tokens of each since it was sent last."""
         if self.protocol.lockstep:
             await self.enter("exchanging")
         await self.rounds.send(counts)
-        self._ask_for_units()
+        self._units.refill()
 
     async def receive(self, fragments: Sequence[int]) -> Exchanged | None:
         """Wait for the updates of these fragments, and load them into the parameters; `send` came before.
 
-        A peer that came too late for its round first gets in step with the others again. Returns None when `interrupt`
-        ended it; nothing is under way then.
+        A peer that came too late for its round gets in step with the others first. Returns None when `interrupt` ended
+        it; nothing is under way then.
         """
-        begun_at = self.now()
+        begun_at = self.context.now()
         if not self.rounds.arrived(fragments):
             await self.enter("exchanging")
-            await self.until(lambda: self._interrupted or self.rounds.arrived(fragments))
-        waited_s = self.now() - begun_at
+            await self.context.tasks.until(lambda: self._interrupted or self.rounds.arrived(fragments))
+        waited_s = self.context.now() - begun_at
         position = 0
         if self.protocol.lockstep and not self._interrupted and self.rounds.out_of_step():
             position = await self._get_in_step()
@@ -115,38 +297,22 @@ class Node(Presence):
         if not self.protocol.lockstep and self.rounds.out_of_step():
             await self.rounds.cancel()
             position = max(1, await self._get_in_step())
-        begun_at, in_step_s = self.now(), self.now() - begun_at - waited_s
-        await self.rounds.load(fragments if position == 0 else None, self.replica.settings.mixing)
+        loading_since = self.context.now()
+        in_step_s = loading_since - begun_at - waited_s
+        await self._anchors.load(fragments if position == 0 else None, self.replica.settings.mixing)
         # Only what the training loop waited for counts as its time; with overlap that is less than the exchange took.
         comm_s = min(seconds.comm, waited_s)
-        spent = Seconds(comm_s, waited_s - comm_s + in_step_s, self.now() - begun_at)
-        return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, discarded, spent, position)
+        spent = Seconds(comm_s, waited_s - comm_s + in_step_s, self.context.now() - loading_since)
+        return self._exchanged(discarded, spent, position)
 
     async def _get_in_step(self) -> int:
         """Begin a round anew with the others, at a barrier from their anchors; returns at which inner step they are."""
-        self.note("out_of_step", versions=list(self.protocol.versions))
+        self.context.note("out_of_step", versions=list(self.protocol.versions))
         if self.protocol.lockstep:
             await self.enter("starting")
-            await self.until(lambda: self._interrupted or self.protocol.may_train())
+            await self.context.tasks.until(lambda: self._interrupted or self.protocol.may_train())
         self.rounds.in_step()
-        return self.protocol.first_position(self.now())
-
-    async def turn(self, counts: Mapping[int, Count]) -> Exchanged | None:
-        """Receive what was sent a round ago, and send this round's; the next begins from the anchor that is here then.
-
-        Returns None when `interrupt` ended it.
-        """
-        begun_at, flying = self.now(), self.rounds.flying
-        await self.until(lambda: self._interrupted or self.rounds.arrived(flying))
-        waited_s, begun_at = self.now() - begun_at, self.now()
-        if self._interrupted:
-            await self.rounds.cancel()
-            return None
-        discarded, _ = self.rounds.take(flying) if flying else (0, None)
-        await self.rounds.turn(counts)
-        self._ask_for_units()
-        seconds = Seconds(comm=0.0, wait=waited_s, outer=self.now() - begun_at)
-        return Exchanged(min(self.rounds.loaded), self.protocol.applied_tokens, discarded, seconds)
+        return self.protocol.first_position(self.context.now())
 
     async def exchange(self, steps: int, tokens: int) -> Exchanged | None:
         """Send all fragments and receive them."""
@@ -154,48 +320,74 @@ class Node(Presence):
         await self.send(dict.fromkeys(fragments, (steps, tokens)))
         return await self.receive(fragments)
 
+    async def exchange_late(self, counts: Mapping[int, Count]) -> Exchanged | None:
+        """Receive what was sent a round ago, and send this round's; the next begins from the anchor that is here then.
+
+        Returns None when `interrupt` ended it.
+        """
+        begun_at, flying = self.context.now(), self.rounds.flying
+        await self.context.tasks.until(lambda: self._interrupted or self.rounds.arrived(flying))
+        waited_s = self.context.now() - begun_at
+        if self._interrupted:
+            await self.rounds.cancel()
+            return None
+        discarded, _ = self.rounds.take(flying)
+        await self.rounds.send_late(counts)
+        self._units.refill()
+        outer_s = self.context.now() - begun_at - waited_s
+        return self._exchanged(discarded, Seconds(wait=waited_s, outer=outer_s))
+
+    @property
+    def _version(self) -> int:
+        """The lowest version that the local parameters started from."""
+        return min(self._anchors.loaded)
+
+    def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
+        self._boundary_since = self.context.now()
+        return Exchanged(self._version, self.protocol.applied_tokens, discarded, seconds, position)
+
+    # -- between two rounds -------------------------------------------------------------------------------------------
+
     async def show_anchors(self) -> None:
         """The parameters become the anchors for a while, of which the protocol takes no notice."""
-        await self.rounds.show()
+        await self._anchors.show()
 
     async def snapshot(self) -> Saved:
-        """What a checkpoint holds. At a barrier nothing moves meanwhile and the tensors are live, so write them before
-        going on; else they are copies.
+        """What a checkpoint holds.
+
+        At a barrier the tensors are the live ones, and nobody changes them until the next `enter`, `leave` or `close`:
+        write them before. Otherwise they are copies.
         """
-        return await self.rounds.snapshot(copies=not self.protocol.lockstep or self.protocol.warming)
+        return await self._anchors.snapshot(copies=not self.protocol.lockstep or self.protocol.warming)
 
-    async def settle(self) -> int:
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    async def load_anchors(self) -> int:
         """At the very end, the local parameters become the anchors; returns their version."""
-        await self.rounds.load()
-        return min(self.rounds.loaded)
-
-    def interrupt(self) -> None:
-        """End the waiting of `begin` and `exchange`, now and later."""
-        self._interrupted = True
-        self.notify()
+        await self._anchors.load()
+        return self._version
 
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""
         await self.rounds.cancel()
-        self.reserve.expect(0)
+        self.leased.expect(0)
         await self.enter("done" if finished else "leaving")
         patience_s = LEAVE_FLOOR_S + 3 * self.rounds.longest_exchange_s
         if finished:
             await self._until_or(self.protocol.ended_as_one, patience_s, "the others to finish")
         else:
-
-            def handed_over() -> bool:
-                others = [m for m in self.protocol.members.all() if m.holds]
-                able = any(not m.status.gone for m in others)
-                return not able or not self.protocol.leases.held_by(self.protocol.me)
-
-            await self._until_or(handed_over, patience_s, "fragments to be taken over")
+            await self._until_or(self._handed_over, patience_s, "fragments to be taken over")
         await self._until_or(lambda: self._server.serving == 0, LEAVE_FLOOR_S, "peers to read the last update")
+
+    def _handed_over(self) -> bool:
+        """Whether nobody is there to take this peer's fragments, or they are taken."""
+        able = (m.holds and not m.status.gone for m in self.protocol.members.all())
+        return not any(able) or not self.protocol.leases.held_by(self.protocol.me)
 
     async def _first_units(self) -> None:
         """What the first batches come from. Without an answer in time, training begins with data of its own order."""
-        self._ask_for_units()
+        self._units.refill()
         try:
-            await within(FIRST_UNITS_S, self.until(lambda: self._interrupted or not self._asking))
+            await within(FIRST_UNITS_S, self.context.tasks.until(lambda: self._interrupted or not self._units.asking))
         except asyncio.TimeoutError:
             logger.debug("no units yet")

@@ -14,12 +14,13 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from diloco.outer.replica import Replica
-from diloco.swarm.node.node import Connect, Node, OnEvent
+from diloco.swarm.conversations.probe import ask_to_be_called
+from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["NodeThread", "Runtime", "connect", "open_node"]
+__all__ = ["NodeThread", "Runtime", "connect"]
 
 T = TypeVar("T")
 JOIN_S = 10.0
@@ -56,27 +57,9 @@ class Runtime(Protocol):
 
 async def connect(options: NodeOptions) -> Transport:
     """Join the real network."""
-    network = options.network
     return await Libp2p.connect(
-        options.run.id,
-        network.initial_peers,
-        network.listen,
-        network.announce,
-        options.identity_path,
-        options.gate,
-        network.reachable,
+        options.network, options.identity_path, options.gate, options.run.id, ask=ask_to_be_called
     )
-
-
-async def open_node(options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect) -> Node:
-    """A node that is connected to its swarm; raises as `Node.start`, and leaves nothing behind then."""
-    node = Node(options, replica, on_event, connect)
-    try:
-        await node.start()
-    except BaseException:
-        await node.close()
-        raise
-    return node
 
 
 class NodeThread:
@@ -89,7 +72,7 @@ class NodeThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
         self._thread.start()
-        return self.call(open_node(options, replica, on_event, connect))
+        return self.call(Node.open(options, replica, on_event, connect))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -117,7 +100,7 @@ class NodeThread:
             task.cancel()
         if remains:
             await asyncio.wait(remains, timeout=CLOSE_S)
-        await self._loop.shutdown_default_executor()
+        await asyncio.wait([asyncio.ensure_future(self._loop.shutdown_default_executor())], timeout=CLOSE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

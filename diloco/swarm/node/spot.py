@@ -16,21 +16,20 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from diloco.outer.fragments import scatter_
+from diloco.outer.held import Judged
 from diloco.outer.replica import Replica
-from diloco.outer.robust import Judgement
 from diloco.outer.staged import Staged
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, intersection
 from diloco.protocol.syncer import Close, Syncer
-
-if TYPE_CHECKING:
-    from diloco.swarm.conversations.answer import Host
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Loss", "Score", "SpotChecks"]
 
@@ -91,43 +90,44 @@ class SpotChecks:
         self._turn = asyncio.Lock()
 
     async def failing(
-        self, host: Host, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement
+        self, context: Context, close: Close, syncer: Syncer, staged: Staged, judged: Judged
     ) -> list[str]:
         """Contributors to leave out of a version; what was found is an event for each that was checked.
 
         Args:
-            peers, judged: what `outer.robust` makes of the contributions; they are tried as long as they count.
+            staged: the contributions.
+            judged: what `outer.robust` makes of them. A contribution is tried with the length that it counts with.
         """
-        staged = self._replica.staged(close.fragment)
-        others = [peer for peer in sorted(close.contributors) if peer != host.protocol.me]
+        others = [peer for peer in sorted(close.contributors) if peer != context.protocol.me]
         chosen = [peer for peer in others if self._random.random() < self._replica.settings.spot_check]
-        if self.loss is None or not chosen or staged is None:
+        if self.loss is None or not chosen:
             return []
+        peers, judgement = judged
         scales = [
             min(1.0, coefficient / weight) if weight else 0.0
-            for coefficient, weight in zip(judged.coefficients, judged.weights, strict=True)
+            for coefficient, weight in zip(judgement.coefficients, judgement.weights, strict=True)
         ]
         parts = dict(zip(peers, scales, strict=True))
-        trials = {peer: (BETA * parts[peer], self._sequences(host, syncer, peer)) for peer in others}
+        trials = {peer: (BETA * parts[peer], self._sequences(context, syncer, peer)) for peer in others}
         async with self._turn:
             trial = _Trial(self._replica, staged, close.fragment, self.loss)
-            scores = await asyncio.to_thread(trial.scores, trials, chosen)
+            scores = await in_thread(trial.scores, trials, chosen)
         failed = [peer for peer, score in scores.items() if score.fails]
         majority = 2 * len(failed) < len(close.contributors)
         for peer, score in scores.items():
             out, data = peer in failed, "leased" if trials[peer][1] else "held-out"
             why = {} if majority or not out else {"why": "half of the contributions fail, or more; so none is left out"}
-            host.note(
+            context.note(
                 "spot_check", fragment=close.fragment, version=close.base_version + 1, peer=peer,
                 data=data, score=score.gain, error=score.error, left_out=out and majority, **why,
             )  # fmt: skip
         return failed if majority else []
 
-    def _sequences(self, host: Host, syncer: Syncer, peer: str) -> list[int]:
+    def _sequences(self, context: Context, syncer: Syncer, peer: str) -> list[int]:
         """Numbers of some sequences that a contribution was learned from; none where it names too few."""
         units = syncer.units(peer)
         if syncer.fragment == CONTROL_FRAGMENT:  # whose syncer knows what is whose
-            units = intersection(units, host.protocol.accounts.leased_to(peer) or [])
+            units = intersection(units, context.protocol.accounts.leased_to(peer) or [])
         total = count(units)
         return _at(units, sorted(self._random.sample(range(total), SEQUENCES))) if total >= SEQUENCES else []
 

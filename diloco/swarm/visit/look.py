@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diloco.config import WIRE_VERSION, Manifest
 from diloco.errors import PayloadError, SwarmError
-from diloco.swarm.conversations.bulk import request_manifest
+from diloco.swarm.conversations.manifest import request_manifest
 from diloco.swarm.conversations.probe import Probed, probe
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate

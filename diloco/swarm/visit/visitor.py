@@ -15,11 +15,10 @@ from types import ModuleType
 
 from diloco.errors import PayloadError, SwarmError
 from diloco.protocol.address_book import AddressBook
-from diloco.protocol.messages import expect
-from diloco.protocol.messages.watching import SnapshotReply, SnapshotRequest
-from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
+from diloco.protocol.snapshot import Snapshot
+from diloco.swarm.conversations.watch import request_snapshot
 from diloco.swarm.wire.deadline import within
-from diloco.swarm.wire.streams import BROKEN, Traffic, open_bulk
+from diloco.swarm.wire.streams import BROKEN
 from diloco.swarm.wire.transport import Transport
 
 __all__ = ["Visitor", "light_hivemind"]
@@ -149,20 +148,3 @@ class Visitor:
             self._acquainted.add(stranger)
         except (*BROKEN, PayloadError) as error:
             logger.debug("%s is not reached: %r", stranger, error)
-
-
-async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
-    """What a peer knows of the swarm; `PayloadError` when it refuses, or answers nonsense or in another version."""
-    stream = await open_bulk(transport, peer, Traffic())
-    packed = bytearray()
-    try:
-        await stream.send(SnapshotRequest())
-        while True:
-            reply = expect(await stream.receive(), SnapshotReply)
-            packed += reply.data
-            if len(packed) > MAX_PACKED_BYTES:
-                raise PayloadError(f"a snapshot of more than {MAX_PACKED_BYTES} bytes")
-            if not reply.more:
-                return unpack(bytes(packed))
-    finally:
-        stream.close()

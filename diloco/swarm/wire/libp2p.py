@@ -11,11 +11,9 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hivemind.p2p.p2p_daemon import P2P
@@ -25,33 +23,28 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
+from diloco.config import SwarmConfig
 from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
-from diloco.swarm.node.mesh import CONTROL
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
 from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
-from diloco.swarm.wire.streams import BROKEN
-from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Writer
+from diloco.swarm.wire.streams import BROKEN, CONTROL
+from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Transport, Writer
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
 
-__all__ = [
-    "Libp2p",
-    "Rehearsal",
-    "identity_number",
-    "own_id",
-    "peer_id_of",
-    "read_addresses",
-    "try_to_listen",
-]
+__all__ = ["Ask", "Libp2p", "identity_number", "own_id", "peer_id_of", "read_addresses"]
 
 logger = logging.getLogger(__name__)
 
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
+Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
+"""Asks other peers whether they can connect to this one, and what would help if not."""
+
 _LOST = ("routing: not found", "failed to find any peer in table")  # libp2p on a peer that it has no address of
 
 
@@ -93,7 +86,7 @@ async def _appears(path: Path) -> list[str]:
 
 
 def _identity(path: Path) -> bytes:
-    """The private key in this file, which is made when it is missing."""
+    """The private key in this file; it is made when it is missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -147,32 +140,30 @@ def _check_free(listen: Sequence[str]) -> None:
                 ) from None
 
 
-async def _start_daemon(
-    seeds: Sequence[str], listen: Sequence[str], announce: Sequence[str], identity_path: Path, listens: bool
-) -> P2P:
+async def _start_daemon(seeds: Sequence[str], network: SwarmConfig, identity_path: Path) -> P2P:
     """A daemon that knows the seeds; raises as `Libp2p.connect`."""
+    listens = network.reachable != "no"
     if listens:
-        _check_free(listen)
+        _check_free(network.listen)
     try:
         return await start_daemon(
             GuardedP2P,
             initial_peers=_multiaddrs(seeds),
-            host_maddrs=_multiaddrs(listen),
-            announce_maddrs=_multiaddrs(announce),
+            host_maddrs=_multiaddrs(network.listen),
+            announce_maddrs=_multiaddrs(network.announce),
             no_listen=not listens,
             dht_mode="server" if listens else "client",
             identity_path=str(identity_path),
         )
     except (P2PDaemonError, OSError, ValueError) as error:
-        raise _explain(error, seeds, listen) from error
+        raise _explain(error, seeds, network.listen) from error
 
 
 def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
-    return [Multiaddr(address) for address in addresses] or None
+    return [*map(Multiaddr, addresses)] or None
 
 
 def _nobody(outcome: Mapping[str, str]) -> str:
-    """One line for all addresses that do not answer."""
     reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
     if len(outcome) == 1:
         [(address, why)] = outcome.items()
@@ -181,40 +172,8 @@ def _nobody(outcome: Mapping[str, str]) -> str:
 
 
 def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
-    """Whether it is a question if others can call this peer: not within one machine, unless it names an address."""
+    """Whether it is in doubt if others can call this peer: not within one machine, unless it names an address."""
     return bool(seeds) and (bool(announce) or any(scope(seed) != "loopback" for seed in seeds))
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """How a peer that listens so would be reached; `advice` if it would not."""
-
-    addresses: list[str]
-    reachable: bool
-    advice: str
-
-
-def try_to_listen(
-    seeds: Sequence[str],
-    listen: Sequence[str],
-    announce: Sequence[str],
-    gate: Gate,
-    identity_path: Path | None = None,
-) -> Rehearsal:
-    """Listen for a moment, without a key with a passing one, and have a peer at `seeds` call back; raises as
-    `connect`.
-    """
-
-    async def listen_and_ask() -> Rehearsal:
-        with TemporaryDirectory(prefix="diloco-") as directory:
-            key = identity_path or Path(directory) / "identity.key"
-            peer = await Libp2p.connect("", seeds, listen, announce, key, gate, "ask" if seeds else "yes", dht=False)
-            try:
-                return Rehearsal(peer.addresses, peer.reachable, peer.advice)
-            finally:
-                await peer.close()
-
-    return asyncio.run(listen_and_ask())
 
 
 class Libp2p:
@@ -236,52 +195,42 @@ class Libp2p:
     @classmethod
     async def connect(
         cls,
-        run_id: str,
-        initial_peers: Sequence[str],
-        listen: Sequence[str],
-        announce: Sequence[str],
+        network: SwarmConfig,
         identity_path: Path,
         gate: Gate,
-        reachable: str = "auto",
-        dht: bool = True,
+        run_id: str | None = None,
+        ask: Ask | None = None,
     ) -> Libp2p:
         """Start listening and join the DHT.
 
         Args:
-            run_id: the run whose records this node takes in.
-            initial_peers: multiaddrs of peers of the swarm, or `@FILE`s that hold one; empty starts a new one.
-            listen, announce: multiaddrs to listen on, and those to tell others when they differ.
-            identity_path: private key of this peer; made when there is none.
-            gate: who may connect to this peer, and whom it believes.
-            reachable: `yes`; `no`, which listens nowhere; `auto`, which asks a peer elsewhere to call back; `ask`,
-                which asks any.
-            dht: whether to take part in the DHT.
+            network: where to listen (nowhere with `reachable=no`), and whom to join: multiaddrs or `@FILE`s.
+            identity_path: private key of this peer; it is made when it is missing.
+            gate: decides who may connect to this peer, and whom it believes.
+            run_id: the run whose DHT records this node takes in; None takes no part in the DHT.
+            ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that it can.
 
         Raises:
             SwarmError: nobody answers at the initial peers, they do not admit this one, the port is taken, this
                 identity is that of an initial peer, or the daemon does not start.
             ConfigError: the identity cannot be written, or is none; an initial peer is no address.
         """
-        seeds = await read_addresses(initial_peers, ADDRESS_WAIT_S)
+        seeds = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
         own = own_id(identity_path)
         if any(peer_id_of(address) == own for address in seeds):
             raise SwarmError(
                 f"swarm.identity_path={identity_path} is in use by a running peer; give this one another file"
             )
-        listens = reachable != "no"
-        p2p = await _start_daemon(seeds, listen, announce, identity_path, listens)
+        p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
         try:
             await self._greet_seeds()
-            self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()]) if listens else []
+            if network.reachable != "no":
+                self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()])
             self.reachable = bool(self.addresses)
-            if reachable == "ask" or (reachable == "auto" and _elsewhere(seeds, announce)):
-                from diloco.swarm.conversations.probe import (
-                    ask_to_be_called,  # it needs torch, and a visitor little of that
-                )
-
-                self.reachable, self.advice = await ask_to_be_called(self)
-            if dht:
+            if ask is not None and network.reachable == "auto" and _elsewhere(seeds, network.announce):
+                self.reachable, self.advice = await ask(self)
+            if run_id is not None:
                 await self._join_dht(run_id, seeds, identity_path)
         except BaseException as error:
             await p2p.shutdown()
@@ -291,7 +240,7 @@ class Libp2p:
                 raise SwarmError(
                     "the swarm refused this peer: its invitation allows to watch only; ask for another one"
                 ) from error
-            raise _explain(error, seeds, listen) from error
+            raise _explain(error, seeds, network.listen) from error
         logger.debug("daemon of %s started by process %d", own, os.getpid())
         return self
 
@@ -343,7 +292,7 @@ class Libp2p:
         return self
 
     async def _greet_seeds(self) -> None:
-        """Before anything else: `SwarmError` when all of them refuse this peer or are not believed by it."""
+        """Comes first. `SwarmError` when all seeds refuse this peer, or it believes none of them."""
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
         greetings = (self._gate.greet(seed, partial(self._open_greeting, seed)) for seed in self.seeds)
         answers = await asyncio.gather(*greetings, return_exceptions=True)
@@ -379,7 +328,7 @@ class Libp2p:
         return await self._open(peer, protocol)
 
     async def greet(self, peer: str) -> None:
-        """Tell a peer once more who is here, and what is revoked; raises as `open`."""
+        """Tell a peer again who is here, and what is revoked; raises as `open`."""
         await self._gate.greet(peer, partial(self._open_greeting, peer), again=True)
 
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
@@ -441,9 +390,8 @@ class Libp2p:
     async def failed(self) -> None:
         """As in `Transport`: a peer whose daemon ended would train on alone and not know it."""
         code = await self._p2p._child.wait()
-        raise SwarmError(
-            f"this peer's libp2p daemon ended (code {code}); run the same command again to go on from the checkpoint"
-        )
+        remedy = "run the same command again to go on from the checkpoint"
+        raise SwarmError(f"this peer's libp2p daemon ended (code {code}); {remedy}")
 
     async def close(self) -> None:
         """End DHT and daemon, but not at any price: what waits for a daemon that died takes no cancellation."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +17,9 @@ from diloco.swarm.wire.transport import Reader, Transport, Writer
 if TYPE_CHECKING:  # who only watches has no tensors, and needs no torch
     from torch import Tensor
 
-__all__ = ["BROKEN", "BULK", "Stream", "Traffic", "open_bulk"]
+__all__ = ["BROKEN", "BULK", "CONTROL", "Stream", "Traffic", "open_bulk"]
 
+CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
 
@@ -146,7 +149,12 @@ class Stream:
         self._writer.close()
 
 
-async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> Stream:
-    """Open a bulk stream to a peer."""
+@asynccontextmanager
+async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> AsyncIterator[Stream]:
+    """A bulk stream to a peer, which ends with the `async with` block."""
     reader, writer = await within(OPEN_TIMEOUT_S, transport.open(peer, BULK))
-    return Stream(peer, reader, writer, traffic)
+    stream = Stream(peer, reader, writer, traffic)
+    try:
+        yield stream
+    finally:
+        stream.close()

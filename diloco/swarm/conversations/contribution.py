@@ -1,0 +1,222 @@
+"""A contribution, from the peer that learned it to the syncer that merges it.
+
+1. Contributor: header. Syncer: verdict, which says from which chunk on it wants the payload.
+2. Contributor: payload chunk by chunk, each encoded just before it is sent. At a barrier the syncer validates each
+   chunk on arrival and folds it in. With a quorum it collects the whole payload first, because the version may close
+   at any moment.
+3. Syncer: receipt. Both wait for the version to close.
+4. Syncer: the update record, or the state where several versions were published meanwhile. The contributor adopts it
+   once it is whole.
+
+The syncer's own contribution takes the same way through `fold_chunk` or `fold_whole`, without a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.errors import PayloadError
+from diloco.protocol.fragment import Lease
+from diloco.protocol.messages import expect
+from diloco.protocol.messages.bulk import Contribution, Receipt, Record, StateHeader, Verdict
+from diloco.protocol.penalties import Offence, offences
+from diloco.protocol.syncer import Syncer
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.conversations.framing import (
+    FragmentState,
+    UpdateRecord,
+    receive_record,
+    receive_state,
+    send_record,
+    send_state,
+)
+from diloco.swarm.conversations.parts import copy_state
+from diloco.swarm.wire.streams import Stream
+from diloco.swarm.wire.threads import in_thread
+
+__all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole"]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a syncer answered to a contribution, and how long it took.
+
+    `update` is the record or the state that leads to the contribution's version or past it; None when the syncer
+    refused it and has none.
+    """
+
+    verdict: Verdict
+    update: UpdateRecord | FragmentState | None
+    comm_s: float = 0.0  # on the link, both ways
+    wait_s: float = 0.0  # for the others
+
+
+# -- the contributor --------------------------------------------------------------------------------------------------
+
+
+async def contribute(context: Context, lease: Lease, header: Contribution) -> Answered:
+    """Send one contribution to the syncer and wait for what it becomes part of.
+
+    The wait has no limit: the caller ends it when the syncer is lost or loses its lease. Everything in `BROKEN`, and
+    `PayloadError`, goes to the caller.
+    """
+    replica, fragment = context.replica, lease.fragment
+    async with context.open(lease.holder) as stream:
+        begun_at = context.now()
+        await stream.send(header)
+        verdict = expect(await stream.receive(), Verdict)
+        if not verdict.accepted:
+            if not verdict.record_follows:
+                return Answered(verdict, None)
+            missed = expect(await stream.receive(), Record)
+            return Answered(verdict, await receive_record(stream, replica, fragment, missed))
+        for chunk in range(verdict.first_chunk, len(replica.chunks[fragment])):
+            await stream.send_payload(replica.encode(fragment, chunk))
+        expect(await stream.receive(None), Receipt)
+        sent_at = context.now()
+        message = await stream.receive(None)
+        closed_at = context.now()
+        update: UpdateRecord | FragmentState
+        if isinstance(message, Record):
+            update = await receive_record(stream, replica, fragment, message)
+        else:
+            update = await receive_state(stream, replica, fragment, expect(message, StateHeader))
+        return Answered(verdict, update, sent_at - begun_at + context.now() - closed_at, closed_at - sent_at)
+
+
+# -- the syncer -------------------------------------------------------------------------------------------------------
+
+
+async def answer(context: Context, stream: Stream, header: Contribution) -> None:
+    """Take a contribution in and send what it becomes part of.
+
+    Raises:
+        Offence: the header claims what cannot be, or the payload is invalid.
+        PayloadError: the version closed without this contribution, or the fragment got another syncer.
+    """
+    protocol, fragment = context.protocol, header.fragment
+    claim = protocol.implausible(stream.peer, header, context.now())
+    if claim is not None:
+        raise Offence(claim)
+    verdict = protocol.offer(stream.peer, header)
+    if not verdict.accepted:
+        await _decline(context, stream, header, verdict)
+        return
+    syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
+    assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
+    await stream.send(verdict)
+    if verdict.first_chunk < len(context.replica.chunks[fragment]):  # else it is here, from a stream that broke later
+        if syncer.folds_whole:
+            before = await _collect(context, stream, syncer, header.base_version)
+        else:
+            await _fold_on_arrival(context, stream, syncer, header.base_version, verdict.first_chunk)
+    await stream.send(Receipt())
+    await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not _holds(context, syncer))
+    record = context.records.get(fragment)
+    if record is not None and record.header.version == header.base_version + 1:
+        await send_record(stream, record, context.replica)
+    elif syncer.folds_whole and _holds(context, syncer):
+        await send_state(stream, *await copy_state(context, fragment))
+    else:
+        raise _another_syncer(fragment)
+
+
+async def _decline(context: Context, stream: Stream, header: Contribution, verdict: Verdict) -> None:
+    """Refuse a contribution; one that is one version late gets the update that it missed."""
+    record = context.records.get(header.fragment)
+    missed = record is not None and header.base_version + 1 == record.header.version <= verdict.version
+    await stream.send(verdict.model_copy(update={"record_follows": missed}))
+    if record is not None and missed:
+        await send_record(stream, record, context.replica)
+
+
+async def _fold_on_arrival(
+    context: Context, stream: Stream, syncer: Syncer, base_version: int, first_chunk: int
+) -> None:
+    """At a barrier: receive a contribution and fold it in chunk by chunk."""
+    replica, fragment = context.replica, syncer.fragment
+    for chunk in range(first_chunk, len(replica.chunks[fragment])):
+        payload = await _receive_chunk(context, stream, fragment, chunk)
+        if not _holds(context, syncer) or not syncer.wants(stream.peer, chunk, base_version):
+            raise PayloadError(f"version {base_version + 1} of fragment {fragment} closed meanwhile")
+        with offences():
+            fold_chunk(context, syncer, stream.peer, chunk, payload)
+    context.do(context.protocol.arrived(stream.peer, fragment, context.now()))
+
+
+async def _collect(context: Context, stream: Stream, syncer: Syncer, base_version: int) -> int:
+    """With a quorum: receive a contribution whole and fold it in; returns the version that it was not in yet."""
+    fragment = syncer.fragment
+    chunks = range(len(context.replica.chunks[fragment]))
+    payloads = [await _receive_chunk(context, stream, fragment, chunk) for chunk in chunks]
+    async with context.locks[fragment].writing():
+        before = context.protocol.fragments[fragment].version
+        with offences():
+            folded = await fold_whole(context, syncer, stream.peer, base_version, payloads)
+        if not _holds(context, syncer):
+            raise _another_syncer(fragment)
+        if not folded:
+            raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
+        return before
+
+
+async def _receive_chunk(context: Context, stream: Stream, fragment: int, chunk: int) -> Tensor:
+    payload = torch.empty(context.replica.payload_nbytes(fragment, chunk), dtype=torch.uint8)
+    await stream.receive_payload(payload)
+    return payload
+
+
+def _holds(context: Context, syncer: Syncer) -> bool:
+    """Whether this peer is still syncer under the same lease."""
+    return context.protocol.fragments[syncer.fragment].syncer is syncer
+
+
+def _another_syncer(fragment: int) -> PayloadError:
+    return PayloadError(f"fragment {fragment} has another syncer now")
+
+
+def fold_chunk(context: Context, syncer: Syncer, peer: str, chunk: int, payload: Tensor) -> None:
+    """Fold in a chunk that the syncer wants, or keep it until the version closes. `PayloadError` changes nothing."""
+    context.replica.held[syncer.fragment].take(chunk, peer, payload, syncer.weight(peer))
+    syncer.folded(peer)
+
+
+async def fold_whole(
+    context: Context, syncer: Syncer, peer: str, base_version: int, payloads: Sequence[Tensor]
+) -> bool:
+    """Fold in a contribution that was collected first. The caller holds the fragment's lock for writing.
+
+    Returns False when the syncer does not want it any more, or has lost its lease. `PayloadError` changes nothing.
+
+    The arithmetic takes a second per 10^9 parameters, so it runs in a thread while the protocol goes on:
+
+    1. All chunks are checked. Meanwhile the version may close without this contribution; then it is not wanted.
+    2. In the turn of the loop in which it is wanted, it counts as arrived. A version that closes from now on counts
+       it, and the merge of that version waits for the lock.
+    3. It is added to the sum. Should the lease be lost meanwhile, the sum goes with it.
+    """
+    held = context.replica.held.get(syncer.fragment)
+    if held is None or not _holds(context, syncer):
+        return False
+
+    def check() -> list[float]:
+        return [held.norm_of(chunk, payload) for chunk, payload in enumerate(payloads)]
+
+    norms = await in_thread(check)
+    if not _holds(context, syncer) or not syncer.wants(peer, 0, base_version):
+        return False
+    weight, discount = syncer.weight(peer), syncer.discount(peer)
+    for _ in payloads:
+        syncer.folded(peer)
+
+    def add() -> None:
+        for chunk, (payload, norm) in enumerate(zip(payloads, norms, strict=True)):
+            held.fold(chunk, payload, weight, discount, norm)
+
+    context.do(context.protocol.arrived(peer, syncer.fragment, context.now()))
+    await in_thread(add)
+    return True

@@ -1,0 +1,141 @@
+"""How tensors travel on a bulk stream: a header, then payload whose length both sides know from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.errors import PayloadError
+from diloco.outer.codecs import codec
+from diloco.outer.fragments import CHUNK
+from diloco.outer.replica import Replica
+from diloco.protocol.messages import Refusal
+from diloco.protocol.messages.bulk import Record, StateHeader
+from diloco.swarm.wire.malloc import short_lived
+from diloco.swarm.wire.streams import Stream
+from diloco.swarm.wire.threads import in_thread
+
+__all__ = [
+    "FragmentState",
+    "UpdateRecord",
+    "WrongDigestError",
+    "receive_record",
+    "receive_state",
+    "receive_vector",
+    "refuse",
+    "send_record",
+    "send_state",
+    "send_vector",
+]
+
+REFUSED_BYTES = 1 << 24  # discarded of a peer that still sends, so that it comes to read why it is refused
+STATE_CODEC = codec("fp32")
+
+
+class WrongDigestError(PayloadError):
+    """A donor sent an anchor that does not have the digest of its header."""
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """The step of a fragment from one version to the next; `update` is the encoded displacement (uint8)."""
+
+    header: Record
+    update: Tensor
+
+
+@dataclass(frozen=True)
+class FragmentState:
+    """A fragment's anchor, which has the digest of its header; master and momentum only from a syncer.
+
+    All three are fp32 vectors of the fragment's length.
+    """
+
+    header: StateHeader
+    anchor: Tensor
+    master: Tensor | None = None
+    momentum: Tensor | None = None
+
+
+# -- update records ---------------------------------------------------------------------------------------------------
+
+
+async def send_record(stream: Stream, record: UpdateRecord, replica: Replica) -> None:
+    """Write an update record: its header, then its payload in the chunks of the fragment."""
+    await stream.send(record.header)
+    at = 0
+    for start, stop in replica.chunks[record.header.fragment]:
+        size = replica.down.nbytes(stop - start)
+        await stream.send_payload(record.update[at : at + size])
+        at += size
+
+
+async def receive_record(stream: Stream, replica: Replica, fragment: int, header: Record) -> UpdateRecord:
+    """Read the payload that follows the header of a record; `PayloadError` when it is of another fragment."""
+    if header.fragment != fragment:
+        raise PayloadError(f"asked for fragment {fragment}, got a record of fragment {header.fragment}")
+    update = short_lived(replica.update_nbytes(fragment))
+    at = 0
+    for start, stop in replica.chunks[fragment]:
+        size = replica.down.nbytes(stop - start)
+        await stream.receive_payload(update[at : at + size])
+        at += size
+    return UpdateRecord(header, update)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+async def send_state(stream: Stream, header: StateHeader, vectors: Sequence[Tensor]) -> None:
+    """Write a fragment's state: its header, then fp32 vectors that nobody changes meanwhile."""
+    await stream.send(header)
+    for vector in vectors:
+        await send_vector(stream, vector)
+
+
+async def receive_state(stream: Stream, replica: Replica, fragment: int, header: StateHeader) -> FragmentState:
+    """Read the vectors that follow the header of a state.
+
+    Raises:
+        PayloadError: it is of another fragment, or holds values that are not finite.
+        WrongDigestError: the anchor is not the one that the header names.
+    """
+    if header.fragment != fragment:
+        raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
+    vectors = []
+    for _ in range(3 if header.outer else 1):
+        vectors.append(torch.empty(replica.fragments[fragment].numel))
+        await receive_vector(stream, vectors[-1])
+    if await in_thread(replica.digest_of, vectors[0]) != header.digest:
+        raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")
+    return FragmentState(header, *vectors)
+
+
+# -- vectors ----------------------------------------------------------------------------------------------------------
+
+
+async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK) -> None:
+    """Write fp32 values, `size` elements at a time."""
+    for start in range(0, vector.numel(), size):
+        values = vector[start : start + size]
+        payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
+        STATE_CODEC.encode(values, payload)
+        await stream.send_payload(payload)
+
+
+async def receive_vector(stream: Stream, out: Tensor, size: int = CHUNK) -> None:
+    """Fill a tensor with fp32 values, `size` elements at a time; `PayloadError` for values that are not finite."""
+    for start in range(0, out.numel(), size):
+        values = out[start : start + size]
+        payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
+        await stream.receive_payload(payload)
+        STATE_CODEC.decode(payload, values)
+
+
+async def refuse(stream: Stream, reason: str) -> None:
+    """Tell the other side why its stream is not wanted."""
+    await stream.send(Refusal(reason=reason[:2000]))
+    await stream.drained(discard=REFUSED_BYTES)

@@ -1,0 +1,272 @@
+"""What a node remembers of the swarm, for whoever watches it.
+
+    statuses, publications, notes -> Recorder (rings of bounded length) -> snapshot -> pieces (see `watch`)
+
+A node knows what it was told since it connected, so the histories of an older peer reach further back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, astuple
+from statistics import fmean
+from typing import Any
+
+from diloco.config import WIRE_VERSION
+from diloco.protocol.address_book import AddressBook
+from diloco.protocol.membership import Member
+from diloco.protocol.messages import Message
+from diloco.protocol.messages.control import Figures, Published, Status
+from diloco.protocol.peer import Peer
+from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
+from diloco.protocol.snapshot import (
+    MAX_FRAGMENTS,
+    MAX_HISTORY,
+    MAX_PEER_ROUNDS,
+    MAX_PEERS,
+    SHORT,
+    Contributions,
+    Event,
+    FragmentRow,
+    LedgerTotals,
+    LossPoint,
+    PeerRound,
+    PeerRow,
+    Round,
+    RunInfo,
+    Snapshot,
+    pack,
+)
+
+__all__ = ["Recorder"]
+
+FRESH_S = 0.5  # a snapshot younger than that answers the next request too, however many watch
+LOSS_EVERY_S = 1.0
+ELSEWHERE_S = 75.0  # a DHT record lives 60 s, unless who stored it still lives; named for longer, it is elsewhere
+MAX_KNOWN = 4 * MAX_PEERS
+ROUTINE = ("units",)
+
+
+class Recorder:
+    """What has happened in the swarm, as its node has heard; `now` is seconds of the node's clock.
+
+    Nothing here raises. Each history has a bound; that of the loss spans the whole run, ever more coarsely.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: deque[Round] = deque(maxlen=MAX_HISTORY)
+        self._timeline: deque[PeerRound] = deque(maxlen=MAX_PEER_ROUNDS)
+        self._events: deque[Event] = deque(maxlen=MAX_HISTORY)
+        self._loss: list[LossPoint] = []
+        self._loss_every_s = LOSS_EVERY_S
+        self._told_rounds: dict[str, int] = {}  # of each peer
+        self._last: dict[str, tuple[str, Status]] = {}  # what each peer said last, also those that are no more
+        self._named_since: dict[str, float] = {}  # in the DHT, without being connected
+        self._newest: dict[int, tuple[int, int]] = {}  # term and version of each fragment
+        self._packed: tuple[float, list[bytes]] | None = None
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def note(self, kind: str, fields: Mapping[str, object], now: float) -> None:
+        """One line of the event log, unless it is of every round and of this peer alone."""
+        if kind in ROUTINE:
+            return
+        text = " ".join(f"{key}={value}" for key, value in fields.items())
+        self._events.append(Event(at=now, kind=kind[:128], text=text[:512]))
+
+    def heard(self, protocol: Peer, peer: str, message: Message, now: float) -> None:
+        """A member (or this peer itself) said something, which the protocol has taken in."""
+        match message:
+            case Status():
+                self._heard_status(protocol, peer, message, now)
+            case Published():
+                self._heard_published(protocol, message, now)
+
+    def named(self, protocol: Peer, peers: Mapping[str, object], now: float) -> None:
+        """The DHT names these peers."""
+        strangers = [peer for peer in peers if peer not in protocol.members and peer != protocol.me]
+        self._named_since = {peer: self._named_since.get(peer, now) for peer in strangers[:MAX_PEERS]}
+
+    def _heard_status(self, protocol: Peer, peer: str, status: Status, now: float) -> None:
+        member = protocol.members.get(peer)
+        whole = status if member is None else member.status  # with the figures of the last heartbeat
+        self._last[peer] = (_name(protocol, peer), whole)
+        if len(self._last) > MAX_KNOWN:
+            gone = (one for one in self._last if one not in protocol.members and one != protocol.me)
+            forgotten = next(gone, peer)
+            self._last.pop(forgotten)
+            self._told_rounds.pop(forgotten, None)
+        figures = status.figures or Figures()
+        seconds = _phases(figures)
+        if seconds is not None and figures.rounds != self._told_rounds.get(peer, 0):
+            self._told_rounds[peer] = figures.rounds
+            version = min(status.versions, default=0)
+            row = PeerRound(peer_id=peer, round=figures.rounds, version=version, ended_at=now, seconds=seconds)
+            self._timeline.append(row)
+        if figures.loss and (not self._loss or now - self._loss[-1].at >= self._loss_every_s):
+            self._add_loss(protocol, now)
+
+    def _heard_published(self, protocol: Peer, message: Published, now: float) -> None:
+        place = (message.term, message.version)  # a successor may have lost versions, and make them again
+        if message.fragment >= len(protocol.versions) or place <= self._newest.get(message.fragment, (0, 0)):
+            return
+        self._newest[message.fragment] = place
+        row = Round(
+            fragment=message.fragment,
+            version=message.version,
+            live=len(protocol.members) + 1,
+            participating=protocol.num_trainers(),
+            merged=len(message.contributors),
+            staleness=message.staleness,
+            seconds=None,
+            closed_at=now,
+        )
+        self._rounds.append(row)
+
+    def _add_loss(self, protocol: Peer, now: float) -> None:
+        statuses = [protocol.status(figures=True), *(member.status for member in protocol.members.all())]
+        training = (s.figures for s in statuses if s.figures and s.in_round)
+        losses = [figures.loss for figures in training if figures.loss]
+        if not losses:
+            return
+        mean = sum(losses) / len(losses)
+        tokens = protocol.swarm_clock()[1]
+        self._loss.append(LossPoint(at=now, tokens=tokens, loss=mean, low=min(losses), high=max(losses)))
+        if len(self._loss) >= MAX_HISTORY:
+            self._loss = self._loss[::2]
+            self._loss_every_s *= 2
+
+    # -- what it comes to ---------------------------------------------------------------------------------------------
+
+    def packed(self, protocol: Peer, manifest_text: str, now: float) -> list[bytes]:
+        """The snapshot in pieces; one that is fresh is not made again."""
+        if self._packed is None or now - self._packed[0] >= FRESH_S:
+            self._packed = now, pack(self.snapshot(protocol, manifest_text, now))
+        return self._packed[1]
+
+    def snapshot(self, protocol: Peer, manifest_text: str, now: float) -> Snapshot:
+        """All of it now, with unix times."""
+        since = time.time() - now
+        everybody = [(me := _myself(protocol, now)), *protocol.members.all()]
+        newest = protocol.swarm_clock()[0]
+        by_version = _means(self._timeline)
+        return Snapshot(
+            run=_run(protocol, manifest_text, since + now),
+            peers=[_peer(member, newest, now, protocol.address_book) for member in everybody[:MAX_PEERS]],
+            fragments=_fragments(protocol),
+            rounds=[
+                row.model_copy(update={"closed_at": since + row.closed_at, "seconds": by_version.get(row.version)})
+                for row in self._rounds
+            ],
+            ledger=self._ledger(protocol, everybody),
+            loss=[point.model_copy(update={"at": since + point.at}) for point in self._loss],
+            timeline=[row.model_copy(update={"ended_at": since + row.ended_at}) for row in self._timeline],
+            events=[event.model_copy(update={"at": since + event.at}) for event in self._events],
+            components=self._components([me.peer, *(member.peer for member in protocol.members.all())], now),
+            left_out=max(0, len(everybody) - MAX_PEERS),
+        )
+
+    def _components(self, mine: list[str], now: float) -> list[list[str]]:
+        elsewhere = [peer for peer, since in self._named_since.items() if now - since > ELSEWHERE_S]
+        return [mine[:MAX_PEERS], *([elsewhere] if elsewhere else [])]
+
+    def _ledger(self, protocol: Peer, everybody: list[Member]) -> LedgerTotals:
+        """As far as this node knows: of who left before it came, it counts what is in the model."""
+        last = {peer: status for peer, (_, status) in self._last.items()}
+        last |= {member.peer: member.status for member in everybody}
+        applied = protocol.swarm_clock()[1]
+        processed = max(applied, sum(status.tokens for status in last.values()))
+        discarded = min(processed - applied, sum(s.figures.discarded for s in last.values() if s.figures))
+        return LedgerTotals(
+            processed=processed,
+            applied=applied,
+            discarded=discarded,
+            in_flight=processed - applied - discarded,
+            contributions=[Contributions(**asdict(row)) for row in protocol.accounts.contributions()[:MAX_PEERS]],
+        )
+
+
+def _name(protocol: Peer, peer: str) -> str:
+    member = protocol.members.get(peer)
+    return protocol.name if member is None else member.name
+
+
+def _phases(figures: Figures) -> PhaseSeconds | None:
+    return PhaseSeconds(*figures.seconds) if len(figures.seconds) == len(PHASES) else None
+
+
+def _myself(protocol: Peer, now: float) -> Member:
+    me = protocol
+    return Member(me.me, me.name, me.trains, me.holds, me.status(figures=True), now, now, device=me.device)
+
+
+def _peer(member: Member, newest: int, now: float, places: AddressBook) -> PeerRow:
+    status, version = member.status, min(member.status.versions, default=0)
+    figures = status.figures or Figures()
+    return PeerRow(
+        peer_id=member.peer,
+        short_id=member.peer[-SHORT:],
+        name=member.name,
+        state=status.state,
+        trains=member.trains,
+        holds=member.holds,
+        device=member.device,
+        version=version,
+        version_lag=max(0, newest - version),
+        inner_step=status.inner_step,
+        target_steps=status.target_steps,
+        steps_per_s=status.steps_per_s,
+        tokens=status.tokens,
+        loss=figures.loss or None,
+        bytes_sent=figures.bytes_sent,
+        bytes_received=figures.bytes_received,
+        last_seen_s=max(0.0, now - member.heard_at),
+        seconds=_phases(figures),
+        addresses=list(places.of(member.peer)),
+    )
+
+
+def _fragments(protocol: Peer) -> list[FragmentRow]:
+    heirs, rows = protocol.heirs(), []
+    for fragment, version in enumerate(protocol.versions[:MAX_FRAGMENTS]):
+        lease = protocol.leases.get(fragment)
+        row = FragmentRow(
+            fragment=fragment,
+            syncer=None if lease is None else lease.holder,
+            term=protocol.leases.term(fragment),
+            version=version if lease is None else max(version, lease.version),
+            backup=heirs.get(fragment),
+        )
+        rows.append(row)
+    return rows
+
+
+def _means(timeline: deque[PeerRound]) -> dict[int, PhaseSeconds]:
+    """Mean seconds by phase of each version's rounds."""
+    rounds: dict[int, list[tuple[float, ...]]] = {}
+    for row in timeline:
+        rounds.setdefault(row.version, []).append(astuple(row.seconds))
+    return {version: PhaseSeconds(*map(fmean, zip(*rows, strict=True))) for version, rows in rounds.items()}
+
+
+def _run(protocol: Peer, manifest_text: str, at: float) -> RunInfo:
+    manifest: dict[str, Any] = json.loads(manifest_text)
+    budget, model = manifest.get("budget") or {}, manifest.get("model") or {}
+    mode = "synchronous" if protocol.lockstep else "streaming" if protocol.outer.quorum is None else "asynchronous"
+    version, applied = protocol.swarm_clock()
+    return RunInfo(
+        run_id=protocol.run_id,
+        manifest_hash=protocol.manifest_hash,
+        wire_version=WIRE_VERSION,
+        mode=mode,
+        model=str(model.get("name") or ""),
+        outer_steps=budget.get("outer_steps"),
+        tokens=budget.get("tokens"),
+        version=version,
+        applied_tokens=applied,
+        at=at,
+        answered_by=protocol.me,
+    )

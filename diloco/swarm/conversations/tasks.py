@@ -1,0 +1,155 @@
+"""The tasks of one node: they wait for conditions, fail together, and end with the node.
+
+Everything runs in one event loop. Whoever changes something that others may wait for calls `notify`; each waiting
+condition is then evaluated once, and only the tasks whose condition holds are woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from diloco.swarm.wire.deadline import within
+
+__all__ = ["Tasks"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """What runs beside the coroutines that the training loop calls.
+
+    On failure: when a task of `spawn` fails, every `until` raises its error, now and later. `close` cancels all tasks;
+    nothing can be started afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self.closed = False
+        self._running: dict[asyncio.Task[Any], None] = {}  # a set would be in an order of memory addresses
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
+
+    # -- tasks --------------------------------------------------------------------------------------------------------
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that ends with the node. What it raises belongs to whoever awaits it.
+
+        Raises `ConnectionError` when the node is closed.
+        """
+        if self.closed:
+            work.close()
+            raise ConnectionError("this node is closed")
+        task = asyncio.get_running_loop().create_task(work)
+        self._running[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something in the background. Its failure is the node's; in a closed node it is dropped."""
+        if self.closed:
+            work.close()
+        else:
+            self.start(work).add_done_callback(self._fail_with)
+
+    def fail(self, error: BaseException) -> None:
+        """Let every `until` raise this error, unless another one came first."""
+        self.failure = self.failure or error
+        self.notify()
+
+    async def complete(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that must not be left half done: when the caller is cancelled, the work goes on to its end first.
+
+        Only `close` cancels it.
+        """
+        task = self.start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                await asyncio.wait([task])
+            raise
+
+    async def unless(self, moot: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
+        """Await work until it ends or `moot` holds. It has ended, one way or the other, when this returns or raises.
+
+        Returns None when `moot` held first.
+        """
+        task = self.start(work)
+        try:
+            await self.until(lambda: task.done() or moot())
+            return task.result() if task.done() else None
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+    async def close(self, timeout_s: float) -> list[str]:
+        """Cancel every task and wait until all have ended; returns the names of those that did not end in time."""
+        self.closed = True
+        self.notify()
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        return [getattr(task.get_coro(), "__qualname__", task.get_name()) for task in tasks if not task.done()]
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # retrieved: in a node that failed, nobody awaits its tasks any more
+        self.notify()
+
+    def _fail_with(self, task: asyncio.Task[Any]) -> None:
+        if not self.closed and not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("a task of the swarm node failed", exc_info=error)
+            self.fail(error)
+
+    # -- conditions ---------------------------------------------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition that any `notify` may have made true. It holds when this returns.
+
+        Raises `ConnectionError` when the node is closed meanwhile, and the error of a task that made the node fail.
+        """
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            if condition():
+                return
+            if self.closed:
+                raise ConnectionError("this node is closed")
+            woken = asyncio.get_running_loop().create_future()
+            self._waiting[woken] = condition
+            try:
+                await woken
+            finally:
+                self._waiting.pop(woken, None)
+
+    async def pause(self, timeout_s: float) -> None:
+        """Wait for the next `notify`, or for so many seconds."""
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting[woken] = lambda: True
+        try:
+            await within(timeout_s, woken)
+        except asyncio.TimeoutError:
+            return
+        finally:
+            self._waiting.pop(woken, None)
+
+    def notify(self) -> None:
+        """Something has changed that a condition may depend on."""
+        for woken, condition in list(self._waiting.items()):
+            if not woken.done() and (self.closed or self.failure is not None or _holds(condition)):
+                woken.set_result(None)
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except Exception:  # evaluated again in the task that waits, which raises it
+        return True

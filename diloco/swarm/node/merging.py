@@ -1,0 +1,112 @@
+"""The syncer's side: the next version of a fragment is made out of what was collected, judged and published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.outer.held import Held, Judged
+from diloco.outer.optimizer import OuterStep
+from diloco.outer.robust import Judgement
+from diloco.outer.staged import Staged
+from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.messages.bulk import Record
+from diloco.protocol.syncer import Close, Syncer
+from diloco.swarm.conversations.context import Context
+from diloco.swarm.conversations.framing import UpdateRecord
+from diloco.swarm.node.anchors import Anchors
+from diloco.swarm.node.spot import SpotChecks
+from diloco.swarm.wire.malloc import short_lived
+from diloco.swarm.wire.threads import in_thread
+
+__all__ = ["Merging"]
+
+
+class Merging:
+    """Makes the versions of the fragments that this peer holds. The arithmetic runs in a thread.
+
+    Should the lease be lost meanwhile, the anchor has moved all the same: the version belongs to the side that lost,
+    and the fragment is fetched from its new syncer.
+    """
+
+    def __init__(self, context: Context, anchors: Anchors, checks: SpotChecks) -> None:
+        self._context = context
+        self._protocol = context.protocol
+        self._replica = context.replica
+        self._anchors = anchors
+        self._checks = checks
+
+    async def merge(self, close: Close) -> None:
+        """Make the next version, unless the lease was lost or a later version was adopted before it began."""
+        fragment = self._protocol.fragments[close.fragment]
+        syncer = fragment.syncer
+        async with self._context.locks[close.fragment].writing():
+            if syncer is None or not self._holds(syncer) or syncer.version != close.base_version:
+                return
+            published = await self._merge(close, syncer, self._replica.held[close.fragment])
+        if not published:
+            donors = () if fragment.lease is None else (fragment.lease.holder,)
+            await self._anchors.catch_up(close.fragment, donors)
+
+    def _holds(self, syncer: Syncer) -> bool:
+        """Whether this peer is still syncer under the same lease; asked again after whatever was awaited."""
+        return self._protocol.fragments[syncer.fragment].syncer is syncer
+
+    async def _merge(self, close: Close, syncer: Syncer, held: Held) -> bool:
+        """False when the lease was lost meanwhile. `held` stays what it is, even if the lease comes back."""
+        fragment, accounts = self._protocol.fragments[close.fragment], self._protocol.accounts
+        before, judged = fragment.digest, None
+        await self._anchors.about_to_move(fragment.index)
+        if held.staged is not None and self._holds(syncer):
+            close, judged = await self._judge(close, syncer, held, held.staged)
+        if not self._holds(syncer):
+            return False
+        update = short_lived(self._replica.update_nbytes(fragment.index))
+        cursor = accounts.data_cursor(fragment.index, close.contributors)  # of this version, should the lease be lost
+        step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
+        digest = await in_thread(held.merge_, step, update, judged)
+        lost = not self._holds(syncer)
+        header = Record(
+            fragment=fragment.index,
+            term=syncer.term,
+            version=close.base_version + 1,
+            digest_before=before,
+            digest=digest,
+            contributors=dict(close.contributors),
+            applied_tokens=self._protocol.applied_tokens + (close.tokens if fragment.index == CONTROL_FRAGMENT else 0),
+            **(cursor if lost else accounts.data_cursor(fragment.index, close.contributors)),
+        )
+        if lost:
+            accounts.hear_data_cursor(header)
+            self._anchors.moved(fragment.index, header.version, digest, contributors=close.contributors)
+            return False
+        self._context.records[fragment.index] = UpdateRecord(header, update)
+        now = self._context.now()
+        self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now))
+        return True
+
+    # -- judgement ----------------------------------------------------------------------------------------------------
+
+    async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
+        """What each contribution counts, and the close without those that are left out."""
+        judged = await in_thread(held.judge, syncer.weights(close.contributors))
+        close = self._without_opposed(close, syncer, *judged)
+        if not self._replica.settings.spot_check:
+            return close, judged
+        failing = await self._checks.failing(self._context, close, syncer, staged, judged)
+        if not failing or not self._holds(syncer):
+            return close, judged
+        close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
+        judged = await in_thread(held.judge, syncer.weights(close.contributors))
+        return self._without_opposed(close, syncer, *judged), judged
+
+    def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:
+        """The close without the contributions that are left out. An event names their peers, another those clipped."""
+        left_out = [peers[i] for i in judged.left_out]
+        clipped = [peers[i] for i in judged.clipped if peers[i] not in left_out]
+        named = {"fragment": close.fragment, "version": close.base_version + 1}
+        if clipped:
+            self._context.note("clipped", **named, peers=clipped)
+        if not left_out:
+            return close
+        self._context.note("left_out", **named, peers=left_out, why="they point against the others' contributions")
+        return syncer.leave_out(close, left_out)

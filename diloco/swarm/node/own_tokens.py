@@ -1,0 +1,75 @@
+"""What became of this peer's own contributions to the control fragment. No clock, no network.
+
+A version that this peer has may be replaced by one of another history, for example when a swarm that was split meets
+again. Then tokens that were applied may be missing from the anchor, and tokens that were left out may be in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["COUNTED", "OwnTokens", "Recount"]
+
+COUNTED = 1024  # contributions whose fate is remembered
+
+
+class Recount:
+    """What another history changes: `lost` were applied and are discarded now, `found` are applied after all.
+
+    Each is a mapping from base version to tokens.
+    """
+
+    def __init__(self, lost: Mapping[int, int], found: Mapping[int, int]) -> None:
+        self.lost, self.found = lost, found
+
+
+class OwnTokens:
+    """Tokens by the version that they were learned from, for the newest `COUNTED` contributions of either fate."""
+
+    def __init__(self, applied: Mapping[int, int] | None = None) -> None:
+        self._applied = dict(sorted((applied or {}).items()))
+        self._left_out: dict[int, int] = {}
+        self._balance = 0  # found to be lost since `take_lost`, less those that were found to be applied
+        _trim(self._applied)
+
+    @property
+    def applied(self) -> dict[int, int]:
+        """Tokens in the anchor, for a checkpoint."""
+        return dict(self._applied)
+
+    def was_applied(self, base_version: int, tokens: int) -> None:
+        """A contribution is in the anchor."""
+        self._applied[base_version] = tokens
+        _trim(self._applied)
+
+    def was_left_out(self, base_version: int, tokens: int) -> None:
+        """The swarm went on without a contribution."""
+        self._left_out[base_version] = tokens
+        _trim(self._left_out)
+
+    def recount(self, newest: int) -> Recount:
+        """The anchor was replaced by one that holds this peer's contributions up to base version `newest` (-1: none).
+
+        What it lacks of this peer's tokens is discarded. Its newest contribution there is applied, though this peer
+        believed that it had been left out.
+        """
+        found: dict[int, int] = {}
+        if newest in self._left_out and newest not in self._applied:
+            found[newest] = self._left_out[newest]
+            self.was_applied(newest, found[newest])
+        self._left_out.pop(newest, None)
+        lost = {base: tokens for base, tokens in self._applied.items() if base > newest}
+        for base in lost:
+            del self._applied[base]
+        self._balance += sum(lost.values()) - sum(found.values())
+        return Recount(lost, found)
+
+    def take_lost(self) -> int:
+        """Tokens that recounts discarded since this was asked last; negative when more were applied after all."""
+        lost, self._balance = self._balance, 0
+        return lost
+
+
+def _trim(tokens: dict[int, int]) -> None:
+    while len(tokens) > COUNTED:
+        del tokens[next(iter(tokens))]

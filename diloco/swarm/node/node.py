@@ -166,9 +166,9 @@ class Node:
             await asyncio.sleep(self._options.network.heartbeat_s)
 
     def _announce_boundary(self) -> None:
-        """A training loop that does not come back from an exchange evaluates or saves. At a barrier the syncers, this
-        peer too, would take it for stalled and go on without it, because it takes no inner steps. They derive their
-        patience from the pace that it reports, so it reports a slow one, until its next inner step.
+        """A training loop that pauses evaluates or saves. At a barrier the syncers, this peer too, would take it for
+        stalled and go on without it, because it takes no inner steps. They derive their patience from the pace that it
+        reports, so it reports a slow one, until its next inner step.
         """
         since = self._boundary_since
         if since is not None and self.context.now() - since >= BOUNDARY_FLOOR_S:
@@ -343,10 +343,19 @@ class Node:
         return min(self._anchors.loaded)
 
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        self._boundary_since = self.context.now()
         return Exchanged(self._version, self.protocol.applied_tokens, discarded, seconds, position)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Until the next `enter` the training loop takes no inner steps: it evaluates, or it saves."""
+        self._boundary_since = self.context.now()
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether, at a barrier, the others have gone on from anchors that are newer than the local parameters."""
+        behind = any(map(self.protocol.behind, range(len(self.protocol.versions))))
+        return self.protocol.lockstep and (behind or self._version < min(self.protocol.versions))
 
     async def show_anchors(self) -> None:
         """The parameters become the anchors for a while, of which the protocol takes no notice."""

@@ -129,7 +129,7 @@ class LastFlight:
         self.protocol = SimpleNamespace(
             versions=[3], applied_tokens=30, measured=None, progress=None, fastest_steps_per_s=lambda mine: mine
         )
-        self.reserve = SimpleNamespace(expect=lambda sequences: None)
+        self.leased = SimpleNamespace(expect=lambda sequences: None)
         self.addresses: list[str] = []
         self.said: list[str] = []
 
@@ -190,3 +190,80 @@ def test_what_was_not_sent_is_told_from_what_was() -> None:
             assert loop.sync.unsent_tokens == 10 * (step % 4)
 
     train("a", work, sync_every=4)
+
+
+# -- between two rounds -----------------------------------------------------------------------------------------------
+
+
+def counted(loop: Loop, kind: str) -> list[dict[str, Any]]:
+    return [fields for said, fields in loop.events if said == kind]
+
+
+@pytest.mark.parametrize("slow", ["a", "b"])
+def test_writing_a_checkpoint_for_a_minute_costs_nobody_a_contribution(slow: str) -> None:
+    """One of the two is syncer. What is written stays one version, whoever is the slow one."""
+
+    def work(loop: Loop) -> None:
+        for _ in range(12):
+            loop.step()
+            if loop.sync.exchanged and loop.name == slow:
+                with loop.sync.checkpointing() as saved:
+                    tensors = [*saved.anchors, *(vector for vectors in saved.outer.values() for vector in vectors)]
+                    before = [tensor.clone() for tensor in tensors]
+                    loop.pass_s(60.0)
+                    assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+                    assert list(saved.versions) == loop.node.protocol.versions
+        assert loop.sync.version == 3
+
+    loops = train("ab", work, sync_every=4, fragments=2)
+    for loop in loops.values():
+        assert counted(loop, "missing") == counted(loop, "discarded") == counted(loop, "out_of_step") == []
+        assert loop.sync.tokens == 12 and loop.sync.applied_tokens == 24
+
+
+def test_evaluating_for_a_minute_costs_nobody_a_contribution() -> None:
+    def work(loop: Loop) -> None:
+        for _ in range(8):
+            loop.step()
+            if loop.sync.exchanged and loop.name == "a":
+                with loop.sync.anchored():
+                    loop.pass_s(60.0)
+
+    for loop in train("ab", work, sync_every=4).values():
+        assert counted(loop, "missing") == [] and loop.sync.applied_tokens == 16
+
+
+def test_a_peer_that_pauses_too_long_begins_again_with_the_others() -> None:
+    """Nobody waits for it for ever. One inner step later it is where they are, and knows what it has lost."""
+    began: list[tuple[int, int]] = []
+
+    def work(loop: Loop) -> None:
+        while loop.sync.version < 12:
+            loop.step()
+            if loop.name == "c" and loop.sync.exchanged and loop.sync.version == 1:
+                with loop.sync.anchored():
+                    loop.pass_s(660.0)
+                loop.step()
+                began.append((loop.sync.version, loop.sync.discarded_tokens))
+
+    loops = train("abc", work, sync_every=40)
+    [(version, discarded)] = began
+    assert version > 1 and discarded == 1
+    assert counted(loops["c"], "out_of_step") == [], "it did not train a whole round in vain"
+    assert len({loop.sync.anchor_digest() for loop in loops.values()}) == 1
+
+
+def test_a_cold_peer_that_evaluates_is_still_cold() -> None:
+    """The swarm waits for nothing from it until its first round is over."""
+    states: list[str] = []
+
+    def work(loop: Loop) -> None:
+        loop.step()
+        loop.sync._cold = loop.node.protocol.warming = True
+        with loop.sync.anchored():
+            pass
+        states.append(loop.node.protocol.state)
+        loop.sync._cold = loop.node.protocol.warming = False
+
+    train("a", work, sync_every=4)
+    assert states == ["starting"]

@@ -234,7 +234,7 @@ def test_a_checkpoint_brings_the_word_back_and_an_old_one_has_none(known: bool) 
     state = {"versions": [3], "terms": [1], "applied_tokens": 5, **word}
     tensors = {"anchor": {"0": torch.zeros(1)}, "outer": {}, "residual": {}}
     session = Session.__new__(Session)
-    session.checkpoint = Checkpoint(Path("step-3"), 3, state, tensors)
+    session._checkpoint = Checkpoint(Path("step-3"), 3, state, tensors)
     saved = session.outer()
     assert saved is not None and tuple(saved.units) == ((9, [[2, 4]]) if known else (0, ()))
 

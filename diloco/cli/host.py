@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 import time
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -35,7 +36,7 @@ def run(config: Config) -> int:
             addresses, advice = tuple(node.addresses), node.advice or ""
             view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
             while not stop.wait(0.5):
-                view.update({"peer": name, "time": time.time(), **host.status()})
+                view.update(replace(host.status(), peer=name, time=time.time()))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -11,7 +11,7 @@ import asyncio
 import copy
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Listener, Said, to_wire
+from diloco.rundir.reporting import Listener, Message, Status, to_wire
 from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions
 from diloco.sim import adversary, events
 from diloco.sim.events import Event
@@ -39,7 +39,7 @@ from diloco.train.api import Attachment, Swarm
 from diloco.train.evaluate import EvalResult
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
-from diloco.train.run import summary_of
+from diloco.train.peer_summary import summary_of
 from diloco.train.scoring import loss_of
 from diloco.train.session import Session
 
@@ -191,7 +191,7 @@ class _Simulation:
             peer.crashed = True
             self.network.crash(peer.name)
             self.loop.kill(peer.name)
-            self.listen(self._message(peer, {"t": "status", "state": "killed"}))
+            self.listen(self._message(peer, Status(state="killed")))
 
     def _join(self, index: int, min_peers: int) -> None:
         seeds = [peer.name for peer in self.peers.values() if peer.ready.is_set() and not peer.crashed]
@@ -260,8 +260,8 @@ class _Simulation:
         manifest = config.manifest()
         return Swarm.of(config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime)
 
-    def _message(self, peer: _Peer, said: Said) -> dict[str, Any]:
-        return {**to_wire(said), "peer": peer.name, "time": self.loop.time()}
+    def _message(self, peer: _Peer, message: Message) -> dict[str, Any]:
+        return to_wire(replace(message, peer=peer.name, time=self.loop.time()))
 
 
 def _config_of(config: Config, name: str, min_peers: int) -> Config:

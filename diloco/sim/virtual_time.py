@@ -75,7 +75,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._num_tasks = 0
         self._owned: dict[str, dict[asyncio.Task[Any], None]] = {}  # ordered, unlike a set
         self._num_works = 0
-        self._working: dict[str | None, dict[int, asyncio.TimerHandle]] = {}  # what threads of an owner do
+        self._working: dict[str | None, dict[int, tuple[asyncio.TimerHandle, asyncio.Future[Any]]]] = {}  # of threads
         self._clocks: dict[str | None, _Clock] = {}
         self._frozen: dict[str | None, list[asyncio.Handle]] = {}
         super().__init__()
@@ -184,12 +184,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
         def work() -> None:
             result, error = _outcome(func, args)
-            self._later(owner, after_s, lambda: _settle(future, result, error))
+            self._later(owner, future, after_s, lambda: _settle(future, result, error))
 
-        self._later(owner, before_s, work)
+        self._later(owner, future, before_s, work)
         return future
 
-    def _later(self, owner: str | None, delay_s: float, callback: Callable[[], None]) -> None:
+    def _later(
+        self, owner: str | None, future: asyncio.Future[Any], delay_s: float, callback: Callable[[], None]
+    ) -> None:
         self._num_works += 1
         number, working = self._num_works, self._working.setdefault(owner, {})
 
@@ -197,7 +199,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             del working[number]
             callback()
 
-        working[number] = self.call_later(delay_s, run)
+        working[number] = self.call_later(delay_s, run), future
 
     # -- owners -------------------------------------------------------------------------------------------------------
 
@@ -222,8 +224,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def kill(self, owner: str) -> None:
         """End an owner as SIGKILL would: what its threads do is lost, and its tasks are cancelled in their order."""
-        for timer in self._working.pop(owner, {}).values():
+        for timer, future in self._working.pop(owner, {}).values():
             timer.cancel()
+            future.cancel()  # who waits for the thread whatever happens would wait for ever
         self.thaw(owner)
         for task in self.tasks_of(owner):
             task.cancel()

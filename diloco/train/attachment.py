@@ -25,6 +25,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units
 from diloco.protocol.schedule import Due, Schedule
+from diloco.protocol.states import State
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.conversations.inner_state import InnerState
 from diloco.swarm.node.node import Node, OnEvent
@@ -37,7 +38,7 @@ from diloco.train.inner_start import InnerStart
 from diloco.train.island import Island
 from diloco.train.node_view import NodeView
 from diloco.train.progress import Progress, Unsent
-from diloco.train.swarm_link import SwarmLink
+from diloco.train.swarm_link import Begun, SwarmLink
 
 __all__ = ["Attachment"]
 
@@ -90,6 +91,7 @@ class Attachment:
         self._round_version = self.version
         self._asked_to_stop = False
         self._is_paused = False  # for evaluating, or for writing a checkpoint
+        self._left_behind = False  # the swarm went on meanwhile
         self._cold = False  # in a first round that is left out
         self._settled = False  # the parameters are the last anchor, for good
 
@@ -161,15 +163,19 @@ class Attachment:
         if self.node is not None:
             state, cold = self._inner_start.fetch(self.node, self._link.runtime, lambda: self._asked_to_stop)
         begun = self._link.begin(cold, fetched=state is not None)
-        self.interrupted, self._cold = not begun.begun, bool(begun.cold)
-        self.island.share_(self.parameters.values())
+        self._go_along(begun)
         if begun.fetched:
             self._inner_start.take_over_(state)
+        self._progress.begin_run(self.steps)
+
+    def _go_along(self, begun: Begun) -> None:
+        """All ranks: begin a round where rank 0 does."""
+        self.interrupted, self._cold = not begun.begun, bool(begun.cold)
+        self.island.share_(self.parameters.values())
         self.version = self._round_version = begun.version
         self.applied_tokens = begun.applied_tokens
         self._schedule.begin(begun.position)
         self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
-        self._progress.begin_run(self.steps)
 
     def finish(self) -> None:
         """Adopt the updates that are still under way, for which the other peers wait, too. No inner step may follow."""
@@ -180,7 +186,7 @@ class Attachment:
             self._schedule.begin(self._schedule.inner_step, self._schedule.target_steps)
 
     def close(self) -> None:
-        """Drop out of the swarm without a goodbye; for what failed."""
+        """Drop out of the swarm without a goodbye, after a failure."""
         self._link.close()
 
     def interrupt(self) -> None:
@@ -233,13 +239,9 @@ class Attachment:
 
     def report(self, loss: float) -> None:
         """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
-        self._progress.loss = loss
-        self._tell()
-
-    def _tell(self) -> None:
-        """Watchers are shown these figures beside those that the protocol needs."""
         own = self._progress
-        figures = own.loss, own.rounds, own.seconds(), self.discarded_tokens
+        own.loss = loss
+        figures = loss, own.rounds, own.seconds(), self.discarded_tokens
         self._link.call_soon(lambda node: node.protocol.measured, *figures)
 
     def _after_step(self) -> None:
@@ -254,12 +256,24 @@ class Attachment:
         if not self.outer.barrier:  # the run goes on, and ends, while this peer trains
             self.version, self.applied_tokens = self._link.swarm_clock()
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
-        (interrupted,) = self.island.agree([self._asked_to_stop])
-        self.interrupted = bool(interrupted)
-        if self._cold and not self.interrupted:
+        interrupted, left_behind = self.island.agree([self._asked_to_stop, self._left_behind])
+        self.interrupted, self._left_behind = bool(interrupted), False
+        if self.interrupted:
+            return
+        if self._cold:
             self._warm_up()
-        if (due.send or due.receive) and not self.interrupted:
+        elif left_behind:
+            self._rejoin()
+        elif due.send or due.receive:
             self._exchange(due)
+
+    def _rejoin(self) -> None:
+        """The swarm went on while this peer paused: begin a round with the others, and leave out the one that began."""
+        self.discarded_tokens += self.unsent_tokens
+        with self.phases.during("wait"):
+            self._link.call(lambda node: node.enter("starting"))
+            self._go_along(self._link.begin())
+        self._progress.restart(self.steps)
 
     def _exchange(self, due: Due) -> None:
         """Send and adopt the fragments that are due."""
@@ -307,7 +321,7 @@ class Attachment:
         if self.version > self._round_version:
             self._round_version = self.version
             progress.end_round()
-            self._tell()
+            self.report(progress.loss)
         if adopted.position:
             self._schedule.begin(adopted.position)
         if outer.dylu:
@@ -316,7 +330,8 @@ class Attachment:
     def _resume(self) -> None:
         """Train on from the anchors that are loaded."""
         if not self.interrupted:
-            self._link.call(lambda node: node.enter("training"))
+            state: State = "starting" if self._cold else "training"
+            self._link.call(lambda node: node.enter(state))
         self._progress.restart(self.steps)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
@@ -361,11 +376,13 @@ class Attachment:
             yield
             return
         self._is_paused = True
+        self._link.call(lambda node: node.pause())
         try:
             yield
         finally:
             self._is_paused = False
             self._resume()
+            self._left_behind = self.node is not None and self.node.left_behind
 
     def anchor_digest(self) -> str:
         """As `NodeView.anchor_digest`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.rundir.files import prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
+from diloco.rundir.reporting import Status
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.runtime import NodeThread
@@ -87,16 +87,15 @@ class Host:
         """The address by which others join."""
         return self._view.address
 
-    def status(self) -> dict[str, Any]:
-        """A status message for whoever watches."""
+    def status(self) -> Status:
+        """This host's state and figures, for a live table."""
         protocol, traffic = self.node.protocol, self.node.traffic
-        return {
-            "t": "status",
-            "state": "waiting" if protocol.state == "starting" else "training",
-            "version": protocol.versions[0],
-            "outer_steps": self.manifest.budget.outer_steps,
-            "tokens": protocol.applied_tokens,
-            "bytes_sent": traffic.bytes_sent,
-            "bytes_received": traffic.bytes_received,
-            "peers": len(protocol.members) + 1,
-        }
+        return Status(
+            state="waiting" if protocol.state == "starting" else "training",
+            version=protocol.versions[0],
+            outer_steps=self.manifest.budget.outer_steps,
+            tokens=protocol.applied_tokens,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            peers=self._view.num_peers,
+        )

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from diloco.config import Config
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
-from diloco.rundir.reporting import Listener
+from diloco.rundir.reporting import Message, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.clock import finished, learning_rate
 from diloco.train.evaluate import EvalResult, evaluate
@@ -58,7 +58,7 @@ class Trainer:
     session: Session
     phases: PhaseTimer
     log: RunLog | None
-    tell: Listener
+    tell: Callable[[Message], None]
     eval_loss: float | None = None
     most_peers: int = 0
     _losses: list[Tensor] = field(default_factory=list)
@@ -68,6 +68,8 @@ class Trainer:
     _logged: tuple[int, float] = (0, 0.0)
     _anchors: dict[str, str] = field(default_factory=dict)
     _micro_batch: int | None = None  # rows computed at a time
+    _pace: float = 0.0  # tokens per second, of the whole peer
+    _shown_loss: float | None = None
 
     def __post_init__(self) -> None:
         self._micro_batch = self.config.train.micro_batch
@@ -259,26 +261,22 @@ class Trainer:
             self._told_at = now
             self.tell(self.status("training"))
 
-    _pace: float = 0.0
-    _shown_loss: float | None = None
-
-    def status(self, state: str) -> dict[str, object]:
-        """A status message for whoever watches."""
-        sent, received = self.traffic()
-        return {
-            "t": "status",
-            "state": state,
-            "version": self.sync.version,
-            "inner_step": self.sync.inner_step,
-            "target_steps": self.sync.target_steps,
-            "exchanged": self.sync.exchanged,
-            "outer_steps": self.config.budget.outer_steps,
-            "loss": self._shown_loss,
-            "eval_loss": self.eval_loss,
-            "tokens": self.sync.tokens,
-            "discarded": self.sync.discarded_tokens,
-            "tokens_per_s": round(self._pace, 1),
-            "bytes_sent": sent,
-            "bytes_received": received,
-            "peers": self._num_peers(),
-        }
+    def status(self, state: str) -> Status:
+        """This peer's state and figures, for its supervisor or a live table."""
+        sync, (sent, received) = self.sync, self.traffic()
+        return Status(
+            state=state,
+            version=sync.version,
+            outer_steps=self.config.budget.outer_steps,
+            inner_step=sync.inner_step,
+            target_steps=sync.target_steps,
+            exchanged=sync.exchanged,
+            loss=self._shown_loss,
+            eval_loss=self.eval_loss,
+            tokens=sync.tokens,
+            discarded=sync.discarded_tokens,
+            tokens_per_s=round(self._pace, 1),
+            bytes_sent=sent,
+            bytes_received=received,
+            peers=self._num_peers(),
+        )

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,17 +15,14 @@ from torch import nn
 from diloco import data
 from diloco import model as models
 from diloco.config import Config
-from diloco.errors import CheckpointError, UnsavedError
+from diloco.errors import CheckpointError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Listener, swarm_figures, to_wire
+from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures, to_wire
 from diloco.rundir.summary import (
-    Evaluation,
-    PeerSummary,
     PhaseTimer,
     Summary,
-    Tokens,
     merge_peer_summaries,
     write_contributions,
     write_summary,
@@ -37,19 +30,17 @@ from diloco.rundir.summary import (
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
+from diloco.train.in_and_out import arriving, signals
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
-from diloco.train.planning import Exchange, Link, predict
+from diloco.train.peer_summary import nothing, summary_of
 from diloco.train.scoring import loss_of
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
-__all__ = ["run", "summary_of"]
+__all__ = ["run"]
 
 logger = logging.getLogger(__name__)
-
-ARRIVAL_EVERY_S = 0.2
-ARRIVING_BYTES = 12  # per parameter: the anchor, and the two moments of a donor
 
 
 def run(config: Config, listen: Listener) -> Summary:
@@ -83,7 +74,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     island.agree([0])  # nobody looks into the run directory before rank 0 has it
     session = _session(config, island)
     tell = _teller(listen, name)
-    tell({"t": "stage", "stage": "data"})
+    tell(Stage(stage="data"))
     dataset = data.load(config.data, config.run.seed)
     holdout = dataset.holdout(config.eval.sequences)
     tokenizer = dataset.tokenizer
@@ -112,16 +103,16 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             log if island.leads else None, tell,
         )  # fmt: skip
         tell(trainer.status("waiting"))
-        with _signals(sync, island):
+        with signals(sync, island):
             with ExitStack() as stack:
-                with _arriving(sync, model, tell):
+                with arriving(sync, model, tell):
                     stack.enter_context(sync)
                 trainer.train()
                 if island.leads:
                     tell(trainer.status("leaving"))
                     if sync.version > 0:
                         trainer.save()
-            summary = _finish(trainer, config, tokenizer, began_at, tell) if island.leads else _nothing(config)
+            summary = _finish(trainer, config, tokenizer, began_at, tell) if island.leads else nothing(config)
     return summary
 
 
@@ -145,7 +136,7 @@ def _sync(
     session: Session,
     phases: PhaseTimer,
     log: RunLog,
-    tell: Listener,
+    tell: Callable[[Message], None],
 ) -> Sync:
     """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
     outer, name = config.outer, config.run.name or "peer"
@@ -155,10 +146,10 @@ def _sync(
     def ready(address: str) -> None:
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
-        first, advice = not config.swarm.initial_peers, node.advice
-        told = {"addresses": node.addresses, "first": first, "advice": advice, "command": config.joining_command}
-        tell({"t": "ready", "address": address, **told})
-        if not config.swarm.initial_peers:
+        first, command = not config.swarm.initial_peers, config.joining_command
+        addresses, advice = tuple(node.addresses), node.advice
+        tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=advice))
+        if first:
             write_atomic(config.run.dir / "address", address + "\n")
 
     swarm = Swarm.of(
@@ -172,7 +163,9 @@ def _sync(
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 
 
-def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, tell: Callable[..., None]) -> Summary:
+def _finish(
+    trainer: Trainer, config: Config, tokenizer: Any, began_at: float, tell: Callable[[Message], None]
+) -> Summary:
     """After the swarm: evaluate the final anchor, write the model, the picture and the summary."""
     sync = trainer.sync
     if config.run.lead:
@@ -182,7 +175,7 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
             trainer.evaluate()
             models.save(trainer.model, config.run.dir / "model", tokenizer)
     mine = summary_of(trainer, config, time.monotonic() - began_at)
-    tell({"t": "summary", **mine.to_message()})
+    tell(Finished(summary=mine))
     summary = merge_peer_summaries(
         [mine],
         run_id=mine.run_id,
@@ -200,60 +193,6 @@ def _finish(trainer: Trainer, config: Config, tokenizer: Any, began_at: float, t
             write_contributions(config.run.dir / "contributions.csv", summary.contributions)
     tell(trainer.status("left" if sync.interrupted else "done"))
     return summary
-
-
-def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float | None = None) -> Summary:
-    """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known."""
-    sync, view = trainer.sync, trainer.sync.view
-    sent, received = trainer.traffic()
-    mine = PeerSummary(
-        peer_id=view.node.protocol.me if view else f"rank{trainer.island.rank}",
-        name=config.run.name or "peer",
-        steps=sync.steps,
-        tokens=sync.tokens,
-        anchor_digest=sync.anchor_digest(),
-        bytes_sent=sent,
-        bytes_received=received,
-        seconds=trainer.phases.seconds(),
-    )
-    return Summary(
-        run_id=config.run.id,
-        manifest_hash=config.manifest().hash(),
-        mode=config.outer.method,
-        wall_s=wall_s,
-        outer_steps=sync.version,
-        tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
-        eval=Evaluation(trainer.eval_loss),
-        peers=[mine],
-        heals=view.node.protocol.heals if view else 0,
-        takeovers=view.node.protocol.takeovers if view else 0,
-        exit=0,
-        contributions=view.contributions() if view else (),
-        predicted=_predicted(trainer, config, bandwidth or config.swarm.upload_limit),
-    )
-
-
-def _predicted(trainer: Trainer, config: Config, bandwidth: float | None) -> dict[str, float | None] | None:
-    """What `diloco plan` says of this run, given its measured inner step and the limit of its link."""
-    sync, compute_s = trainer.sync, trainer.phases.seconds().compute
-    if not sync.steps or not compute_s:
-        return None
-    numel = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    bits_per_s = math.inf if bandwidth is None else 8 * bandwidth
-    exchange = Exchange.of(config.outer, numel, max(trainer.most_peers, 1))
-    found = predict(exchange, Link(bits_per_s), compute_s / sync.steps)
-    cycles = sync.steps / exchange.sync_every
-    return {
-        "utilization": found.utilization,
-        "bytes_sent": round(found.bytes_sent * cycles),
-        "step_s": compute_s / sync.steps,
-        "bits_per_s": None if bandwidth is None else bits_per_s,
-    }
-
-
-def _nothing(config: Config) -> Summary:
-    """The summary of a rank that is not the first: rank 0 speaks for the island."""
-    return Summary(config.run.id, "", config.outer.method, 0.0, 0, Tokens(), Evaluation(), [], 0, 0, 0)
 
 
 def _shard(config: Config, island: Island) -> int:
@@ -304,55 +243,5 @@ def _wandb(config: Config, name: str) -> WandbLog:
     )
 
 
-def _teller(listen: Listener, name: str) -> Listener:
-    return lambda said: listen({**to_wire(said), "peer": name, "time": time.time()})
-
-
-@contextmanager
-def _arriving(sync: Sync, model: nn.Module, tell: Listener) -> Iterator[None]:
-    """Says how much has come from the swarm, while its state is fetched."""
-    if isinstance(sync, DataParallel):
-        yield
-        return
-    arrived = threading.Event()
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    wanted = ARRIVING_BYTES * trained
-
-    def watch() -> None:
-        while not arrived.wait(ARRIVAL_EVERY_S):
-            if sync.node is not None:
-                received = sync.node.traffic.bytes_received
-                tell({"t": "stage", "stage": "state", "received": received, "wanted": wanted})
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        arrived.set()
-        watcher.join()
-
-
-@contextmanager
-def _signals(sync: Sync, island: Island) -> Iterator[None]:
-    """Ctrl+C or SIGTERM once: leave cleanly, and rank 0 says so. Twice: end at once (the daemon ends with it)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    received: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        received.append(number)
-        if len(received) > 1:
-            os._exit(UnsavedError.exit_code)
-        if island.leads:
-            sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
-        sync.interrupt()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _teller(listen: Listener, name: str) -> Callable[[Message], None]:
+    return lambda message: listen(to_wire(replace(message, peer=name, time=time.time())))

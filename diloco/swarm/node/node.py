@@ -3,14 +3,14 @@
     training loop > Node > Rounds (contributes) > conversations > wire
     other peers > ControlMesh, BulkServer > protocol core > Actions > Merging (makes versions), Anchors (adopts them)
 
-All of these are coroutines of one event loop, in which the protocol core is driven, so nothing here needs a lock
-against threads. Many nodes can live in one loop of virtual time.
+All of these are coroutines of one event loop, which drives the protocol core, so nothing here needs a lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -48,8 +48,8 @@ DISCOVERY_S = 20.0
 LEAVE_FLOOR_S = 10.0
 FIRST_UNITS_S = 2.0
 CLOSE_S = 5.0
-BOUNDARY_FLOOR_S = 10.0  # well below the time after which a peer without progress counts as stalled
-BOUNDARY_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
+PAUSE_FLOOR_S = 10.0  # well below the time after which a peer without progress counts as stalled
+PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
 
 Connect = Callable[[NodeOptions], Awaitable[Transport]]
 """Opens the transport of a node; raises `SwarmError` when nobody is there."""
@@ -83,7 +83,7 @@ class Node:
         self._backups = Backups(context, self._anchors.fetcher)
         self._revocation = RevocationRelay(context, self._mesh, self._dht)
         self._interrupted = False
-        self._boundary_since: float | None = None
+        self._paused_at = math.inf
 
     # -- opening and closing ------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Node:
         context, protocol = self.context, self.protocol
         stored_at = -RECORD_PERIOD_S
         while True:
-            self._announce_boundary()
+            self._announce_pause()
             context.do(protocol.heartbeat(context.now(), (self.traffic.bytes_sent, self.traffic.bytes_received)))
             self._backups.follow()
             self._units.refill()
@@ -165,15 +165,11 @@ class Node:
             self._revocation.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
 
-    def _announce_boundary(self) -> None:
-        """A training loop that does not come back from an exchange evaluates or saves. At a barrier the syncers, this
-        peer too, would take it for stalled and go on without it, because it takes no inner steps. They derive their
-        patience from the pace that it reports, so it reports a slow one, until its next inner step.
-        """
-        since = self._boundary_since
-        if since is not None and self.context.now() - since >= BOUNDARY_FLOOR_S:
-            self._boundary_since = None
-            said, pace = self.protocol.status(), STALL_FACTOR / BOUNDARY_LIMIT_S
+    def _announce_pause(self) -> None:
+        """While the loop pauses, report a slow pace: from it syncers derive when they take this peer for stalled."""
+        if self.context.now() - self._paused_at >= PAUSE_FLOOR_S:
+            self._paused_at = math.inf
+            said, pace = self.protocol.status(), STALL_FACTOR / PAUSE_LIMIT_S
             self.protocol.progress(said.inner_step, said.target_steps, pace, said.tokens)
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
@@ -200,7 +196,7 @@ class Node:
 
     async def enter(self, state: State) -> None:
         """Tell the swarm what this peer is doing. The tensors of the last `snapshot` may move again."""
-        self._boundary_since = None
+        self._paused_at = math.inf
         self._anchors.end_snapshot()
         self.context.do(self.protocol.enter(state, self.context.now()))
 
@@ -343,10 +339,19 @@ class Node:
         return min(self._anchors.loaded)
 
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        self._boundary_since = self.context.now()
         return Exchanged(self._version, self.protocol.applied_tokens, discarded, seconds, position)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """The training loop takes no inner steps until the next `enter`: it evaluates, or it saves."""
+        self._paused_at = self.context.now()
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether, at a barrier, the others have gone on from anchors that are newer than the local parameters."""
+        newer = map(self.protocol.behind, range(len(self.replica.fragments)))
+        return self.protocol.lockstep and (any(newer) or self._version < min(self.protocol.versions))
 
     async def show_anchors(self) -> None:
         """The parameters become the anchors for a while, of which the protocol takes no notice."""

@@ -22,7 +22,7 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel:
-    """The same methods as `Attachment`, for the training loop. If one process dies, all end: the method is like that."""
+    """The same methods as `Attachment`, for the training loop. If one process dies, all end."""
 
     def __init__(
         self,

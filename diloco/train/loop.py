@@ -45,7 +45,7 @@ def autocast(config: Config, device: torch.device) -> Iterator[None]:
 
 @dataclass
 class Trainer:
-    """The training loop of one rank. The backward pass of `wrapped` averages gradients over the island; `model` is bare.
+    """The training loop of one rank; the backward pass of `wrapped`, unlike that of `model`, averages over the island.
 
     It raises `DivergedError` when a loss is not finite. A checkpoint that cannot be written is a warning and an event.
     """

@@ -347,7 +347,7 @@ class Attachment:
                 yield
                 return
             local = {name: parameter.clone() for name, parameter in self.parameters.items()}
-            self._link.call(lambda node: node.show_anchors())
+            self._link.show_anchors()
             try:
                 yield
             finally:
@@ -372,7 +372,7 @@ class Attachment:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains on."""
-        if self._is_paused:
+        if self._is_paused or self._link.closed:
             yield
             return
         self._is_paused = True

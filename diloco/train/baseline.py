@@ -1,4 +1,4 @@
-"""Ordinary synchronous data parallel training: what every claim about outer steps is measured against.
+"""Ordinary synchronous data parallel training, against which every claim about outer steps is measured.
 
 Every process averages its gradients with all others in every inner step. There is no swarm; `sync_every` inner steps
 count as one outer step, so that budgets, evaluations and curves of both methods line up.
@@ -22,7 +22,7 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel:
-    """The same face as `Attachment`, for the training loop. If one process dies, all end: such is the method."""
+    """The same methods as `Attachment`, for the training loop. If one process dies, all end."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class DataParallel:
         self._hook.remove()
 
     def interrupt(self) -> None:
-        """End after the step under way, or the next: all processes agree on one."""
+        """End after the inner step under way or the next one; all processes agree on it."""
         self._asked_to_stop = True
 
     def count(self, tokens: int) -> None:
@@ -69,7 +69,7 @@ class DataParallel:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """The parameters are what there is."""
+        """The parameters are the anchor."""
         yield
 
     def finish(self) -> None:

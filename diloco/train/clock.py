@@ -14,7 +14,7 @@ __all__ = ["Clock", "finished", "learning_rate"]
 
 
 class Clock(Protocol):
-    """What a training loop reads the time from."""
+    """What a training loop reads the swarm clock from."""
 
     @property
     def version(self) -> int: ...

@@ -1,4 +1,4 @@
-"""A host: a peer without an accelerator. It holds fragments, follows every update, and serves state to newcomers."""
+"""A host is a peer without an accelerator. It holds fragments, adopts every update, and gives newcomers the state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ __all__ = ["Host"]
 
 
 class Host:
-    """A swarm node over parameters that nobody trains. On leaving it hands over its fragments with their state."""
+    """A swarm node over parameters that it does not train. On leaving it hands over its fragments with their state.
+
+    Entering raises `SwarmError` when the swarm cannot be reached or refuses this host; nothing stays open then.
+    """
 
     def __init__(self, config: Config, name: str) -> None:
         prepare_run_directory(config.run.dir)

@@ -35,9 +35,9 @@ def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.Ad
 
 
 class Pair(torch.optim.Optimizer):
-    """Two optimizers that step together, as one: groups, hooks and state of both.
+    """Two optimizers that step together as one; it has the groups and the state of both.
 
-    `load_state_dict` raises what the two raise for a state that is not theirs.
+    `load_state_dict` raises what the two raise for a state that does not fit them.
     """
 
     def __init__(self, one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
@@ -53,7 +53,7 @@ class Pair(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of both."""
+        """Clear the gradients of both."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
@@ -62,7 +62,7 @@ class Pair(torch.optim.Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Both states back."""
+        """Restore the states of both."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]

@@ -1,8 +1,8 @@
 """An island: the processes of one torchrun job, which are one peer of the swarm together.
 
-Inside, gradients are averaged in every inner step (DistributedDataParallel). Rank 0 alone talks to the swarm; whatever
-it decides, and whatever the swarm answers, reaches the other ranks by broadcast, so ranks cannot differ. Without
-torchrun the island is one process and every method here does nothing.
+Its ranks average gradients in every inner step (DistributedDataParallel). Only rank 0 talks to the swarm. Its
+decisions, and the swarm's answers, reach the other ranks by broadcast, so ranks cannot differ. Without torchrun the
+island is one process, and every method here does nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diloco.errors import ConfigError, DilocoError
 
 __all__ = ["Island"]
 
-# A rank waits here while rank 0 waits for the slowest peer of the swarm, which has deadlines of its own.
+# Other ranks wait in a collective while rank 0 waits for the swarm, which has deadlines of its own.
 COLLECTIVE_TIMEOUT = timedelta(hours=12)
 
 
@@ -61,7 +61,7 @@ class Island:
 
     @property
     def device_name(self) -> str:
-        """What it trains on, in a few words."""
+        """The hardware that it trains on, in a few words."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return name if self.size == 1 else f"{self.size} x {name}"
 
@@ -74,7 +74,7 @@ class Island:
         return batch[self.rank :: self.size]
 
     def check_batch_size(self, batch_size: int) -> None:
-        """`ConfigError` unless the peer's batch can be shared evenly by the ranks; one of them says so for all."""
+        """Raise `ConfigError` unless the ranks can share the peer's batch evenly; rank 0 says so for all."""
         if batch_size % self.size:
             if not self.leads:
                 raise SystemExit(ConfigError.exit_code)
@@ -85,7 +85,7 @@ class Island:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """For all ranks but the first: rank 0 said why it failed, so the broken connection needs no word."""
+        """For all ranks but rank 0: it has said why it failed, so a broken connection to it is not reported again."""
         try:
             yield
         except RuntimeError as error:

@@ -45,7 +45,10 @@ def autocast(config: Config, device: torch.device) -> Iterator[None]:
 
 @dataclass
 class Trainer:
-    """One rank at work. `model` is the bare model, `wrapped` the one whose backward pass averages over the island."""
+    """The training loop of one rank; the backward pass of `wrapped`, unlike that of `model`, averages over the island.
+
+    It raises `DivergedError` when a loss is not finite. A checkpoint that cannot be written is a warning and an event.
+    """
 
     config: Config
     island: Island
@@ -94,7 +97,7 @@ class Trainer:
             sync.finish()
 
     def _inner_step(self, batch: Tensor) -> None:
-        """All ranks: forward, backward, clip, step. The step's hook does what the swarm needs."""
+        """All ranks: forward, backward, clip, step. The optimizer's hook exchanges with the swarm."""
         rows = batch if self.config.outer.method == "data_parallel" else self.island.rows(batch)
         loss = self._gradients(rows)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
@@ -111,7 +114,8 @@ class Trainer:
     def _gradients(self, rows: Tensor) -> Tensor:
         """The loss of this rank's rows, whose gradients are accumulated over as many parts as memory asks for.
 
-        A part that does not fit the accelerator is halved, for good; one sequence that does not is the end.
+        A part that does not fit the accelerator's memory is halved for the rest of the run. When one sequence does not
+        fit, `ConfigError` ends the run.
         """
         while True:
             part = self._micro_batch or len(rows)
@@ -130,7 +134,7 @@ class Trainer:
                 self.log.event("micro_batch", sequences=self._micro_batch)
 
     def _accumulate(self, rows: Tensor, micro_batch: int) -> Tensor:
-        """Mean loss of the rows; the gradient is that of the whole, in parts of so many rows."""
+        """Mean loss of the rows, computed in parts of `micro_batch` rows; gradients add up to those of the whole."""
         total = torch.zeros((), device=self.island.device)
         for part in torch.split(rows, micro_batch):  # (b, T)
             with autocast(self.config, self.island.device):
@@ -141,7 +145,7 @@ class Trainer:
         return total
 
     def _check_losses(self) -> None:
-        """Once in a while, and before every exchange: a loss that is not finite ends the run before it spreads."""
+        """Once in a while, and before every exchange: end the run at a loss that is not finite, before it spreads."""
         self._loss = self.island.mean(float(torch.stack(self._losses).mean()))
         self._losses.clear()
         if not math.isfinite(self._loss):
@@ -152,7 +156,7 @@ class Trainer:
         self.sync.report(self._loss)
 
     def _boundary(self) -> None:
-        """Once in a while, rank 0: what is worth doing while the parameters are the anchor."""
+        """After an exchange, rank 0: account for it, and once in a while evaluate the anchor and write a checkpoint."""
         config, sync = self.config, self.sync
         if not self.island.leads:
             return
@@ -166,14 +170,14 @@ class Trainer:
         self._boundary_version = sync.version
 
     def _passed(self, every: int) -> bool:
-        """Whether a multiple of that many outer steps was reached since the last boundary; without a barrier it may be
-        passed over.
+        """Whether a multiple of that many outer steps was reached since the last boundary. Without a barrier, a version
+        may be skipped.
         """
         return every > 0 and self.sync.version // every > self._boundary_version // every
 
     def _account(self) -> None:
-        """One line per outer step: where the time and the bytes have gone so far, which anchors are here, and of how
-        many peers that are connected how many train and how many were merged.
+        """One line per outer step: seconds and bytes so far, the anchors, and how many peers are connected, train, and
+        contributed to the newest version.
         """
         view = self.sync.view
         self.most_peers = max(self.most_peers, self._num_peers())
@@ -190,7 +194,7 @@ class Trainer:
             )
 
     def _moved_anchors(self) -> dict[str, str] | None:
-        """Version and digest of the fragments that differ from the line before: lines must stay short."""
+        """Version and digest of the fragments that moved since the line before: lines must stay short."""
         anchors = self.sync.anchors()
         if anchors is None:
             return None
@@ -211,7 +215,7 @@ class Trainer:
         return result
 
     def _try_to_save(self) -> None:
-        """A disk that is full stops nobody: the swarm has the model, and the next boundary is another chance."""
+        """A full disk does not end the run: the swarm has the model, and the next boundary is another chance."""
         try:
             self.save()
         except ConfigError as error:
@@ -220,8 +224,9 @@ class Trainer:
                 self.log.event("checkpoint_failed", version=self.sync.version, why=str(error))
 
     def save(self) -> None:
-        """Checkpoint of the last boundary, and from the peer that leads the record of who contributed how much up to
-        there; `ConfigError` (of a checkpoint: `CheckpointError`) when one cannot be written.
+        """Write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`.
+
+        Raises `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
         """
         self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
         if self.config.run.lead and self.sync.view is not None:

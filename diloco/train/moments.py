@@ -14,18 +14,18 @@ __all__ = ["layout_of", "load_moments_", "moments", "snapshot"]
 
 
 class _Slot(NamedTuple):
-    """What the optimizer keeps of one parameter."""
+    """What the optimizer keeps for one parameter."""
 
     name: str
     part: torch.optim.Optimizer
     group: dict[str, Any]
     parameter: Tensor
     keys: tuple[str, ...]
-    counts: bool  # its steps
+    counts: bool  # whether it has a step counter
 
 
 def layout_of(optimizer: torch.optim.Optimizer) -> Layout | None:
-    """What its state is once every parameter has had a gradient; None for classes of which nothing is known here."""
+    """The shape of its state once every parameter has had a gradient; None for classes that are not known here."""
     slots = list(_slots(optimizer))
     if not all(type(part) in _KEYS for part in _parts(optimizer)):
         return None
@@ -55,7 +55,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
 
 @torch.no_grad()
 def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
-    """Make the state the optimizer's, in tensors of its own: dtype and place are those that torch would choose."""
+    """Copy a state into the optimizer, in tensors of the dtype and on the device that torch would choose."""
     assert state.layout == layout_of(optimizer), "a state of another layout"
     values, steps = iter(torch.split(state.values, list(state.layout.numels))), iter(state.steps)
     for slot in _slots(optimizer):

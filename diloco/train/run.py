@@ -50,7 +50,7 @@ def run(config: Config, listen: Listener) -> Summary:
     contributions.csv, model/, loss.png and summary.json.
 
     Raises:
-        DilocoError: whatever stops a user, as one line; the last checkpoint is then good.
+        DilocoError: whatever ends the run early, as one line for the user; the last checkpoint is good.
     """
     island = Island.from_environment(config.train.device)
     try:
@@ -71,7 +71,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
-    island.agree([0])  # nobody looks into the run directory before rank 0 has it
+    island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
     tell = _teller(listen, name)
     tell(Stage(stage="data"))
@@ -93,7 +93,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         phases = PhaseTimer(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         if config.outer.spot_check and isinstance(sync, Attachment):
-            # With a shard of its own, this peer's list of sequences may be another one than the others'.
+            # A peer with a shard of its own may number its sequences differently than the others do.
             sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
         stream = _stream(config, dataset, shard, island, sync)
         log.follow(lambda: {} if sync.view is None else swarm_figures(sync.view.observe()))

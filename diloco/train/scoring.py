@@ -1,4 +1,4 @@
-"""The loss of parameters that are not the model's: what a syncer checks contributions with (`outer.spot_check`)."""
+"""The loss of parameters other than the model's, with which a syncer checks contributions (`outer.spot_check`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ __all__ = ["loss_of"]
 def loss_of(model: nn.Module, dataset: Dataset, holdout: Tensor, *, numbered: bool = True) -> Loss:
     """Losses for `Attachment.check_contributions`, in evaluation mode, beside a model that trains.
 
-    Modules and buffers are copied and parameters are not, so the model notices nothing. One sequence at a time takes
-    the least memory. It is in fp32 whatever `train.precision` is, for bf16 rounds away the difference of two losses.
+    Modules and buffers are copied, so the model does not change; parameters are not copied. Sequences are computed one
+    at a time, which takes the least memory, and in fp32 whatever `train.precision` is: bf16 would round away the
+    difference of two losses.
 
     Args:
-        model: whose architecture it is. dataset: of the numbered sequences.
-        holdout: (N, T) int64, of which the first take their place where there are none.
-        numbered: whether the numbers that peers name are of this dataset, too.
+        model: gives the architecture.
+        dataset: holds the sequences that peers name by number.
+        holdout: (N, T) int64; its first sequences are used where a peer names none.
+        numbered: whether the numbers that peers name are numbers of this dataset.
     """
     modules = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
     device = next(model.parameters()).device

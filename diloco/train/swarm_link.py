@@ -92,6 +92,19 @@ class SwarmLink:
             found = Begun(1, position, min(node.protocol.versions), node.protocol.applied_tokens, cold, fetched)
         return Begun(*map(int, self.island.agree(found)))
 
+    @property
+    def closed(self) -> bool:
+        """Whether there was a node, and it is closed."""
+        return self.view is not None and self.view.closed
+
+    def show_anchors(self) -> None:
+        """The parameters of rank 0 become the anchors, also after `close`."""
+        if not self.closed:
+            self.call(lambda node: node.show_anchors())
+        elif self.node is not None:
+            for fragment in range(len(self.node.replica.fragments)):
+                self.node.replica.show_anchor_(fragment)
+
     def send(self, counts: dict[int, Count]) -> None:
         """Begin to exchange these fragments."""
         if self.node is not None:

@@ -11,7 +11,7 @@ from test_download import Village, Villager
 
 from diloco.errors import SwarmError
 from diloco.sim.virtual_time import virtual_time
-from diloco.swarm.node.node import BOUNDARY_LIMIT_S, Node
+from diloco.swarm.node.node import PAUSE_LIMIT_S, Node
 
 NUMEL = 1000
 
@@ -25,7 +25,8 @@ def village(monkeypatch: pytest.MonkeyPatch) -> Iterator[Village]:
 
 
 async def step_and_exchange(peer: Villager, busy_s: float = 0.0) -> None:
-    """Work between two rounds, and then a round of one inner step of a tenth of a second."""
+    """Work between two rounds, announced as a pause, and then a round of one inner step of a tenth of a second."""
+    await peer.node.pause()
     await asyncio.sleep(busy_s)
     await peer.node.enter("training")
     peer.replica.parameters["w"].sub_(1.0)
@@ -59,9 +60,11 @@ def test_a_training_loop_that_stopped_at_the_boundary_is_not_waited_for_for_ever
     async def rounds(peer: Villager) -> None:
         if peer is syncer:
             await step_and_exchange(peer)
+        else:
+            await peer.node.pause()  # and never goes on
 
     village.loop.run_until_complete(village.all(peers, rounds))
-    assert BOUNDARY_LIMIT_S < village.loop.time() - began_at < BOUNDARY_LIMIT_S + 60.0
+    assert PAUSE_LIMIT_S < village.loop.time() - began_at < PAUSE_LIMIT_S + 60.0
     assert syncer.node.protocol.versions == [3] and stopped.node.protocol.versions == [2]
 
 

@@ -186,7 +186,7 @@ MUTANTS = [
         "Of two claims under one term the higher version wins, so that the order of arrival decides.",
         "diloco.protocol.leases",
         "rank = (score(peer, claim.fragment), peer, claim.version)",
-        "rank = (score(peer, claim.fragment) if claim.version == current.version else claim.version, peer, claim.version)",
+        "rank = (score(peer, claim.fragment) + (claim.version > current.version), peer, claim.version)",
     ),
     Mutant(
         "late-offer-survives-a-fetched-version",

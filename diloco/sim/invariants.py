@@ -13,8 +13,8 @@ After every turn, of every living node that something happened to:
 At the end, when everything is healed and everybody is done:
 
 - all anchors are equal;
-- no contribution is in the surviving anchors twice, and at a barrier no sequence of the data, unless its syncer counted it
-  (`units_twice`);
+- no contribution is in the surviving anchors twice; at a barrier no sequence of the data is, unless its syncer counted
+  that (`units_twice`);
 - tokens are conserved: what a peer that never restarted has processed is applied, counted as discarded, or was not sent
   yet. (With a staleness limit a peer may err when its syncer changed: records name contributors without their base
   versions.)

@@ -15,17 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.ledger import Units, count, union
 from diloco.sim.crowd import Crowd, Life, Member, small_pieces
 from diloco.sim.invariants import Violation, Watch, check_end, moving
 from diloco.sim.lineage import Made
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 
-__all__ = ["TOKENS_PER_ROUND", "Belief", "Story", "agreed", "quiet", "story"]
+__all__ = ["SEQUENCES_PER_ROUND", "TOKENS_PER_ROUND", "Belief", "Dealt", "Story", "agreed", "quiet", "story"]
 
 STEPS = 4
 STEP_S = 0.5
 TOKENS_PER_ROUND = STEPS * 8  # a step of the crowd is of 8 tokens
+SEQUENCES_PER_ROUND = STEPS * 2  # in 2 sequences
 PATIENCE_S = 600.0
 TOLD = 30  # lines of the story behind a violation
 
@@ -35,6 +38,25 @@ class Belief(NamedTuple):
 
     holder: str
     term: int
+
+
+class Dealt(NamedTuple):
+    """What was learned by each contribution in the model; where new data begins, what is open before it, and free."""
+
+    learned: list[Units]
+    cursor: int
+    open: Units
+    free: Units
+
+    @property
+    def applied(self) -> Units:
+        """All that is in the model."""
+        return union(*self.learned)
+
+    @property
+    def twice(self) -> int:
+        """Sequences that are in the model more than once."""
+        return sum(map(count, self.learned)) - count(self.applied)
 
 
 class Story:
@@ -211,6 +233,22 @@ class Story:
     def discarded_tokens(self) -> int:
         """Tokens that all peers together counted as discarded."""
         return sum(life.sync.discarded_tokens for life in self.crowd.lives.values() if life.sync is not None)
+
+    def dealer(self) -> str:
+        """The syncer of the control fragment, which deals out the data."""
+        [name] = [name for name, node in self.nodes().items() if CONTROL_FRAGMENT in node.protocol.syncers]
+        return name
+
+    def dealt(self, nodes: list[Node]) -> Dealt:
+        """What became of the data, of which the last anchors of these nodes were learned."""
+        [ledger] = [node.protocol.accounts.dealer.ledger for node in nodes if CONTROL_FRAGMENT in node.replica.held]
+        assert ledger is not None
+        learned = self.watch.lineage.units(nodes[0].protocol.digests[CONTROL_FRAGMENT])
+        return Dealt(learned, ledger.cursor, ledger.open, ledger.free)
+
+    def has_units(self, name: str) -> Units:
+        """The sequences that a peer has, and that are not in the model as far as it knows."""
+        return self.node(name).protocol.accounts.units
 
     def watch_outer_states(self) -> None:
         """From now on note in `outer_states_differ` when a syncer's master or momentum is not that of its anchor.

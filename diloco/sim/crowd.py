@@ -137,6 +137,7 @@ class Crowd:
         self.loop, self.seed, self.outer = loop, seed, dict(outer)
         self.network = Network(loop, seed, loss, {BULK})
         self.lives: dict[str, Life] = {}  # the newest of each peer
+        self.started: list[Life] = []
         self.ended: list[Life] = []
         self.failures: list[str] = []
         self.story: list[str] = []
@@ -160,6 +161,7 @@ class Crowd:
         untrained = before is None or (before.fresh and (before.sync is None or before.sync.tokens == 0))
         life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=untrained)
         self.lives[member.name] = life
+        self.started.append(life)
         rate, offset_s = member.clock
         if (rate, offset_s) != (1.0, 0.0):
             self.loop.set_clock(life.owner, rate, offset_s)

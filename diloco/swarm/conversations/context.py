@@ -33,9 +33,9 @@ def _nobody(actions: Sequence[Action]) -> None:
 class Context:
     """The protocol core of a node, its tensors, its network, and how its conversations wait and report.
 
-    `locks`, by fragment: who reads or moves an anchor, or folds whole contributions in, holds its lock. `records` are
-    the newest update records that this peer made, by fragment. `carry_out` does what the protocol asks for; the node
-    sets it.
+    `locks`, by fragment, are held to read or move an anchor, and to fold in a whole contribution. `records` are the
+    newest update records that this peer made, by fragment. `carry_out` does what the protocol asks for; the node sets
+    it.
     """
 
     protocol: Peer

@@ -1,4 +1,4 @@
-"""Who may read and who may move the anchor of a fragment."""
+"""A lock for the anchor of a fragment, which many may read and one may move."""
 
 from __future__ import annotations
 

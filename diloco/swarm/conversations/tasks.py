@@ -36,7 +36,7 @@ class Tasks:
     # -- tasks --------------------------------------------------------------------------------------------------------
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task that ends with the node. What it raises belongs to whoever awaits it.
+        """A task that ends with the node. Its caller awaits it and gets what it raises.
 
         Raises `ConnectionError` when the node is closed.
         """

@@ -1,4 +1,4 @@
-"""What a node knows of the swarm, for whoever watches: a snapshot in pieces."""
+"""What a node knows of the swarm, for watchers: a snapshot in pieces."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Node:
     """One peer in the swarm; `open` makes it.
 
     On failure: peers that vanish are dealt with by the protocol and become events. A task of the node that fails
-    re-raises in whoever waits for the swarm, now and later. Whatever waits for others ends with `interrupt`.
+    re-raises in every coroutine that waits for the swarm, now and later. `interrupt` ends all waiting for others.
     """
 
     def __init__(self, options: NodeOptions, context: Context) -> None:
@@ -141,7 +141,7 @@ class Node:
     # -- what it does by itself ---------------------------------------------------------------------------------------
 
     async def _discover(self) -> None:
-        """A newcomer hears every peer that it can reach before it believes anything about who holds what."""
+        """A newcomer hears every peer that it can reach before it takes any fragment for vacant."""
 
         def heard_all() -> bool:
             return self._mesh.all_greeted() and len(self.protocol.members) > 0

@@ -61,7 +61,7 @@ class Visitor:
         self._addresses = addresses
         self._token = token  # the invitation to a closed run
         self._transport: Transport | None = None
-        self._known: list[str] = []  # whom to ask, the best first
+        self._known: list[str] = []  # peers to ask, the best first
         self._acquainted: set[str] = set()
         self._last: Snapshot | None = None
         self._places = AddressBook()
@@ -104,7 +104,7 @@ class Visitor:
         return self._last
 
     async def _ask_all(self, transport: Transport) -> Snapshot:
-        """The first answer, from whoever is known."""
+        """The first answer of any known peer."""
         reasons: dict[str, str] = {}
         for peer in dict.fromkeys((*self._known, *transport.seeds)):
             try:

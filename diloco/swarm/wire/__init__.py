@@ -1,1 +1,1 @@
-"""How bytes get to a peer, and from whom they came: libp2p, streams, admission, DHT records."""
+"""How bytes get to a peer, and which peer sent them: libp2p, streams, admission, DHT records."""

@@ -1,4 +1,4 @@
-"""Work on whole fragments runs in a thread beside the event loop, and nothing of it outlives whoever awaits it."""
+"""Work on whole fragments runs in a thread beside the event loop, and ends before the task that awaits it."""
 
 from __future__ import annotations
 

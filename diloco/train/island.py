@@ -74,10 +74,13 @@ class Island:
         return batch[self.rank :: self.size]
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Raise `ConfigError` unless the ranks can share the peer's batch evenly; rank 0 says so for all."""
+        """Raise `ConfigError` on rank 0 unless the ranks can share the peer's batch evenly.
+
+        The other ranks wait for its end, because torchrun ends rank 0 as soon as another one has ended.
+        """
         if batch_size % self.size:
             if not self.leads:
-                raise SystemExit(ConfigError.exit_code)
+                self.agree([0])
             raise ConfigError(
                 f"inner.batch_size={batch_size} cannot be shared evenly by {self.size} processes; "
                 f"use a multiple of {self.size}"

@@ -21,6 +21,7 @@ from diloco.errors import ConfigError, DilocoError
 
 __all__ = ["Island"]
 
+BROKEN = ("Connection closed by peer", "Connection reset by peer")  # what gloo says when another rank has ended
 # Other ranks wait in a collective while rank 0 waits for the swarm, which has deadlines of its own.
 COLLECTIVE_TIMEOUT = timedelta(hours=12)
 
@@ -92,7 +93,7 @@ class Island:
         try:
             yield
         except RuntimeError as error:
-            if "Connection closed by peer" not in str(error):
+            if not any(broken in str(error) for broken in BROKEN):
                 raise
             raise SystemExit(DilocoError.exit_code) from None
 

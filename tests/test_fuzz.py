@@ -22,7 +22,7 @@ from diloco.protocol.messages.control import Claim, Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
 from diloco.sim import faults, stage
-from diloco.sim.crowd import Crowd, Member
+from diloco.sim.crowd import Crowd, Life, Member
 from diloco.sim.faults import Fault, Scenario, scenario
 from diloco.sim.invariants import Violation, Watch, check_end
 from diloco.sim.lineage import Contributed, Lineage, Made, Total
@@ -107,9 +107,9 @@ def test_a_contribution_in_two_versions_of_one_anchor_is_found() -> None:
     assert lineage.totals(two)["a"] == Total(2, 16, 1, 2)
 
 
-def crowd_of_two(loop: VirtualLoop) -> tuple[Crowd, Watch]:
+def crowd_of_two(loop: VirtualLoop, units: bool = False) -> tuple[Crowd, Watch]:
     """Two peers that have trained for a while."""
-    crowd = Crowd(loop, 0, {"sync_every": 2, "fragments": 2, "lr": 0.7, "momentum": 0.9})
+    crowd = Crowd(loop, 0, {"sync_every": 2, "fragments": 2, "lr": 0.7, "momentum": 0.9}, units=units)
     watch = Watch(crowd)
 
     async def begin() -> None:
@@ -169,6 +169,39 @@ def test_a_task_that_outlives_its_peer_is_found() -> None:
         with pytest.raises(Violation, match=r"a has ended .killed., and goes on with"):
             check_end(crowd, watch.lineage)
         done.append(True)
+
+
+def test_a_crashed_peer_that_does_not_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = asyncio.Event()
+
+    async def stays(life: Life) -> None:
+        while not ended.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await ended.wait()
+
+    with virtual_time() as loop:
+        crowd, watch = crowd_of_two(loop)
+        monkeypatch.setattr(crowd, "_live", stays)
+        crowd.start(Member("c"))
+        loop.run_until_complete(asyncio.sleep(1.0))
+        crowd.crash("c")
+        loop.run_until_complete(asyncio.sleep(1.0))
+        with pytest.raises(Violation, match=r"c has ended .killed., and goes on with"):
+            check_end(crowd, watch.lineage)
+        ended.set()
+
+
+def test_a_sequence_that_an_anchor_has_learned_twice_is_found() -> None:
+    with virtual_time() as loop:
+        crowd, watch = crowd_of_two(loop, units=True)
+        crowd.goal = 5
+        loop.run_until_complete(asyncio.sleep(30.0))
+        check_end(crowd, watch.lineage)
+        learned = watch.lineage.learned_from
+        assert len(learned) == 2 * 5 and all(learned.values())
+        learned[Contributed("a", 3)] = learned[Contributed("b", 2)]
+        with pytest.raises(Violation, match="4 sequences are merged more than once, and 0 are counted so"):
+            check_end(crowd, watch.lineage)
 
 
 # -- what was found ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from diloco.protocol.actions import Note
 from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Refusal, decode, encode
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
+from diloco.protocol.messages.control import Claim
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.protocol.plausible import implausible
 from diloco.swarm.conversations.answer import BulkServer
@@ -239,6 +240,28 @@ def test_streams_that_break_anywhere_and_are_begun_again_are_never_punished(cuts
         host.clock += 1 + lag_s
         assert isinstance((await host.serve(whole))[0], Verdict)
         assert "penalty" not in host.notes and host.protocol.penalties.refusal(OTHER, host.clock) is None
+
+    run(scene)
+
+
+@pytest.mark.parametrize("outer", [{}, {"quorum": 1, "staleness_limit": 4}], ids=["barrier", "quorum"])
+def test_a_lease_that_is_lost_while_the_verdict_is_on_its_way_ends_the_contribution(outer: dict[str, Any]) -> None:
+    """The syncer has accepted it, and is none when it has told the contributor so."""
+
+    async def scene() -> None:
+        host = Host(**outer)
+        pipe = Pipe(contribution(torch.zeros(NUMEL)))
+
+        async def drain() -> None:
+            claim = Claim(fragment=0, term=2, version=0, digest=host.protocol.digests[0])
+            host.do(host.protocol.heard(OTHER, claim, host.now()))
+
+        pipe.drain = drain  # type: ignore[method-assign]
+        await host.server.serve(OTHER, pipe.reader, pipe)
+        verdict, refusal = pipe.messages()
+        assert isinstance(verdict, Verdict) and verdict.accepted
+        assert isinstance(refusal, Refusal) and re.search("closed meanwhile|another syncer now", refusal.reason)
+        assert "penalty" not in host.notes
 
     run(scene)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
-from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,12 +17,15 @@ from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Hold, Merge, Release
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
-from diloco.protocol.messages.bulk import Record, StateHeader
+from diloco.protocol.messages.bulk import Contribution, Record, StateHeader, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
+from diloco.sim.crowd import small_pieces
 from diloco.swarm.conversations.context import Context
+from diloco.swarm.conversations.contribution import Answered, fold_whole
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
+from diloco.swarm.conversations.parts import copy_state
 from diloco.swarm.conversations.units import UnitSupply
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.node.merging import Merging
@@ -29,6 +33,7 @@ from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.rounds import Rounds
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
+from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 
 ME, OTHER, MANIFEST = "me", "other", "0" * 64
@@ -56,6 +61,15 @@ class StubFetcher:
         return []
 
 
+class NoNetwork:
+    """A transport by which nobody can be reached."""
+
+    me, seeds = ME, list[str]()
+
+    async def open(self, peer: str, protocol: str) -> Any:
+        raise ConnectionError(f"{peer} cannot be reached")
+
+
 class StubHost:
     """The components of a node without a network: one fragment, which `me` or `other` holds."""
 
@@ -69,7 +83,7 @@ class StubHost:
         self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings)
         self.notes: list[str] = []
         self.context = Context(
-            self.protocol, self.replica, SimpleNamespace(me=ME, seeds=[]), "{}", Gate(),  # type: ignore[arg-type]
+            self.protocol, self.replica, NoNetwork(), "{}", Gate(),  # type: ignore[arg-type]
             on_event=lambda kind, fields: self.notes.append(kind),
         )  # fmt: skip
         self.own_tokens = OwnTokens(saved.applied if saved else None)
@@ -136,7 +150,7 @@ class StubHost:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(within(20, test()))
 
 
 def test_a_record_that_does_not_follow_the_anchor_here_is_replaced_by_the_state() -> None:
@@ -290,5 +304,232 @@ def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_th
         await host.anchors.catch_up(0, [OTHER])
         assert host.notes.count("applied_after_all") == 1
         assert host.own_tokens.take_lost() == -10
+
+    run(scene)
+
+
+# -- what is interrupted, and what changes while something is awaited -------------------------------------------------
+
+
+def tasks_left() -> set[asyncio.Task[Any]]:
+    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+
+
+def test_an_exchange_that_is_cancelled_sends_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters move on once it is cancelled, and what was captured is released."""
+    sent: list[float] = []
+
+    async def slowly(context: Context, lease: Lease, header: Contribution) -> Answered:
+        for chunk in range(len(context.replica.chunks[0])):
+            sent.append(float(context.replica.encode(0, chunk).view(torch.float32)[0]))
+            await asyncio.sleep(0)
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    monkeypatch.setattr("diloco.swarm.node.rounds.contribute", slowly)
+
+    async def scene() -> None:
+        with small_pieces(chunk=2):
+            host = StubHost(OTHER, overlap=1)
+        await host.anchors.load()
+        host.parameters["w"].sub_(1.0)
+        await host.rounds.send({0: (1, 10)})
+        while not sent:
+            await asyncio.sleep(0)
+        host.parameters["w"].sub_(41.0)
+        await host.rounds.cancel()
+        assert tasks_left() == set() and host.rounds.flying == []
+        assert sent == [1.0] * len(sent) and len(sent) < len(host.replica.chunks[0])
+
+    run(scene)
+
+
+def test_an_exchange_that_never_ran_releases_what_was_captured() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER, overlap=1)
+        await host.anchors.load()
+        host.parameters["w"].sub_(1.0)
+        await host.rounds.send({0: (1, 10)})
+        await host.rounds.cancel()
+        host.parameters["w"].sub_(1.0)
+        assert float(host.replica.encode(0, 0).view(torch.float32)[0]) == 2.0, "as the parameters are now"
+
+    run(scene)
+
+
+def test_an_anchor_that_is_being_moved_arrives_though_the_exchange_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1. The update is applied, in a thread. 2. Ctrl+C cancels the exchange. 3. A checkpoint is written: the version
+    and the digest that it names are those of the anchor in it.
+    """
+
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        target, go_on, began = torch.full((6,), 3.0), threading.Event(), threading.Event()
+        record, apply = host.record(1, target), host.replica.apply_update_
+
+        def slowly(*arguments: Any) -> str:
+            began.set()
+            go_on.wait(10)
+            return apply(*arguments)
+
+        async def answer(context: Context, lease: Lease, header: Contribution) -> Answered:
+            return Answered(Verdict(accepted=True), record)
+
+        monkeypatch.setattr(host.replica, "apply_update_", slowly)
+        monkeypatch.setattr("diloco.swarm.node.rounds.contribute", answer)
+        await host.rounds.send({0: (1, 10)})
+        while not began.is_set():
+            await asyncio.sleep(0)
+        cancelling = asyncio.ensure_future(host.rounds.cancel())
+        await asyncio.sleep(0)
+        assert not cancelling.done()
+        go_on.set()
+        await cancelling
+        saved = await host.anchors.snapshot(copies=True)
+        assert list(saved.versions) == [1] and torch.equal(saved.anchors[0], target)
+        assert host.protocol.digests == host.replica.digests()
+
+    run(scene)
+
+
+def test_a_lease_that_is_lost_between_two_own_chunks_leaves_the_rest_to_the_next_syncer() -> None:
+    async def scene() -> None:
+        with small_pieces(chunk=2):
+            host = StubHost(ME)
+        await host.anchors.load()
+        host.parameters["w"].sub_(1.0)
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        await host.rounds.send({0: (1, 10)})
+        syncer = host.protocol.syncers[0]
+        while not syncer._offers or syncer._offers[ME].chunks == 0:
+            await asyncio.sleep(0)
+        assert syncer._offers[ME].chunks < len(host.replica.chunks[0])
+        claim = Claim(fragment=0, term=2, version=0, digest=host.protocol.digests[0])
+        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        assert 0 not in host.replica.held
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert host.rounds.flying == [0] and not host.rounds.arrived([0]), "it goes on, and has not failed"
+        assert "contribution_broke" in host.notes, "the next syncer is tried, which nobody can reach here"
+        await host.rounds.cancel()
+
+    run(scene)
+
+
+def quorum_host() -> StubHost:
+    return StubHost(ME, quorum=1, staleness_limit=4)
+
+
+def test_a_version_that_closes_while_a_contribution_is_folded_in_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        host = quorum_host()
+        await host.anchors.load()
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        go_on, began, threads = threading.Event(), threading.Event(), set[threading.Thread]()
+        held, fold = host.replica.held[0], host.replica.held[0].fold
+
+        def slowly(*arguments: Any) -> None:
+            threads.add(threading.current_thread())
+            began.set()
+            go_on.wait(10)
+            fold(*arguments)
+
+        monkeypatch.setattr(held, "fold", slowly)
+        syncer = host.protocol.syncers[0]
+        header = Exchange(0, 0, 1, 10, MANIFEST).header(Lease(0, ME, 1, 0, host.protocol.digests[0]))
+        assert syncer.offer(OTHER, header).accepted
+        host.parameters["w"].sub_(1.0)
+        payloads = [host.replica.encode(0, 0)]
+
+        async def arrive() -> bool:
+            async with host.context.locks[0].writing():
+                return await fold_whole(host.context, syncer, OTHER, 0, payloads)
+
+        arriving = asyncio.ensure_future(arrive())
+        while not began.is_set():
+            await asyncio.sleep(0)
+        host.do(host.protocol.tick(host.now()))
+        assert host.protocol.merging(0), "the quorum is there"
+        go_on.set()
+        assert await arriving
+        await host.context.tasks.until(lambda: host.protocol.versions[0] == 1)
+        assert host.protocol.accounts.merged(0) == {OTHER: 0}
+        assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1.0), "and it is in the version"
+        assert threading.main_thread() not in threads
+
+    run(scene)
+
+
+def test_a_lease_that_is_lost_while_a_contribution_is_folded_in_takes_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        host = quorum_host()
+        await host.anchors.load()
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        syncer, held = host.protocol.syncers[0], host.replica.held[0]
+        fold, lost = held.fold, threading.Event()
+
+        def slowly(*arguments: Any) -> None:
+            lost.wait(10)
+            fold(*arguments)
+
+        monkeypatch.setattr(held, "fold", slowly)
+        await host.rounds.send({0: (1, 10)})
+        while not syncer._offers or not syncer._offers[ME].whole:
+            await asyncio.sleep(0)
+        claim = Claim(fragment=0, term=2, version=0, digest=host.protocol.digests[0])
+        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        lost.set()
+        while "contribution_broke" not in host.notes:
+            await asyncio.sleep(0)
+        assert not host.rounds.arrived([0]) and host.protocol.versions == [0]
+        await host.rounds.cancel()
+
+    run(scene)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_moves_under_a_checkpoint_that_is_being_written() -> None:
+    """A syncer that saves for long goes on without itself; the version it makes must not be in the checkpoint."""
+
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.anchors.load()
+        saved = await host.anchors.snapshot(copies=False)
+        assert saved.anchors[0] is host.replica.anchors[0], "no memory for copies"
+        before = [saved.anchors[0].clone(), *(vector.clone() for vector in saved.outer[0])]
+        host.parameters["w"].sub_(1.0)
+        exchanging = asyncio.ensure_future(host.exchange())
+        while not host.protocol.merging(0):
+            await asyncio.sleep(0)
+        await host.anchors.show()  # evaluating the anchors meanwhile is no problem
+        _, [served] = await copy_state(host.context, 0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert all(map(torch.equal, before, [saved.anchors[0], *saved.outer[0]])) and torch.equal(served, before[0])
+        host.anchors.end_snapshot()
+        assert await exchanging == (0, 1)
+        assert not torch.equal(before[0], host.replica.anchors[0])
+
+    run(scene)
+
+
+def test_the_copies_of_a_checkpoint_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[threading.Thread] = set()
+
+    def watched(tensors: Sequence[Tensor]) -> list[Tensor]:
+        threads.add(threading.current_thread())
+        return [tensor.clone() for tensor in tensors]
+
+    monkeypatch.setattr("diloco.swarm.node.anchors._clones", watched)
+
+    async def scene() -> None:
+        host = StubHost(ME)
+        saved = await host.anchors.snapshot(copies=True)
+        assert torch.equal(saved.anchors[0], host.replica.anchors[0])
+        assert threads and threading.main_thread() not in threads and not host.context.locks[0]._readers
 
     run(scene)

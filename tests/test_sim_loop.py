@@ -278,6 +278,13 @@ def test_threads_of_a_frozen_owner_stop_too(loop: VirtualLoop) -> None:
     assert done == pytest.approx([5.0])
 
 
+def test_what_is_left_of_a_frozen_owner_ends_with_the_loop() -> None:
+    with virtual_time() as loop:
+        task = starts(loop, "a", asyncio.sleep(1e6))
+        at_times(loop, (0.5, lambda: loop.freeze("a")))
+    assert task.cancelled()
+
+
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 

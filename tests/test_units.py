@@ -22,10 +22,57 @@ from diloco.protocol.peer import Peer
 from diloco.rundir.checkpoint import Checkpoint
 from diloco.swarm.conversations.units import LeasedData
 from diloco.train.session import Session
+from tests.crowd_helpers import SEQUENCES_PER_ROUND, story
 from tests.protocol_helpers import MANIFEST, digest_of
 from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
 
 seeds = st.integers(0, 10**9)
+
+
+# -- whole swarms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_peers_that_live_train_on_disjoint_units_that_leave_no_gap(seed: int) -> None:
+    with story(seed, outer_steps=6, units=True, loss=0.1) as swarm:
+        swarm.start("abc", min_peers=3)
+        dealt = swarm.dealt(swarm.run_to_the_end())
+        assert len(dealt.learned) == 3 * 6 and dealt.twice == 0
+        # Right after the start, or when a stream broke, peers may have trained on data of their own.
+        assert count(dealt.applied) >= 3 * 6 * SEQUENCES_PER_ROUND * 0.75
+        assert union(dealt.applied, dealt.open) == [(0, dealt.cursor)]
+        assert not intersection(dealt.applied, dealt.open)
+
+
+@pytest.mark.parametrize("deals", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_units_of_the_dead_are_handed_out_again_and_nothing_is_applied_twice(seed: int, deals: bool) -> None:
+    with story(seed, outer_steps=7, units=True, loss=0.1) as swarm:
+        swarm.start("abcd", min_peers=4)
+        swarm.run_until_training()
+        swarm.run_for(2.0 + 0.7 * seed)
+        dealer = swarm.dealer()
+        victim = dealer if deals else next(name for name in "abcd" if name != dealer)
+        lost = swarm.has_units(victim)
+        assert lost
+        swarm.crowd.crash(victim)
+        dealt = swarm.dealt(swarm.run_to_the_end())
+        assert dealt.twice == 0
+        assert not intersection(dealt.applied, dealt.open)
+        assert not difference([(0, dealt.cursor)], union(dealt.applied, dealt.open))
+        assert not intersection(lost, dealt.free)  # they go before any new ones
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_swarm_with_lossy_quorums_applies_nothing_twice(seed: int) -> None:
+    outer = {"quorum": 1, "grace_s": 1.0, "staleness_limit": 4}
+    with story(seed, outer_steps=9, units=True, loss=0.1, outer=outer) as swarm:
+        swarm.start("abc", min_peers=3)
+        swarm.run_until_training()
+        swarm.run_for(5.0)
+        swarm.crowd.crash(swarm.dealer())
+        dealt = swarm.dealt(swarm.run_to_the_end())
+        assert count(dealt.applied) > 0 and dealt.twice == 0
 
 
 # -- one peer, by hand ------------------------------------------------------------------------------------------------

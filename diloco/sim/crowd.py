@@ -91,7 +91,7 @@ class Life:
     ready: bool = False
     leaving: bool = False
     ended: str = ""
-    fresh: bool = True  # this life began without a checkpoint, so its counters are all that the peer ever did
+    fresh: bool = True  # no life before this one trained, so its counters are all that the peer ever did
 
     @property
     def name(self) -> str:
@@ -137,6 +137,7 @@ class Crowd:
         self.loop, self.seed, self.outer = loop, seed, dict(outer)
         self.network = Network(loop, seed, loss, {BULK})
         self.lives: dict[str, Life] = {}  # the newest of each peer
+        self.started: list[Life] = []
         self.ended: list[Life] = []
         self.failures: list[str] = []
         self.story: list[str] = []
@@ -156,8 +157,11 @@ class Crowd:
         """A process of this peer starts, and joins through the peers that are there."""
         self._numbers += 1
         known = [life.name for life in self.living() if life.ready and life.name != member.name]
-        life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=checkpoint is None)
+        before = self.lives.get(member.name)
+        untrained = before is None or (before.fresh and (before.sync is None or before.sync.tokens == 0))
+        life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=untrained)
         self.lives[member.name] = life
+        self.started.append(life)
         rate, offset_s = member.clock
         if (rate, offset_s) != (1.0, 0.0):
             self.loop.set_clock(life.owner, rate, offset_s)

@@ -13,7 +13,8 @@ After every turn, of every living node that something happened to:
 At the end, when everything is healed and everybody is done:
 
 - all anchors are equal;
-- no contribution is in the surviving anchors twice;
+- no contribution is in the surviving anchors twice, and no sequence of the data, unless its syncer counted that
+  (`units_twice`);
 - tokens are conserved: what a peer that never restarted has processed is applied, counted as discarded, or was not sent
   yet. (With a staleness limit a peer may err when its syncer changed: records name contributors without their base
   versions.)
@@ -26,7 +27,10 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
+from diloco.protocol.actions import Note
 from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.ledger import union
+from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.sim.crowd import Crowd, Life
 from diloco.sim.lineage import Contributed, Lineage, Made, Total
 from diloco.swarm.node.node import Node
@@ -58,11 +62,13 @@ class Watch:
 
         def told(actions: Sequence[Any]) -> None:
             self._touched[life.owner] = life
+            twice = [each for each in actions if isinstance(each, Note) and each.kind == "units_twice"]
+            self.lineage.units_twice += sum(note.fields["count"] for note in twice)  # type: ignore[misc]
             do(actions)
 
         node.context.do = told  # type: ignore[method-assign]
         self._seen[life.owner] = (list(peer.versions), list(peer.digests))
-        published, adopted = peer.published, peer.adopted
+        published, adopted, offer = peer.published, peer.adopted, peer.offer
 
         def makes(index: int, digest: str, contributors: Any, now: float) -> Any:
             before, syncer = peer.digests[index], peer.syncers.get(index)
@@ -82,7 +88,13 @@ class Watch:
                 self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
             return adopted(index, version, digest, now, contributors, shares)
 
-        peer.published, peer.adopted = makes, moves  # type: ignore[method-assign]
+        def hears(peer_id: str, header: Contribution) -> Verdict:
+            verdict = offer(peer_id, header)
+            if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
+                self.lineage.learned_from[Contributed(peer_id, header.base_version)] = union(header.units)
+            return verdict
+
+        peer.published, peer.adopted, peer.offer = makes, moves, hears  # type: ignore[method-assign, assignment]
 
     def _made(self, digest: str, made: Made) -> None:
         self.lineage.add(digest, made)
@@ -155,8 +167,8 @@ def check_end(crowd: Crowd, lineage: Lineage) -> None:
     gc.collect()  # exceptions that nobody took are told when their tasks are collected
     if crowd.failures:
         raise Violation("; ".join(crowd.failures))
-    for life in crowd.ended:
-        if left := [task.get_coro() for task in crowd.loop.tasks_of(life.owner)]:
+    for life in crowd.started:
+        if life.ended and (left := [task.get_coro() for task in crowd.loop.tasks_of(life.owner)]):
             raise Violation(f"{life.name} has ended ({life.ended}), and goes on with {left}")
     done = [life for life in crowd.ended if life.ended == "done" and life.node is not None]
     if not done:
@@ -173,6 +185,9 @@ def check_end(crowd: Crowd, lineage: Lineage) -> None:
     for fragment, digest in enumerate(one.protocol.digests):
         if again := lineage.repeated(digest):
             raise Violation(f"in fragment {fragment} are merged more than once: {again}")
+    repeated = lineage.repeated_sequences(one.protocol.digests[CONTROL_FRAGMENT])
+    if repeated > lineage.units_twice:
+        raise Violation(f"{repeated} sequences are merged more than once, and {lineage.units_twice} are counted so")
     for life in done:
         if one.replica.settings.quorum is None and life.fresh:
             _check_tokens(life, lineage)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from diloco.protocol.ledger import Units, count, union
+
 __all__ = ["Contributed", "Lineage", "Made", "Total"]
 
 
@@ -40,10 +42,16 @@ class Total(NamedTuple):
 
 
 class Lineage:
-    """All versions that were ever made, by digest; also those that no living peer has any more."""
+    """All versions that were ever made, by digest; also those that no living peer has any more.
+
+    `learned_from` has the work units of each contribution to the control fragment. `units_twice` is how many sequences
+    the syncers themselves counted as merged more than once.
+    """
 
     def __init__(self) -> None:
         self.made: dict[str, Made] = {}
+        self.learned_from: dict[Contributed, Units] = {}
+        self.units_twice = 0
         self._totals: dict[str, dict[str, Total]] = {}
 
     def add(self, digest: str, made: Made) -> None:
@@ -78,3 +86,12 @@ class Lineage:
         """Contributions that are in an anchor more than once, in order."""
         count = Counter(whose for made in self.of(digest) for whose, _ in made.contributions)
         return sorted(whose for whose, number in count.items() if number > 1)
+
+    def units(self, digest: str) -> list[Units]:
+        """The work units of each contribution that is in an anchor of the control fragment."""
+        return [self.learned_from.get(whose, []) for whose in sorted(self.merged(digest))]
+
+    def repeated_sequences(self, digest: str) -> int:
+        """How many sequences of the data an anchor of the control fragment has learned more than once."""
+        units = self.units(digest)
+        return sum(map(count, units)) - count(union(*units))

@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._num_works = 0
         self._working: dict[str | None, dict[int, tuple[asyncio.TimerHandle, asyncio.Future[Any]]]] = {}  # of threads
         self._clocks: dict[str | None, _Clock] = {}
-        self._frozen: dict[str | None, list[asyncio.Handle]] = {}
+        self._frozen: dict[str, list[asyncio.Handle]] = {}
         super().__init__()
         self._clock_resolution = RESOLUTION_S
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
@@ -292,6 +292,8 @@ def virtual_time() -> Iterator[VirtualLoop]:
 
 
 def _cancel_all(loop: VirtualLoop) -> None:
+    for owner in list(loop._frozen):
+        loop.thaw(owner)
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

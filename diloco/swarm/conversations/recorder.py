@@ -1,8 +1,8 @@
-"""What a node remembers of the swarm, for whoever watches it.
+"""What a node remembers of the swarm, for watchers.
 
     statuses, publications, notes -> Recorder (rings of bounded length) -> snapshot -> pieces (see `watch`)
 
-A node knows what it was told since it connected, so the histories of an older peer reach further back.
+A node knows what it has heard since it connected. The histories of a peer that is longer there reach further back.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
-from statistics import fmean
 from typing import Any
 
 from diloco.config import WIRE_VERSION
@@ -43,17 +42,18 @@ from diloco.protocol.snapshot import (
 
 __all__ = ["Recorder"]
 
-FRESH_S = 0.5  # a snapshot younger than that answers the next request too, however many watch
+FRESH_S = 0.5  # a younger snapshot answers the next request too, so the number of watchers costs nothing
 LOSS_EVERY_S = 1.0
-ELSEWHERE_S = 75.0  # a DHT record lives 60 s, unless who stored it still lives; named for longer, it is elsewhere
+ELSEWHERE_S = 75.0  # the record of a dead peer lives 60 s; one named for longer lives where we cannot reach it
 MAX_KNOWN = 4 * MAX_PEERS
 ROUTINE = ("units",)
 
 
 class Recorder:
-    """What has happened in the swarm, as its node has heard; `now` is seconds of the node's clock.
+    """What has happened in the swarm, as the node has heard. `now` is seconds of the node's clock.
 
-    Nothing here raises. Each history has a bound; that of the loss spans the whole run, ever more coarsely.
+    Nothing that a peer says makes this raise. Each history has a bound; that of the loss spans the whole run, ever more
+    coarsely.
     """
 
     def __init__(self) -> None:
@@ -62,23 +62,23 @@ class Recorder:
         self._events: deque[Event] = deque(maxlen=MAX_HISTORY)
         self._loss: list[LossPoint] = []
         self._loss_every_s = LOSS_EVERY_S
-        self._told_rounds: dict[str, int] = {}  # of each peer
-        self._last: dict[str, tuple[str, Status]] = {}  # what each peer said last, also those that are no more
-        self._named_since: dict[str, float] = {}  # in the DHT, without being connected
+        self._told_rounds: dict[str, int] = {}  # by peer
+        self._last: dict[str, tuple[str, Status]] = {}  # name and last status of each peer, also of those that left
+        self._named_since: dict[str, float] = {}  # peers in the DHT that are not connected
         self._newest: dict[int, tuple[int, int]] = {}  # term and version of each fragment
         self._packed: tuple[float, list[bytes]] | None = None
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def note(self, kind: str, fields: Mapping[str, object], now: float) -> None:
-        """One line of the event log, unless it is of every round and of this peer alone."""
+        """Keep one line of the event log, unless each peer writes such a line in every round."""
         if kind in ROUTINE:
             return
         text = " ".join(f"{key}={value}" for key, value in fields.items())
         self._events.append(Event(at=now, kind=kind[:128], text=text[:512]))
 
     def heard(self, protocol: Peer, peer: str, message: Message, now: float) -> None:
-        """A member (or this peer itself) said something, which the protocol has taken in."""
+        """A member, or this peer itself, said something. The protocol has taken it in already."""
         match message:
             case Status():
                 self._heard_status(protocol, peer, message, now)
@@ -110,8 +110,8 @@ class Recorder:
             self._add_loss(protocol, now)
 
     def _heard_published(self, protocol: Peer, message: Published, now: float) -> None:
-        place = (message.term, message.version)  # a successor may have lost versions, and make them again
-        if message.fragment >= len(protocol.versions) or place <= self._newest.get(message.fragment, (0, 0)):
+        place = (message.term, message.version)  # a successor may make lost versions again
+        if message.fragment >= len(protocol.fragments) or place <= self._newest.get(message.fragment, (0, 0)):
             return
         self._newest[message.fragment] = place
         row = Round(
@@ -132,7 +132,7 @@ class Recorder:
         losses = [figures.loss for figures in training if figures.loss]
         if not losses:
             return
-        mean = sum(losses) / len(losses)
+        mean = _mean(losses)
         tokens = protocol.swarm_clock()[1]
         self._loss.append(LossPoint(at=now, tokens=tokens, loss=mean, low=min(losses), high=max(losses)))
         if len(self._loss) >= MAX_HISTORY:
@@ -148,7 +148,7 @@ class Recorder:
         return self._packed[1]
 
     def snapshot(self, protocol: Peer, manifest_text: str, now: float) -> Snapshot:
-        """All of it now, with unix times."""
+        """Everything that this node knows now, with unix times."""
         since = time.time() - now
         everybody = [(me := _myself(protocol, now)), *protocol.members.all()]
         newest = protocol.swarm_clock()[0]
@@ -174,7 +174,7 @@ class Recorder:
         return [mine[:MAX_PEERS], *([elsewhere] if elsewhere else [])]
 
     def _ledger(self, protocol: Peer, everybody: list[Member]) -> LedgerTotals:
-        """As far as this node knows: of who left before it came, it counts what is in the model."""
+        """As far as this node knows. Of peers that left before it came, it counts only the tokens in the model."""
         last = {peer: status for peer, (_, status) in self._last.items()}
         last |= {member.peer: member.status for member in everybody}
         applied = protocol.swarm_clock()[1]
@@ -249,7 +249,12 @@ def _means(timeline: deque[PeerRound]) -> dict[int, PhaseSeconds]:
     rounds: dict[int, list[tuple[float, ...]]] = {}
     for row in timeline:
         rounds.setdefault(row.version, []).append(astuple(row.seconds))
-    return {version: PhaseSeconds(*map(fmean, zip(*rows, strict=True))) for version, rows in rounds.items()}
+    return {version: PhaseSeconds(*map(_mean, zip(*rows, strict=True))) for version, rows in rounds.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of values of which each may be as large as a float can be: their sum is not finite then."""
+    return sum(value / len(values) for value in values)
 
 
 def _run(protocol: Peer, manifest_text: str, at: float) -> RunInfo:

@@ -28,8 +28,8 @@ class Backups:
     def follow(self) -> None:
         """Become backup of what would come to this peer now, and of nothing else."""
         protocol, replica = self._context.protocol, self._context.replica
-        if not replica.can_stand_by:
-            return
+        if not replica.can_stand_by or protocol.state == "starting":
+            return  # a newcomer's link is busy with what it needs to begin
         wanted = protocol.backs_up()
         for fragment in sorted(replica.standby.keys() - wanted):
             replica.stand_down(fragment)

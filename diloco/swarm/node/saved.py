@@ -1,4 +1,4 @@
-"""What of a node survives its process."""
+"""The part of a node that survives its process."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
     score = L(theta) - L(theta - beta Delta)          LossScore of Gauntlet (arXiv 2505.21684)
 
-theta are the anchors; only the checked fragment moves. `outer.robust` compares contributions with each other, so it
-needs four of them, and a majority; this compares one with data, where the syncer has any.
+theta are the anchors; only the checked fragment moves. `outer.robust` compares contributions with each other and needs
+four of them, with an honest majority. This compares one contribution with data, if the syncer has any.
 
-What it does not do: it does not see what the loss on these sequences does not show, such as a back door, nor what
-raises the loss by less than the score's error. Its own contribution a syncer does not check. The sequences are the
-contributor's word, but for the control fragment, whose syncer knows what it leased to whom.
+What it does not see: anything that the loss on these sequences does not show, such as a back door, and anything that
+raises the loss by less than the score's error. A syncer does not check its own contribution. The contributor itself
+names the sequences, except for the control fragment, whose syncer knows which sequences it leased to which peer.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from diloco.swarm.wire.threads import in_thread
 __all__ = ["Loss", "Score", "SpotChecks"]
 
 Loss = Callable[[Mapping[str, Tensor], Sequence[int]], Sequence[float]]
-"""Losses (nats per token) of parameters, given by name, on each of these sequences of the run's list; without any, on
-each of some held-out ones. Called in other threads, one at a time."""
+"""Losses (nats per token) of parameters, given by name, on each of these sequences of the run's list, or on held-out
+sequences when there are none. Called in other threads, one call at a time."""
 
 BETA = 0.25
-"""Part of a contribution that is tried. The whole of an honest one may raise the loss (of 4 to 17 in 100, measured): it
-is longer than the mean of all and has more noise in it, and the other fragments stay where they are. A part says
-whether the loss falls in its direction.
+"""Part of a contribution that is tried. A whole honest contribution may raise the loss (4 to 17 in 100 do, measured):
+it is longer and noisier than the mean of all, and the other fragments stay where they are. A part says whether the loss
+falls in its direction.
 """
 SEQUENCES = 16
-"""Of what a contribution was learned from; two passes over them are little beside the inner steps of a round. Who names
-fewer may have chosen them well, so it is held-out ones then."""
+"""Sequences of one check, out of those that the contribution was learned from. Two passes over them cost little beside
+the inner steps of a round. A contributor that names fewer may have picked easy ones; held-out ones are used then."""
 MARGIN = 1.5
-"""Standard errors of a score that it may be below 0: late in a run, scores come near 0 and differ by sequence."""
+"""A score may be below 0 by so many of its standard errors: late in a run scores come near 0 and differ by sequence."""
 
 
 class Score(NamedTuple):
@@ -65,34 +65,34 @@ class Score(NamedTuple):
 
     @property
     def fails(self) -> bool:
-        """Whether the loss rises for certain, or is no number."""
+        """Whether the loss rises for certain, or is not a number."""
         return not self.gain >= -MARGIN * self.error
 
 
 class SpotChecks:
     """A node's checks of the contributions that it merges as syncer.
 
-    Which ones are checked is decided by a generator that only this node knows. Its own contribution never is. When one
-    fails, the version's others are checked too: if half of all fail or more, the anchor or the data is what is wrong,
-    and none is left out.
+    A random generator that only this node knows picks those that are checked. The node's own contribution is never
+    checked. When one fails, the version's others are checked too. If half of them or more fail, the anchor or the data
+    must be wrong, and none is left out.
 
     Args:
         replica: this peer's anchors and staged contributions.
-        seed: of the generator; None takes the operating system's entropy.
+        seed: seed of the generator; None takes the operating system's entropy.
 
-    Memory: one copy of the parameters, on their device, while a version is checked; versions take turns.
+    Memory: one copy of the parameters, on their device, while a version is checked. Versions are checked in turn.
     """
 
     def __init__(self, replica: Replica, seed: str | None = None, loss: Loss | None = None) -> None:
         self.loss = loss
         self._replica = replica
         self._random = Random(seed)
-        self._turn = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
 
     async def failing(
         self, context: Context, close: Close, syncer: Syncer, staged: Staged, judged: Judged
     ) -> list[str]:
-        """Contributors to leave out of a version; what was found is an event for each that was checked.
+        """The contributors to leave out of a version. Each check is an event.
 
         Args:
             staged: the contributions.
@@ -109,7 +109,7 @@ class SpotChecks:
         ]
         parts = dict(zip(peers, scales, strict=True))
         trials = {peer: (BETA * parts[peer], self._sequences(context, syncer, peer)) for peer in others}
-        async with self._turn:
+        async with self._one_at_a_time:
             trial = _Trial(self._replica, staged, close.fragment, self.loss)
             scores = await in_thread(trial.scores, trials, chosen)
         failed = [peer for peer, score in scores.items() if score.fails]
@@ -124,9 +124,9 @@ class SpotChecks:
         return failed if majority else []
 
     def _sequences(self, context: Context, syncer: Syncer, peer: str) -> list[int]:
-        """Numbers of some sequences that a contribution was learned from; none where it names too few."""
+        """Numbers of some sequences that a contribution was learned from; empty when it names too few."""
         units = syncer.units(peer)
-        if syncer.fragment == CONTROL_FRAGMENT:  # whose syncer knows what is whose
+        if syncer.fragment == CONTROL_FRAGMENT:  # its syncer knows which sequences are leased to which peer
             units = intersection(units, context.protocol.accounts.leased_to(peer) or [])
         total = count(units)
         return _at(units, sorted(self._random.sample(range(total), SEQUENCES))) if total >= SEQUENCES else []
@@ -148,7 +148,7 @@ class _Trial:
         """
         replica = self._replica
         self._parameters = {name: torch.empty_like(parameter) for name, parameter in replica.parameters.items()}
-        # Another fragment may move meanwhile: what is copied of it is partly of the next version, before and after.
+        # Another fragment may move meanwhile. Its copy is then partly of the next version, in both passes alike.
         for fragment in range(len(replica.fragments)):
             self._place(fragment)
         scores = {peer: self._score(peer, *trials[peer]) for peer in chosen}

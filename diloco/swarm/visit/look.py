@@ -1,8 +1,8 @@
-"""Asks a swarm what it is, before taking part in it: nothing big is fetched, and nobody there notices more than a call.
+"""Asks a swarm what it is, before joining it. Nothing large is fetched.
 
-1. All addresses are called at once; from those that answer on, other peers that they know are found by their ids.
+1. All addresses are called at once. The peers that answer name others, which are called by their ids.
 2. Each of a few peers says its clock, its wire version and its addresses; on demand the link to it is measured.
-3. One of them gives the manifest.
+3. One of them sends the manifest.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from diloco.swarm.wire.streams import BROKEN
 
 __all__ = ["CLOCK_LIMIT_S", "Found", "check_clock", "look", "parse_manifest"]
 
-CLOCK_LIMIT_S = 3.0  # hivemind's DHT takes peers whose clocks differ by more for broken
+CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
-PATIENCE_S = 15.0  # for one peer, of several that are asked at once
+PATIENCE_S = 15.0  # for each of the peers that are asked at once
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a swarm said of itself.
+    """What a swarm said about itself.
 
-    peers: those that answered a probe, the addresses given first. silent: addresses without an answer, and why.
+    Attributes:
+        peers: the peers that answered a probe; those at the given addresses come first.
+        silent: the addresses without an answer, and why.
     """
 
     manifest_text: str
@@ -43,7 +45,7 @@ class Found:
 
     @property
     def addresses(self) -> list[str]:
-        """Of every peer that answered, the best one."""
+        """The best address of every peer that answered."""
         return [peer.reply.addresses[0] for peer in self.peers if peer.reply.addresses]
 
     @property
@@ -59,16 +61,16 @@ def look(
     on_connected: Callable[[int, dict[str, str]], None] = lambda answered, silent: None,
     gate: Gate | None = None,
 ) -> Found:
-    """What the swarm at these addresses is; `measure_bytes` are sent to and fetched from each of some peers.
+    """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured with so many.
 
     Args:
-        identity_path: this peer's key, for a swarm that admits identities; none is a new one.
+        identity_path: this peer's key, for a swarm that admits identities; None makes a new identity.
         on_connected: called with the number of addresses that answered, and what is wrong with the others.
-        gate: shows the invitation of a closed run, and believes only peers of that run (`gate.watching`).
+        gate: shows the invitation to a closed run, and believes only peers of that run (`gate.watching`).
 
     Raises:
-        SwarmError: nobody there, nobody that is a peer of a run, or none that admits this peer.
-        ConfigError: an entry is no address.
+        SwarmError: nobody is there, no peer of a run is there, or none admits this peer.
+        ConfigError: an entry is not an address.
     """
     return asyncio.run(_look(initial_peers, gate or Gate(), identity_path, measure_bytes, on_connected))
 
@@ -107,7 +109,7 @@ async def _look(
 
 
 async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int, refusals: list[str]) -> list[Probed]:
-    """Those of them that answer, in their order."""
+    """Probes of the peers that answer, in their order."""
 
     async def one(peer: str) -> Probed | None:
         try:
@@ -121,7 +123,7 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int, refusal
 
 
 async def _measure(visitor: Libp2p, peers: Sequence[Probed], nbytes: int) -> list[Probed]:
-    """One after the other, so that they do not share this machine's link."""
+    """Probe one peer after the other, so that they do not share this machine's link."""
     measured = []
     for peer in peers:
         measured += await _probe_all(visitor, [peer.peer], nbytes, []) or [peer]
@@ -138,7 +140,7 @@ def parse_manifest(text: str) -> Manifest:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        content = None  # which the parser of manifests explains
+        content = None  # the parser of manifests explains it
     there = content.get("wire_version") if isinstance(content, dict) else None
     if isinstance(there, int) and there != WIRE_VERSION:
         older, where = ("older", "there") if there < WIRE_VERSION else ("newer", "here")

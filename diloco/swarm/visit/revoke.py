@@ -1,4 +1,4 @@
-"""Puts a newer list of what is revoked into a swarm, as its owner: to some peers, which tell all others and the DHT."""
+"""Gives a newer list of what is revoked to some peers of a swarm, as its owner. They tell all others and the DHT."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ async def revoke(
     token_ids: Collection[str],
     peer_ids: Collection[str],
 ) -> Revoked:
-    """Add to what is revoked, in the swarm and in `before`; returns the list, which peers there have taken.
+    """Add to the lists of what is revoked in the swarm and in `before`; returns the new list once peers have it.
 
     Args:
         initial_peers: addresses of peers of the swarm; one is enough.
-        gate: that of a visitor with the owner's key.
+        gate: the gate of a visitor that has the owner's key.
 
     Raises:
         SwarmError: nobody answers there, or nobody takes the list.
     """
     assert gate.admission is not None
-    visitor = await Libp2p.visit(initial_peers, gate)  # hears the swarm's list with the greeting
+    visitor = await Libp2p.visit(initial_peers, gate)  # the greeting brings the swarm's list
     try:
         there = gate.admission.revoked
         newest = Revoked.sign(

@@ -1,7 +1,7 @@
-"""Sees a swarm without joining it: listens nowhere, has no identity that lasts, leaves no trace in the DHT.
+"""Sees a swarm without joining it. It listens nowhere, has no lasting identity, and leaves no trace in the DHT.
 
-Importing hivemind takes longer than the visit, because `hivemind/__init__` imports torch and all of its optimizers. So
-a process that only watches calls `light_hivemind` first.
+Importing hivemind takes longer than the visit, because `hivemind/__init__` imports torch and all of its optimizers. A
+process that only watches calls `light_hivemind` first.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ANSWER_S = 10.0
 RECONNECT_S = 10.0  # while nobody answers
 SILENT = "does not answer"
 MAX_KNOWN = 64  # peers to ask when the one that answered last is gone
-ACQUAINTED = 3  # of them to be connected to beforehand: they are found through the peers that live
+ACQUAINTED = 3  # of these it connects to so many beforehand, while a living peer can say where they are
 
 
 def light_hivemind() -> None:
-    """Let `hivemind.p2p` be imported without all the rest of hivemind, in this process.
+    """Let this process import `hivemind.p2p` without the rest of hivemind.
 
-    The packages around it become empty shells, so nothing else of hivemind can be imported afterwards. Does nothing
-    where hivemind is imported already.
+    The packages around it become empty shells; nothing else of hivemind can be imported afterwards. Nothing happens
+    when hivemind is imported already.
     """
     if "hivemind" in sys.modules:
         return
@@ -51,15 +51,15 @@ def light_hivemind() -> None:
 
 
 class Visitor:
-    """Asks one peer at a time for what it knows of the swarm.
+    """Asks one peer at a time what it knows of the swarm.
 
-    While the one that answered last lives it is asked again, so histories have no breaks. When it is gone, the others
-    that it has named are asked, and then those of the address. Use it as an asynchronous context manager.
+    It asks the peer that answered last again for as long as that lives, so that histories have no breaks. Then it asks
+    the others that this peer has named, and then those of the address. Use it as an asynchronous context manager.
     """
 
     def __init__(self, addresses: Sequence[str], token: str | None = None) -> None:
         self._addresses = addresses
-        self._token = token  # of an invitation to a closed run
+        self._token = token  # the invitation to a closed run
         self._transport: Transport | None = None
         self._known: list[str] = []  # whom to ask, the best first
         self._acquainted: set[str] = set()
@@ -86,8 +86,8 @@ class Visitor:
         """The swarm now.
 
         Raises:
-            SwarmError: nobody answers, or only who is no diloco peer or speaks another wire version.
-            ConfigError: an address is none.
+            SwarmError: nobody answers but programs that are no diloco peers, or speak another wire version.
+            ConfigError: an address is not valid.
         """
         transport = self._transport or await self._connect()
         if self._last is not None:
@@ -134,7 +134,7 @@ class Visitor:
         return await within(ANSWER_S, request_snapshot(transport, peer))
 
     async def _get_acquainted(self, transport: Transport, snapshot: Snapshot) -> None:
-        """Connect to a few more peers while somebody can still say where they are; one at each time."""
+        """Connect to one more peer, while somebody can still say where it is, until there are a few."""
         me = snapshot.run.answered_by
         self._places.hear(me, {row.peer_id: row.addresses for row in snapshot.peers})
         self._known = [me, *(row.peer_id for row in snapshot.peers if row.peer_id != me)][:MAX_KNOWN]

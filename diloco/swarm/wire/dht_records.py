@@ -1,16 +1,16 @@
-"""What peers put into the DHT, each under its own name: signed by its libp2p identity and of a known form.
+"""The records that peers put into the DHT, each under its own name, in a known form, signed by its libp2p identity.
 
-    {run}/peers    peer id -> [name] or [name, credential]       who is there, and which invitation it uses
-    {run}/leases   peer id -> [[fragment, term], ...]            so that a claim after a restart is above any before it
-    {run}/revoked  peer id -> the owner's list, which is signed by the run key besides
+    {run}/peers    peer id -> [name] or [name, credential]    who is there, and which invitation it uses
+    {run}/leases   peer id -> [[fragment, term], ...]         a claim after a restart has to be above all earlier ones
+    {run}/revoked  peer id -> the owner's list, which the run key has signed too
 
-Protected: nobody can write, replace or change another's record, a record is of one run and key and ends when its owner
-said, and anything of another form is refused by who is asked to store it and by who is given it. A peer id is the hash
-of a public key, so a record carries that key and needs nobody to vouch for it.
+Protected: nobody can write, replace or change another peer's record. A record belongs to one run and key, and ends when
+its owner said. Both the peer that stores a record and the peer that reads it refuse any other form. A peer id is the
+hash of a public key; a record carries that key, and nobody has to vouch for it.
 
-Not protected: a peer that stores records can keep silent about them, or return an old one until it ends (a minute); a
-dictionary with one wrong record in it is refused whole. So nothing that must be right rests on the DHT alone: it is a
-hint whom to dial, and terms and versions are settled by the peers themselves.
+Not protected: a peer that stores records can withhold them, or return an old one until it ends (a minute). A dictionary
+with one wrong record is refused whole. Therefore the DHT only gives hints whom to dial; the peers themselves agree on
+terms and versions.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from diloco.protocol.messages.control import Revocations
 __all__ = ["LEASES", "PEERS", "REVOKED", "OwnedRecords", "leases_in", "pack_revoked", "revoked_in"]
 
 PEERS, LEASES, REVOKED = "peers", "leases", "revoked"
-MAX_LIFE_S = 600.0  # ten times that of an honest record, for clocks that differ
+MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
 MAX_KEY_BYTES = 1024
 MAX_LEASES = 65536
 _CONTEXT = b"diloco record\0"
 
 
 class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Signs this peer's records, and says which records of others are good; the rest is `on_refused`."""
+    """Signs this peer's records and checks those of others. `on_refused` is called for each that is wrong."""
 
     def __init__(self, run_id: str, identity: bytes) -> None:
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
@@ -68,7 +68,7 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
         return bytes(msgpack.unpackb(record.value)[0])
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether the owner that the record names has written it, in a known form."""
+        """Whether the record has a known form, and the owner that it names has written it."""
         owner = _unpack(record.subkey)
         reason = self._objection(record, owner)
         if reason is not None:

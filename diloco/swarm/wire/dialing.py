@@ -1,4 +1,4 @@
-"""Calls addresses over libp2p and says in words why one does not answer."""
+"""Calls addresses over libp2p, and says in words why one does not answer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 CALL_S = 10.0
-LATECOMERS_S = 1.0  # that the others have once one has answered
-_REASONS = {  # what libp2p says, and what that means; the first that is found counts
+LATECOMERS_S = 1.0  # for the other addresses, once one has answered
+_REASONS = {  # libp2p's words, and what they mean; the first that is found counts
     "connection refused": "nobody listens on that port",
     "peer id mismatch": "another peer answers there",
     "no route to host": "there is no way to that machine",
@@ -43,9 +43,9 @@ _REASONS = {  # what libp2p says, and what that means; the first that is found c
 
 
 async def call_each(p2p: P2P, addresses: Sequence[str], all_of_them: bool = False) -> dict[str, str]:
-    """Connect to the peers at these addresses, all at once: why it failed by address, or "" where one answered.
+    """Connect to the peers at these addresses, all at once. Returns the error by address, "" where a peer answered.
 
-    Those that are slower than the first by more than a second count as silent, unless `all_of_them` shall be heard.
+    An address that is a second slower than the first one counts as silent, unless `all_of_them` are waited for.
     """
     calls = {address: asyncio.ensure_future(_call(p2p, address)) for address in addresses}
     waiting = set(calls.values())
@@ -73,21 +73,21 @@ async def _call(p2p: P2P, address: str) -> str:
 
 
 def _why(text: str, place: str) -> str:
-    """The daemon lists one line per address that it knows of the peer; only ours is of interest."""
+    """In words. The daemon writes one line for each address that it knows of the peer; only this one matters."""
     lines = [line for line in text.splitlines() if f"[{place}]" in line] or [text]
     return next((why for said, why in _REASONS.items() if said in lines[-1].lower()), "no peer answers there")
 
 
 async def mute(identity_path: str | None = None, kind: type[P2P] = P2P) -> P2P:
-    """A daemon that only calls others: it listens nowhere, and knows nobody."""
+    """A daemon that only calls others. It listens nowhere and knows nobody."""
     return await start_daemon(kind, dht_mode="client", no_listen=True, identity_path=identity_path)
 
 
 async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
-    """`P2P.create`, but the daemon has a session of its own, and however it ends nothing is printed of it.
+    """`P2P.create`, but the daemon has a session of its own, and nothing about its end is printed.
 
-    hivemind leaves two things to be noticed when nobody can act on them any more, so that they would end on stderr: a
-    daemon that did not start, and the failure of the tasks that talk with one that was killed (see `Libp2p.failed`).
+    hivemind leaves two errors to the garbage collector, which prints them to stderr: a daemon that did not start, and
+    the failed tasks that talked with a daemon that was killed (see `Libp2p.failed`).
     """
     with _sheltered() as started:
         try:
@@ -95,7 +95,7 @@ async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
         except BaseException:
             for daemon in started:
                 if daemon.returncode is None:
-                    with suppress(ProcessLookupError):  # `terminate` reaps one that has ended, which is printed, too
+                    with suppress(ProcessLookupError):  # `terminate` would reap an ended daemon and print that
                         os.kill(daemon.pid, signal.SIGTERM)
                 await daemon.wait()
             raise
@@ -110,7 +110,7 @@ def _note_end(task: asyncio.Task[None]) -> None:
 
 
 def best_first(addresses: Sequence[str]) -> list[str]:
-    """Public addresses before those of a LAN before loopback; of a LAN, that of the way out before those of bridges."""
+    """Public addresses, then those of a LAN, then loopback. In a LAN, the one that leads out comes before bridges."""
     way_out = _way_out()
 
     def rank(address: str) -> tuple[int, bool, bool]:
@@ -120,7 +120,7 @@ def best_first(addresses: Sequence[str]) -> list[str]:
 
 
 def _way_out() -> str | None:
-    """The address of this machine from which packets to elsewhere would be sent; none is."""
+    """This machine's source address for outgoing packets. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET
@@ -131,10 +131,10 @@ def _way_out() -> str | None:
 
 @contextmanager
 def _sheltered() -> Iterator[list[Process]]:
-    """A daemon that is started inside, in the running loop, has a session of its own; those that were.
+    """Starts daemons in sessions of their own; yields those that were started.
 
-    Ctrl+C in a terminal, and what torchrun does to end its ranks, reaches every process of a group. The daemon must
-    outlive it for a clean leave; it does not ignore SIGINT reliably, and unblocks it where the mask blocks it.
+    Ctrl+C in a terminal reaches every process of a group, and so does the signal by which torchrun ends its ranks. The
+    daemon must outlive both for a clean leave. It does not ignore SIGINT reliably, and it unblocks a blocked SIGINT.
     """
     loop, started = asyncio.get_running_loop(), list[Process]()
 
@@ -147,4 +147,4 @@ def _sheltered() -> Iterator[list[Process]]:
     try:
         yield started
     finally:
-        del loop.subprocess_exec  # what hides the method of the class
+        del loop.subprocess_exec  # the instance attribute, which hides the method of the class

@@ -1,19 +1,19 @@
-"""The door of a peer: who may open a stream to it, and whom it believes. Every stream and every DHT call goes through.
+"""The door of a peer: which peers may open a stream to it, and which it believes. Every stream and DHT call passes it.
 
 1. Before its first stream to a peer this one sends a `Greeting` with its credential, on a stream of its own.
 2. The other side checks it against the libp2p identity that opened the stream, and answers with its own credential, or
-   with a `Refusal`. So both are known, or neither says any more.
-3. Who has the newer list of what is revoked sends it to the other.
-4. Streams of an identity that is not known are refused before a byte of them is read, and DHT calls before they are
-   parsed (the daemon gives us a call whole: at most 4 MiB).
-5. Who expires or is revoked is put out at once: its streams here are closed.
+   with a `Refusal`. Either both sides are known now, or neither says any more.
+3. The side with the newer list of what is revoked sends it to the other.
+4. A stream of an unknown identity is refused before a byte is read, and a DHT call before it is parsed (the daemon
+   hands over whole calls, of at most 4 MiB).
+5. A peer that expires or is revoked is put out at once: its streams here are closed.
 
-Of who is not known yet no more than `MAX_GREETING_BYTES` are read, on any stream; a longer frame is refused by its
+No more than `MAX_GREETING_BYTES` are read of an unknown identity, on any stream; a longer frame is refused by its
 length.
 
-hivemind's own authorizer sees a request but not who sends it, so a request could be repeated by whoever received it;
-here the DHT's calls are bound to the identity of the connection, as all streams are. In an open run (no admission)
-everybody is let in, and greetings say nothing.
+hivemind's own authorizer sees a request but not its sender, so any receiver could repeat the request. Here the DHT's
+calls are bound to the identity of the connection, like all streams. An open run has no admission: everybody is let in,
+and greetings are empty.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "watching"]
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
 QUIET_S = 60.0
-OWN_LIFE_S = 366 * 86400  # of the invitation that the run's owner gives itself at each start
+OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives itself at each start
 VISIT_LIFE_S = 86400
-MAX_EVENTS = 20  # of refusals in that time; identities cost a stranger nothing, and the log is on a disk
+MAX_EVENTS = 20  # refusals noted in `QUIET_S`: identities cost a stranger nothing, and the log takes disk space
 
 Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
 
@@ -53,21 +53,21 @@ class Gate:
     """One peer's admission, applied to the network.
 
     Args:
-        admission: what decides; None lets everybody in.
-        role: in which this peer shows itself; None is that of its token. Who only asks is an observer.
+        admission: decides; None lets everybody in.
+        role: the role in which this peer shows itself; None takes the role of its token. A visitor is an observer.
 
-    `on_refused` is called with peer and reason, seldom enough for a log; `on_revoked` with a newer list, once it
-    counts. `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` when it is to blame.
+    `on_refused` is called with peer and reason, seldom enough for a log, and `on_revoked` with a newer list, once it
+    counts. `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` the other way round.
     """
 
     def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
         self.admission = admission
-        self.me = ""  # set by the transport, which knows it first
+        self.me = ""  # the transport sets it
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
         self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
         self._role = role
         self._greeted: set[str] = set()
-        self._serving: defaultdict[str, set[Writer]] = defaultdict(set)
+        self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)  # in their order, unlike a set
         self._noted: deque[tuple[float, str, str]] = deque()
 
     @property
@@ -83,7 +83,7 @@ class Gate:
     # -- this side begins ---------------------------------------------------------------------------------------------
 
     def believes(self, peer: str) -> bool:
-        """Whether what this peer says of the run counts. A stranger's refusal, for one, must not end anybody."""
+        """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process."""
         return self.admission is None or self.role_of(peer) is not None
 
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
@@ -101,7 +101,7 @@ class Gate:
             reason = self._take(peer, theirs)
             if reason is None:
                 await self._compare(stream, mine, theirs)
-            elif mine.revoked > theirs.revoked:  # it may be on the list, and shall hear of that
+            elif mine.revoked > theirs.revoked:  # the other may be on the list, and has to hear of that
                 with contextlib.suppress(*BROKEN):
                     await self._compare(stream, mine, theirs)
         except PayloadError as error:
@@ -147,11 +147,11 @@ class Gate:
                 await stream.drained(discard=MAX_GREETING_BYTES)
             stream.close()
             return
-        self._serving[peer].add(writer)
+        self._serving[peer][writer] = None
         try:
             await handler(peer, reader, writer)
         finally:
-            self._serving[peer].discard(writer)
+            self._serving[peer].pop(writer, None)
             if not self._serving[peer]:
                 del self._serving[peer]
 
@@ -174,7 +174,7 @@ class Gate:
         return None if self.admission is None else self.admission.role_of(peer, time.time())
 
     def evidence(self) -> list[str]:
-        """What a public record of this peer says of its invitation."""
+        """What this peer's public record says about its invitation."""
         return [] if self.admission is None else [self.admission.token.credential(self.me, self._role)]
 
     def witness(self, peer: str, record: object) -> None:
@@ -183,7 +183,7 @@ class Gate:
             self.admission.witness(peer, str(record[1]), time.time())
 
     def expel(self) -> dict[str, str]:
-        """Put out whoever may be in no longer, and close its streams; returns the reasons by peer."""
+        """Put out the peers that are no longer admitted, and close their streams; returns the reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
         for peer, reason in out.items():
             self._greeted.discard(peer)
@@ -193,7 +193,7 @@ class Gate:
         return out
 
     def lapsed(self) -> str | None:
-        """Why this peer itself may be in no longer."""
+        """Why this peer itself is no longer admitted; None when it is."""
         return None if self.admission is None else self.admission.lapsed(self.me, time.time())
 
     # -- revocations --------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Gate:
         return None if self.admission is None else self.admission.admit(peer, greeting.credential, time.time())
 
     async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
-        """Who has the newer list gives it to the other, and waits until that one has read it and ends the stream."""
+        """The side with the newer list sends it, and waits until the other has read it and ends the stream."""
         if mine.revoked < theirs.revoked:
             self.hear(expect(await stream.receive(), Revocations))
         elif mine.revoked > theirs.revoked and self.revocations is not None:
@@ -249,19 +249,19 @@ class Gate:
 
 
 class _Unparsed:
-    """Stands for a type of requests that hivemind shall hand on as they come."""
+    """In place of a type of requests: hivemind then hands requests on unparsed."""
 
     FromString = staticmethod(bytes)
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
-    """hivemind's P2P whose DHT calls, in and out, are between peers that know each other."""
+    """hivemind's P2P. Its DHT calls, in and out, are between peers that know each other."""
 
     gate: Gate
     open_greeting: Callable[[str], Awaitable[tuple[Reader, Writer]]]
 
     async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
-        """As in `P2P`; a stranger's call fails before it is parsed. For single requests, as all of the DHT's are."""
+        """As in `P2P`, but a stranger's call fails before it is parsed. All calls of the DHT are single requests."""
 
         async def guarded(request: bytes, context: Any) -> Any:
             peer = context.remote_id.to_base58()
@@ -312,9 +312,9 @@ def gate_for(run_id: str, run_key: str | None, token: str | None, key_path: str 
 
 
 def watching(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
-    """The gate of a visitor, who shows itself as observer whatever its invitation allows, so that this is not used up.
+    """The gate of a visitor. It shows itself as observer, whatever its invitation allows, and does not use that up.
 
-    With neither invitation nor key it is that of an open run. `run_id` is of interest with a key only.
+    Without an invitation and a key it is the gate of an open run. Only a key needs the `run_id`.
     """
     if token is not None:
         return Gate(Admission(Token.read(token)), "observer")

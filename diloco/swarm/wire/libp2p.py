@@ -1,7 +1,7 @@
-"""Starts hivemind's two halves in this process's own event loop: the libp2p daemon and the DHT node.
+"""Starts the two halves of hivemind in this process's own event loop: the libp2p daemon and the DHT node.
 
-hivemind.DHT would fork a process of its own; `DHTNode` on a `P2P` of our loop needs none, and leaves nothing behind:
-the daemon ends when the process that started it does, however that ends.
+`hivemind.DHT` would fork a process of its own. A `DHTNode` on a `P2P` of our loop needs none and leaves nothing behind:
+the daemon ends with the process that started it, however that ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CLOSE_S = 5.0
 Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 """Asks other peers whether they can connect to this one, and what would help if not."""
 
-_LOST = ("routing: not found", "failed to find any peer in table")  # libp2p on a peer that it has no address of
+_LOST = ("routing: not found", "failed to find any peer in table")  # libp2p has no address of the peer
 
 
 def peer_id_of(address: str) -> str:
@@ -97,11 +97,11 @@ def _identity(path: Path) -> bytes:
 
 
 def own_id(path: Path) -> str:
-    """The peer id of the key in this file, which is made when it is missing; `ConfigError` when it is none."""
+    """The peer id of the key in this file, which is made when it is missing; `ConfigError` when it holds no key."""
     key = _identity(path)
     try:
         return str(PeerID.from_identity(key).to_base58())
-    except Exception:  # of protobuf or of the library for keys, by what is wrong with it
+    except Exception:  # protobuf or the library for keys raises it
         raise ConfigError(f"swarm.identity_path={path} holds no private key; name another file, or a new one") from None
 
 
@@ -123,7 +123,7 @@ def _explain(error: Exception, initial_peers: Sequence[str], listen: Sequence[st
 
 
 def _check_free(listen: Sequence[str]) -> None:
-    """`SwarmError` when somebody listens on one of these ports; the daemon would share it, as libp2p reuses ports."""
+    """`SwarmError` when another program has one of these ports. The daemon would share it: libp2p reuses ports."""
     for address in listen:
         _, family, host, transport, port, *_ = address.split("/")
         if family not in ("ip4", "ip6") or port == "0":
@@ -131,7 +131,7 @@ def _check_free(listen: Sequence[str]) -> None:
         kind = socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM
         with socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6, kind) as probe:
             if transport == "tcp":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not kept by connections that ended
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections do not keep it
             try:
                 probe.bind((host, int(port)))
             except OSError as error:
@@ -177,7 +177,7 @@ def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
 
 
 class Libp2p:
-    """The real `Transport`: a libp2p daemon, and hivemind's DHT on it; nobody passes either but through the gate."""
+    """The real `Transport`: a libp2p daemon, and hivemind's DHT on it. Everything passes the gate."""
 
     def __init__(self, p2p: GuardedP2P, seeds: list[str], gate: Gate) -> None:
         self.me = gate.me = str(p2p.peer_id.to_base58())
@@ -245,7 +245,7 @@ class Libp2p:
         return self
 
     async def _join_dht(self, run_id: str, seeds: Sequence[str], identity_path: Path) -> None:
-        # Both need torch or all of hivemind, which takes a visitor longer than its visit.
+        # Both import torch or all of hivemind, which takes longer than a visit.
         from hivemind.dht.node import DHTNode
 
         from diloco.swarm.wire.dht_records import OwnedRecords
@@ -263,9 +263,9 @@ class Libp2p:
     async def visit(
         cls, initial_peers: Sequence[str], gate: Gate | None = None, identity_path: Path | None = None
     ) -> Libp2p:
-        """Only ask others: listens nowhere and takes no part in the DHT; without a file, the identity is a new one.
+        """A peer that only asks: it listens nowhere and takes no part in the DHT. Without a file its identity is new.
 
-        Its seeds are those that answered; `silent` has the others.
+        Its seeds are the peers that answered; `silent` has the other addresses.
 
         Raises:
             SwarmError: nobody answers there, or they do not admit this peer.
@@ -322,7 +322,7 @@ class Libp2p:
         await self._p2p.add_binary_stream_handler(protocol, serve)
 
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
-        """As in `Transport`. A peer that was restarted knows us no longer, so what comes first is greeted each time."""
+        """As in `Transport`. A peer that restarted does not know us, so each control stream begins with a greeting."""
         if self._gate.admission is not None:
             await self._gate.greet(peer, partial(self._open_greeting, peer), again=protocol == CONTROL)
         return await self._open(peer, protocol)
@@ -334,7 +334,7 @@ class Libp2p:
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         try:
             peer_id = PeerID.from_base58(peer)
-        except ValueError:  # from a hello or the DHT, so anybody's
+        except ValueError:  # the id comes from a hello or the DHT, where anybody may write it
             raise ConnectionError(f"{peer[:64]!r} is no peer id") from None
         for called in (False, True):
             try:
@@ -346,7 +346,7 @@ class Libp2p:
         raise AssertionError
 
     async def _call(self, peer: str) -> bool:
-        """Connect to a peer that libp2p does not find, at the addresses that we know of; whether it is there."""
+        """Connect to a peer that libp2p does not find, at the addresses that we know; whether it answers."""
         return "" in (await call_each(self._p2p, self.where(peer))).values()
 
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
@@ -376,7 +376,7 @@ class Libp2p:
         return ""
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
-        """As in `Transport`, with a daemon of its own: this one would use the connection that there is."""
+        """As in `Transport`, with another daemon, because this one would use its open connection."""
         visitor = await mute()
         try:
             outcome = {}
@@ -388,13 +388,13 @@ class Libp2p:
             await visitor.shutdown()
 
     async def failed(self) -> None:
-        """As in `Transport`: a peer whose daemon ended would train on alone and not know it."""
+        """As in `Transport`. Without its daemon a peer would train on alone and not know it."""
         code = await self._p2p._child.wait()
         remedy = "run the same command again to go on from the checkpoint"
         raise SwarmError(f"this peer's libp2p daemon ended (code {code}); {remedy}")
 
     async def close(self) -> None:
-        """End DHT and daemon, but not at any price: what waits for a daemon that died takes no cancellation."""
+        """End DHT and daemon. The wait is bounded, because tasks that wait for a dead daemon ignore cancellation."""
         for part in (self._dht, self._p2p):
             if part is not None:
                 await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)

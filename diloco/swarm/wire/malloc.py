@@ -1,7 +1,7 @@
-"""Keeps what an exchange needs for a moment from staying with the process for ever.
+"""Gives the memory that an exchange needs for a moment back to the system.
 
-glibc keeps freed memory for the thread that freed it: gradients' for the trainer, buffers' for the swarm thread.
-So an exchange would come on top of a training step instead of taking its place: 0.3 to 0.4 copies of the parameters.
+glibc keeps freed memory for the thread that freed it: that of gradients for the trainer, that of buffers for the swarm
+thread. Without this an exchange would need 0.3 to 0.4 copies of the parameters on top of a training step.
 """
 
 from __future__ import annotations

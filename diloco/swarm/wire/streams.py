@@ -14,7 +14,7 @@ from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
-if TYPE_CHECKING:  # who only watches has no tensors, and needs no torch
+if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
     from torch import Tensor
 
 __all__ = ["BROKEN", "BULK", "CONTROL", "Stream", "Traffic", "open_bulk"]
@@ -23,7 +23,7 @@ CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
 
-# What reading from or writing to a peer that vanished raises.
+# Raised by reading from or writing to a peer that vanished.
 BROKEN = (
     asyncio.IncompleteReadError,
     ConnectionError,
@@ -39,20 +39,20 @@ _DISCARD_BYTES = 1 << 16
 FRAME_TIMEOUT_S = 30.0
 STALL_FLOOR_S = 20.0
 STALL_FACTOR = 20.0
-SENDING_FACTOR = 10.0  # a thin link takes what is written late, and whether it takes anything, the heartbeats know
+SENDING_FACTOR = 10.0  # a thin link takes bytes late; heartbeats tell whether it takes any
 
 
 @dataclass
 class Traffic:
-    """Bytes of all streams of a node, as this side wrote and read them, and how fast it may write payload."""
+    """Bytes that a node has written and read on all its streams, and how fast it may write payload."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
     upload_limit: float | None = None  # bytes per second
     _free_at: float = 0.0
 
-    async def turn(self, nbytes: int) -> None:
-        """Wait until these bytes may follow what all streams have sent so far."""
+    async def throttle(self, nbytes: int) -> None:
+        """Wait until the upload limit allows that many bytes more."""
         if self.upload_limit is None:
             return
         now = asyncio.get_running_loop().time()
@@ -63,8 +63,8 @@ class Traffic:
 class Stream:
     """A stream to or from one authenticated peer.
 
-    Every read has a deadline: for a frame a fixed one, for payload one from the measured pace of this stream. When it
-    passes, `asyncio.TimeoutError` is raised, which is in `BROKEN` like any other end of the connection.
+    Every read has a deadline: a fixed one for a frame, and one derived from the measured pace of this stream for
+    payload. When it passes, `asyncio.TimeoutError` is raised, which is in `BROKEN` like any other broken connection.
     """
 
     def __init__(self, peer: str, reader: Reader, writer: Writer, traffic: Traffic) -> None:
@@ -84,7 +84,7 @@ class Stream:
         await self._writer.drain()
 
     async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Message:
-        """Read and validate one message; `PayloadError` when it is none, or announces more than `limit` bytes."""
+        """Read and validate one message; `PayloadError` when it is invalid, or announces more than `limit` bytes."""
         return await within(timeout_s, self._receive(limit))
 
     async def _receive(self, limit: int) -> Message:
@@ -97,13 +97,13 @@ class Stream:
 
     async def send_payload(self, payload: Tensor) -> None:
         """Write a uint8 tensor; it must not be changed afterwards (the transport may still be reading it)."""
-        await self._traffic.turn(payload.numel())
+        await self._traffic.throttle(payload.numel())
         self._writer.write(payload.numpy().data)
         self._traffic.bytes_sent += payload.numel()
         await within(SENDING_FACTOR * self._patience_s(), self._writer.drain())
 
     async def receive_payload(self, out: Tensor) -> None:
-        """Fill a uint8 tensor from the stream; a link may be as thin as it likes while bytes come."""
+        """Fill a uint8 tensor from the stream. As long as bytes come, the link may be as thin as it likes."""
         loop = asyncio.get_running_loop()
         begun_at = loop.time()
         self._filled = filled = 0
@@ -119,7 +119,7 @@ class Stream:
         self._traffic.bytes_received += out.numel()
 
     async def _fill(self, out: memoryview) -> None:
-        """Take bytes as they come: `readexactly` gathers and copies whole chunks, in twice the processor time."""
+        """Take bytes as they come. `readexactly` gathers and copies whole chunks, which takes twice the CPU time."""
         while (at := self._filled) < len(out):
             piece = await self._reader.read(len(out) - at)
             if not piece:
@@ -128,10 +128,10 @@ class Stream:
             self._filled = at + len(piece)
 
     async def drained(self, discard: int = 0) -> None:
-        """Wait until the other side has read everything, which it says by ending the stream.
+        """Wait until the other side has read everything; it then ends the stream.
 
-        The daemon resets a stream whose sender closes first, and what is still under way is lost: about 3 of 1000
-        records were, on loopback. Who is refused may be sending still: up to `discard` bytes of that are thrown away.
+        The daemon resets a stream whose sender closes first, and loses what is still under way: about 3 of 1000 records
+        on loopback. A peer that is refused may still be sending: up to `discard` bytes from it are thrown away.
         """
         await within(FRAME_TIMEOUT_S, self._read_to_the_end(discard))
 

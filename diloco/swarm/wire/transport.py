@@ -1,6 +1,6 @@
 """What a node needs of the network: streams to peers by id, and records that outlive a connection.
 
-`daemon.Libp2p` is the real one. Another implementation (in memory, in virtual time) drives the same node.
+`libp2p.Libp2p` is the real one. The simulator has another one, in virtual time, for the same node.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class Transport(Protocol):
         me: this peer's id; the other side of every stream knows it for certain.
         seeds: ids of the peers through which it joined.
         addresses: where others reach it, best first; empty for a peer that listens nowhere.
-        reachable: whether others can open a connection to it. To one that they cannot, they open streams over the
-            connections that it has opened. advice: what would make it reachable, if it is not.
-        where: addresses of a peer by its id; its owner may know some where the network does not.
+        reachable: whether others can open a connection to it. To a peer that is not, they open streams over the
+            connections that it has opened itself.
+        advice: what would make it reachable, if it is not.
+        where: addresses of a peer by its id. The owner sets it, because it may know addresses that the network does
+            not.
 
-    Everything that cannot be done because somebody is not there raises `ConnectionError` or `TimeoutError`.
+    A method that fails because a peer is not there raises `ConnectionError` or `TimeoutError`.
     """
 
     me: str
@@ -79,7 +81,7 @@ class Transport(Protocol):
         ...
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
-        """Try to connect to a peer at each of these addresses as if never met; what went wrong by address, or ""."""
+        """Try to connect to a peer at each of these addresses as if it were new; the error by address, "" for none."""
         ...
 
     async def failed(self) -> None:

@@ -21,6 +21,7 @@ from diloco.errors import ConfigError, DilocoError
 
 __all__ = ["Island"]
 
+BROKEN = ("Connection closed by peer", "Connection reset by peer")  # what gloo says when another rank has ended
 # Other ranks wait in a collective while rank 0 waits for the swarm, which has deadlines of its own.
 COLLECTIVE_TIMEOUT = timedelta(hours=12)
 
@@ -74,10 +75,13 @@ class Island:
         return batch[self.rank :: self.size]
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Raise `ConfigError` unless the ranks can share the peer's batch evenly; rank 0 says so for all."""
+        """Raise `ConfigError` on rank 0 unless the ranks can share the peer's batch evenly.
+
+        The other ranks wait for its end, because torchrun ends rank 0 as soon as another one has ended.
+        """
         if batch_size % self.size:
             if not self.leads:
-                raise SystemExit(ConfigError.exit_code)
+                self.agree([0])
             raise ConfigError(
                 f"inner.batch_size={batch_size} cannot be shared evenly by {self.size} processes; "
                 f"use a multiple of {self.size}"
@@ -89,7 +93,7 @@ class Island:
         try:
             yield
         except RuntimeError as error:
-            if "Connection closed by peer" not in str(error):
+            if not any(broken in str(error) for broken in BROKEN):
                 raise
             raise SystemExit(DilocoError.exit_code) from None
 

@@ -54,16 +54,21 @@ def run(config: Config, listen: Listener) -> Summary:
     """
     island = Island.from_environment(config.train.device)
     try:
-        if config.outer.method == "diloco":
-            island.check_batch_size(config.inner.batch_size)
         if not island.leads:
             with island.following():
+                _check(config, island)
                 return _run(config, island, lambda message: None)
+        _check(config, island)
         prepare_run_directory(config.run.dir)
         with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
             return _run(config, island, listen)
     finally:
         island.close()
+
+
+def _check(config: Config, island: Island) -> None:
+    if config.outer.method == "diloco":
+        island.check_batch_size(config.inner.batch_size)
 
 
 def _run(config: Config, island: Island, listen: Listener) -> Summary:

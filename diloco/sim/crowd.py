@@ -89,6 +89,7 @@ class Life:
     sync: Attachment | None = None
     node: Node | None = None
     ready: bool = False
+    began: bool = False  # it has trained
     leaving: bool = False
     ended: str = ""
     fresh: bool = True  # no life before this one trained, so its counters are all that the peer ever did
@@ -214,8 +215,7 @@ class Crowd:
         self.ended.append(life)
         if life.ended:
             return
-        began = life.sync is not None and life.sync.steps > 0
-        if isinstance(error, SwarmError) and not began and self._numbers < JOINS:
+        if isinstance(error, SwarmError) and not life.began and self._numbers < JOINS:
             life.ended = f"could not join: {error}"
             self.note(life.name, life.ended)
             self.loop.at(self.loop.seconds + REJOIN_S, self._again, life)
@@ -258,6 +258,7 @@ class Crowd:
                 w.grad = torch.tensor([r.gauss(0.0, 1.0) for _ in range(w.numel())])
                 sync.count(TOKENS_PER_STEP)
                 optimizer.step()
+                life.began = True
                 if sync.exchanged and not sync.interrupted:
                     life.checkpoint = self._boundary(life, sync, optimizer)
 
@@ -266,8 +267,12 @@ class Crowd:
         assert life.lockstep is not None
         with sync.checkpointing() as live:
             if life.member.boundary_s:
+                begun = self._checkpoint(sync, live, optimizer)
                 life.lockstep.call(asyncio.sleep(life.member.boundary_s))
-            return self._checkpoint(sync, live, optimizer)
+            written = self._checkpoint(sync, live, optimizer)
+        if life.member.boundary_s and begun.digests != written.digests:
+            self.failures.append(f"the checkpoint of {life.name} moved while it was written")
+        return written
 
     def _checkpoint(self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer) -> Checkpoint:
         saved = _copied(live)

@@ -1,0 +1,269 @@
+"""Known bugs, to be made again one at a time: text of a module, and what it becomes.
+
+    python -m tests.mutants NAME [FIRST [SEEDS]]      plays seeds with that bug; ends with 1 when one is found
+
+The fuzz has to find each of them within its stated seeds, or the fuzz has a hole. A mutant whose text is not in its
+module any more is an error: when the code changes, so does the mutant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug: `before` stands once in the module, and becomes `after`. It is found in `seeds` from `first` on."""
+
+    name: str
+    story: str
+    module: str
+    before: str
+    after: str
+    first: int = 0
+    seeds: int = 100
+
+    def applied_to(self, source: str) -> str:
+        """The source with the bug."""
+        assert source.count(self.before) == 1, (
+            f"{self.name}: the text is {source.count(self.before)} times in its module"
+        )
+        return source.replace(self.before, self.after)
+
+
+MUTANTS = [
+    Mutant(
+        "lost-lease-takes-the-outer-state",
+        "A syncer loses its lease while a thread merges; the outer state is gone when the thread wants it.",
+        "diloco.swarm.node.merging",
+        "digest = await in_thread(held.merge_, step, update, judged)",
+        "digest = await in_thread(lambda: self._replica.held[fragment.index].merge_(step, update, judged))",
+    ),
+    Mutant(
+        "half-open",
+        "A peer is refused by another that has called it; it never calls again, and that one never hears of it.",
+        "diloco.swarm.node.mesh",
+        """            for member in self._protocol.members.all():
+                self.dial(member.peer)""",
+        """            for member in []:
+                self.dial(member.peer)""",
+    ),
+    Mutant(
+        "waits-for-min-peers-for-ever",
+        "A peer that was cut off before enough had come waits for `min_peers`, while the others train.",
+        "diloco.protocol.peer",
+        "enough = len(self.members) + 1 >= self.min_peers or self.under_way()",
+        "enough = len(self.members) + 1 >= self.min_peers",
+    ),
+    Mutant(
+        "quorum-waits-for-discarded",
+        "Two histories of equal length meet; each side waits for contributions that the other has given up.",
+        "diloco.protocol.syncer",
+        "return now - member.progress_at > (WAITING_S if has_update else member.stall_s())",
+        "return has_update and now - member.progress_at > WAITING_S",
+    ),
+    Mutant(
+        "waits-for-each-other",
+        "Under a quorum each of several peers waits for a fragment to which only it contributed.",
+        "diloco.protocol.syncer",
+        "return now - member.progress_at > (WAITING_S if has_update else member.stall_s())",
+        "return False",
+    ),
+    Mutant(
+        "successor-merges-again",
+        "A successor does not know what is in its anchor, and merges a contribution that is in it.",
+        "diloco.protocol.peer",
+        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)",
+        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by)",
+    ),
+    Mutant(
+        "slow-stream-is-the-next-contribution",
+        "A second stream of an earlier contribution is slow, and is taken for the next contribution.",
+        "diloco.protocol.syncer",
+        "(chunk, base_version) != (offer.chunks, offer.base_version)",
+        "chunk != offer.chunks",
+    ),
+    Mutant(
+        "outcome-is-guessed",
+        "After a broken stream a peer guesses whether its contribution was merged.",
+        "diloco.swarm.node.rounds",
+        "merged = protocol.accounts.merged(fragment).get(protocol.me, -1)",
+        "merged = None",
+    ),
+    Mutant(
+        "caught-up-syncer-forgets-what-is-merged",
+        "A syncer that caught up does not know what is in the version that it fetched.",
+        "diloco.protocol.peer",
+        "syncer.advance(version, fragment.merged())",
+        "syncer.advance(version)",
+    ),
+    Mutant(
+        "claims-below-a-published-version",
+        "A successor claims at once, below a version that the dead syncer published and that another peer has.",
+        "diloco.protocol.succession",
+        "return lease is not None and lease.holder not in view.members and lease.version > have",
+        "return False",
+    ),
+    Mutant(
+        "leaver-merges-after-handing-over",
+        "A leaver gives its outer state away and makes another version, which the heir's state lacks.",
+        "diloco.protocol.peer",
+        "            self.fragments[fragment].handed_over = True",
+        "            pass",
+    ),
+    Mutant(
+        "lost-history-is-not-recounted",
+        "Another history wins, and a peer goes on counting its tokens in the one that lost as applied.",
+        "diloco.swarm.node.anchors",
+        "            self._recount(header.shares)",
+        "            pass",
+    ),
+    Mutant(
+        "other-history-is-merged",
+        "What was learned from the anchor of another history is merged into this one.",
+        "diloco.swarm.node.rounds",
+        "return lease.version == exchange.base_version == here.version and lease.digest != here.digest",
+        "return False",
+    ),
+    Mutant(
+        "torn-checkpoint",
+        "The own node makes the next version in the tensors of the checkpoint that is being written.",
+        "diloco.swarm.node.anchors",
+        """            if copies:
+                self.end_snapshot()
+        terms""",
+        """            self.end_snapshot()
+        terms""",
+    ),
+    Mutant(
+        "fragment-is-not-locked",
+        "A record is applied, and a contribution folded in, while a thread moves the same anchor.",
+        "diloco.swarm.conversations.locks",
+        """        return self._lock
+
+""",
+        """        return asyncio.Lock()
+
+""",
+    ),
+    Mutant(
+        "begins-between-versions",
+        "A newcomer begins from fragments of which some are a version ahead of the round under way.",
+        "diloco.protocol.view",
+        """        if any(map(self.behind, range(len(self.fragments)))):
+            return False
+        if not self.lockstep:""",
+        """        if any(map(self.behind, range(len(self.fragments)))):
+            return False
+        if True:""",
+    ),
+    Mutant(
+        "record-of-another-version",
+        "An update is applied to an anchor that it does not follow.",
+        "diloco.swarm.node.anchors",
+        "if here != (header.version - 1, header.digest_before):",
+        "if False:",
+    ),
+    Mutant(
+        "closing-version-takes-more",
+        "A version that closes accepts another contribution, whose first chunks it has not got.",
+        "diloco.protocol.syncer",
+        "elif self._closing and not whole and not self.folds_whole:",
+        "elif False:",
+    ),
+    Mutant(
+        "higher-version-wins-the-lease",
+        "Of two claims under one term the higher version wins, so that the order of arrival decides.",
+        "diloco.protocol.leases",
+        "rank = (score(peer, claim.fragment), peer, claim.version)",
+        "rank = (score(peer, claim.fragment) + (claim.version > current.version), peer, claim.version)",
+    ),
+    Mutant(
+        "late-offer-survives-a-fetched-version",
+        "A contribution on its way is in the version that its syncer fetched, and is merged once more.",
+        "diloco.protocol.syncer",
+        "if self.folds_whole and not offer.whole and offer.base_version > self._merged.get(peer, -1)",
+        "if self.folds_whole and not offer.whole",
+    ),
+    Mutant(
+        "flight-outlives-its-cancellation",
+        "A flight that is given up leaves its stream running, and sends parameters that train on.",
+        "diloco.swarm.conversations.tasks",
+        """            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])""",
+        """            pass""",
+    ),
+    Mutant(
+        "penalty-is-for-ever",
+        "A peer that once sent noise is refused for ever.",
+        "diloco.protocol.penalties",
+        "",
+        "",
+    ),
+    Mutant(
+        "dead-units-are-lost",
+        "Sequences of a dead peer that are in the model already are handed out again.",
+        "diloco.protocol.dealer",
+        "",
+        "",
+    ),
+]
+MUTANTS = [mutant for mutant in MUTANTS if mutant.before]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module with its bug."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._path = ROOT / (mutant.module.replace(".", "/") + ".py")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._mutant.module:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._path, loader=self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = self._mutant.applied_to(self._path.read_text(encoding="utf-8"))
+        exec(compile(source, str(self._path), "exec"), module.__dict__)
+
+
+def play_mutant(name: str, first: int | None = None, seeds: int | None = None) -> int | None:
+    """In a fresh process: the first seed that finds the bug, or None."""
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
+    assert mutant.module not in sys.modules, "the module is imported already; play mutants in a process of their own"
+    sys.meta_path.insert(0, _Finder(mutant))
+    scenario = importlib.import_module("diloco.sim.faults").scenario
+    play = importlib.import_module("diloco.sim.stage").play
+    begin = mutant.first if first is None else first
+    for seed in range(begin, begin + (mutant.seeds if seeds is None else seeds)):
+        try:
+            violation = play(scenario(seed)).violation
+        except Exception as error:
+            violation = repr(error)
+        if violation is not None:
+            print(f"{name}: seed {seed}: {violation[:300]}")
+            return seed
+    print(f"{name}: not found")
+    return None
+
+
+if __name__ == "__main__":
+    found = play_mutant(sys.argv[1], *map(int, sys.argv[2:]))
+    sys.exit(found is not None)

@@ -53,9 +53,12 @@ MUTANTS = [
         "half-open",
         "A peer is refused by another that has called it; it never calls again, and that one never hears of it.",
         "diloco.swarm.node.mesh",
-        """            for member in self._protocol.members.all():
+        """                self.dial(peer)
+            for member in self._protocol.members.all():
                 self.dial(member.peer)""",
-        """            for member in []:
+        """                if peer not in self._protocol.members:
+                    self.dial(peer)
+            for member in []:
                 self.dial(member.peer)""",
     ),
     Mutant(

@@ -18,6 +18,7 @@ KINDS = (
     "crash", "restart", "leave", "join", "host", "freeze", "suspend", "reset", "stall", "split", "hold", "garble",
 )  # fmt: skip
 TEARING = ("freeze", "suspend", "reset", "stall", "split", "hold", "garble")  # peers lose each other, and live
+START_S = 5.0  # peers meet, and begin
 HORIZON_S = 40.0  # faults begin before that
 SPLIT_PROGRESS_S = 66.0  # after so long on its own, a side must have made a version
 
@@ -126,7 +127,8 @@ def _fault(r: random.Random) -> Fault:
     seconds = r.choice([0.5, 1.0, 3.0, 3.0, 8.0, 8.0, 14.0, 14.0, 25.0])
     if kind == "split" and r.random() < 0.1:
         seconds = SPLIT_PROGRESS_S
-    return Fault(round(r.uniform(0.5, HORIZON_S), 2), r.choice([0, r.randrange(40)]), kind, r.randrange(100), seconds)
+    at_s = r.uniform(0.5, r.choice([START_S, HORIZON_S, HORIZON_S, HORIZON_S]))
+    return Fault(round(at_s, 2), r.choice([0, r.randrange(40)]), kind, r.randrange(100), seconds)
 
 
 def _outer(r: random.Random, fragments: int) -> dict[str, Any]:

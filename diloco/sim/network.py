@@ -305,6 +305,10 @@ class Network:
     def _fly(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
         now, trip_s = self.loop.seconds, self.latency_s(pipe.source, pipe.target)
         piece.whole_at = now + seconds + trip_s
+        if self._links[pipe.target].down is None:  # nothing to wait for there
+            pipe.landing.append(piece)
+            self.loop.at(piece.whole_at, pipe.land)
+            return
         pipe.flying.append(piece)
         self.loop.at(now + trip_s, self._arrive, pipe)
 

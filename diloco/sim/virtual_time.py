@@ -101,7 +101,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def at(self, second: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
         """Call back at a second of the simulation, on behalf of nobody: no peer's freeze or death prevents it."""
-        return super().call_at(second, callback, *args, context=_NOBODY.copy())
+        return super().call_at(second, callback, *args, context=_NOBODY)
 
     def set_clock(self, owner: str, rate: float, offset_s: float) -> None:
         """From now on the owner's clock shows offset_s + rate * virtual seconds."""

@@ -163,12 +163,8 @@ MUTANTS = [
         "begins-between-versions",
         "A newcomer begins from fragments of which some are a version ahead of the round under way.",
         "diloco.protocol.view",
-        """        if any(map(self.behind, range(len(self.fragments)))):
-            return False
-        if not self.lockstep:""",
-        """        if any(map(self.behind, range(len(self.fragments)))):
-            return False
-        if True:""",
+        "if not self.lockstep or not self.trains:",
+        "if True:",
     ),
     Mutant(
         "record-of-another-version",

@@ -541,12 +541,6 @@ class Counting(Codec):
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         acc.add_(payload.view(torch.float32), alpha=weight)
 
-    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        self.encode(master, out)
-
-    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
-        self.decode(payload, anchor)
-
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> OuterConfig:

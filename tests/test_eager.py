@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.outer.eager import eager_
-from diloco.outer.optimizer import nesterov_
+from diloco.outer.optimizer import eager_, nesterov_
 
 
 def gaussian(numel: int, seed: int, scale: float = 1.0) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
-from diloco.outer.eager import eager_
 from diloco.outer.fragments import partition
-from diloco.outer.optimizer import OuterStep, delayed_nesterov_, mean_, nesterov_, optimizer
+from diloco.outer.optimizer import OuterStep, delayed_nesterov_, eager_, mean_, nesterov_, optimizer
 from diloco.outer.rates import lr_at, momentum_at
 from diloco.outer.rda import add_directions_, radial_directional_
 from diloco.outer.replica import Replica

@@ -7,7 +7,6 @@
     held        the syncer's half: contributions in, outer step, update out
     merging     merge rules; their math is in `rda` and `robust`, and `staged` keeps what they compare
     optimizer   outer optimizers; `rates` says how large their steps are
-    eager       a peer's own pseudo-gradient acts at once, those of the others a round late
 
 A new algorithm is a class in one of three registries, and its name in one of the Literals at the top of
 `diloco/config/groups.py`. It is tested by the contract test of its registry as soon as it is there, and what does not

@@ -47,7 +47,6 @@ from diloco.outer.payloads import (
     assert_chunk,
     blockwise,
     buffer,
-    column,
     exponents_of,
     is_aligned,
     is_within,
@@ -68,7 +67,6 @@ class _FloatCodec(Codec):
     carries_values = True
     dtype: ClassVar[torch.dtype]
     largest: ClassVar[float]
-    memory: ClassVar[str]
 
     def nbytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
@@ -79,7 +77,7 @@ class _FloatCodec(Codec):
         if is_aligned(out, self.dtype):
             out.view(self.dtype).copy_(x)
         else:
-            out.copy_(buffer(self.memory, self.dtype, x.numel()).copy_(x).view(torch.uint8))
+            out.copy_(buffer("values", self.dtype, x.numel()).copy_(x).view(torch.uint8))
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         out.copy_(self.values(payload, out.numel()))
@@ -87,18 +85,12 @@ class _FloatCodec(Codec):
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         acc.add_(self.values(payload, acc.numel()), alpha=weight)
 
-    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        self.encode(master, out)
-
-    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
-        self.decode(payload, anchor)
-
     def values(self, payload: Tensor, numel: int) -> Tensor:
         self._check_length(payload, numel)
         if is_aligned(payload, self.dtype):
             values = payload.view(self.dtype)
         else:
-            values = buffer(self.memory, self.dtype, numel)
+            values = buffer("values", self.dtype, numel)
             values.view(torch.uint8).copy_(payload)
         if self.dtype != torch.float32:
             values = buffer("values", torch.float32, numel).copy_(values)
@@ -112,14 +104,12 @@ class _Fp32(_FloatCodec):
     name = "fp32"
     dtype = torch.float32
     largest = LIMIT
-    memory = "values"
 
 
 class _Fp16(_FloatCodec):
     name = "fp16"
     dtype = torch.float16
     largest = torch.finfo(torch.float16).max
-    memory = "half"
 
 
 class _BlockCodec(Codec):
@@ -151,21 +141,15 @@ class _BlockCodec(Codec):
     def decode(self, payload: Tensor, out: Tensor) -> None:
         self._check(payload, out.numel())
         for rows, exponents, codes in self._blocks(out, payload):
-            scales = column(power_of_two(exponents, self.unit_exponent))
+            scales = power_of_two(exponents, self.unit_exponent)
             torch.mul(self._dequantise(codes, rows.shape[1]), scales, out=rows)
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         self._check(payload, acc.numel())
+        # With weight 1 products are exact, so sums round alike whether or not the hardware fuses the two.
         for rows, exponents, codes in self._blocks(acc, payload):
-            scales = column(power_of_two(exponents, self.unit_exponent) * np.float32(weight))
+            scales = power_of_two(exponents, self.unit_exponent) * weight
             rows.addcmul_(self._dequantise(codes, rows.shape[1]), scales)
-
-    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        self.encode(torch.sub(master, anchor, out=buffer("displacement", torch.float32, master.numel())), out)
-
-    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
-        # The products are exact, so the sum is the only rounding, whether or not the hardware fuses the two.
-        self.accumulate_(anchor, payload, 1.0)
 
     def _check(self, payload: Tensor, numel: int) -> None:
         self._check_length(payload, numel)
@@ -197,7 +181,7 @@ class _Int8(_BlockCodec):
         exponents = np.maximum(exponents_of(rows, self.name, round_up_from=127.5 / 64) - 6, self.min_exponent)
         # fp32 numbers at 1.5 * 2**(23 + e) are 2**e apart, so one addition scales, rounds (to even) and leaves the
         # code in the low byte: three operations in one pass.
-        magic = column(power_of_two(exponents, 0) * np.float32(1.5 * 2**23))
+        magic = power_of_two(exponents, 0) * (1.5 * 2**23)
         shifted = torch.add(rows, magic, out=buffer("values", torch.float32, *rows.shape))
         codes.copy_(shifted.view(torch.int32))
         return exponents
@@ -223,7 +207,7 @@ class _E3m0(_BlockCodec):
     def _quantise(self, rows: Tensor, codes: Tensor) -> Integers:
         # 1.5 is the middle of two levels. Half rounds magnitudes within 2**-11 of it up to 1.5, and so must the scale.
         exponents = np.maximum(exponents_of(rows, self.name, round_up_from=1.5 - 2**-11), self.min_exponent)
-        scales = column(power_of_two(-exponents, -self.unit_exponent))
+        scales = power_of_two(-exponents, -self.unit_exponent)
         scaled = torch.mul(rows, scales, out=buffer("values", torch.float32, *rows.shape))
         half = buffer("half", torch.float16, *rows.shape).copy_(scaled)
         bits = half.view(torch.int16).add_(0x200)  # s eeeee mmmmmmmmmm

@@ -22,7 +22,9 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
 
-__all__ = ["PART", "anchor_digest", "fragment_digest", "part_digest", "part_digests", "part_ranges", "short"]
+__all__ = [
+    "PART", "anchor_digest", "digest_of", "fragment_digest", "part_digest", "part_digests", "part_ranges", "short",
+]  # fmt: skip
 
 assert sys.byteorder == "little", "digests are defined over little-endian fp32"
 
@@ -59,11 +61,13 @@ def fragment_digest(parts: Sequence[str]) -> str:
     return _combine(b"diloco fragment\0", parts)
 
 
-def anchor_digest(fragments: Sequence[str]) -> str:
-    """The digest of all parameters from those of the fragments, in order of their index.
+def digest_of(flat: Tensor) -> str:
+    """The fragment digest of (numel,) fp32 values."""
+    return fragment_digest(part_digests(flat))
 
-    Raises PayloadError if one is not a digest.
-    """
+
+def anchor_digest(fragments: Sequence[str]) -> str:
+    """The digest of all parameters from those of the fragments, in order. PayloadError if one is not a digest."""
     return _combine(b"diloco anchor\0", fragments)
 
 

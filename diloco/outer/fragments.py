@@ -14,6 +14,7 @@ fragment.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,12 +128,12 @@ def _contiguous(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ..
 
 
 def _strided(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
-    layers: dict[str, dict[int, int]] = {}  # elements by stack (encoder, decoder) and number
+    layers = Counter[tuple[str, int]]()  # elements by stack (encoder, decoder) and number
     for name, numel in numels.items():
         if numel and (layer := _layer(name)):
-            stack = layers.setdefault(layer[0], {})
-            stack[layer[1]] = stack.get(layer[1], 0) + numel
-    order = [(stack, number) for stack, members in layers.items() for number in sorted(members)]
+            layers[layer] += numel
+    stacks = [stack for stack, _ in layers]
+    order = sorted(layers, key=lambda layer: (stacks.index(layer[0]), layer[1]))
     if len(order) < fragments:
         remedy = f"choose at most {len(order)} fragments, or" if order else "choose"
         raise ConfigError(
@@ -141,8 +142,8 @@ def _strided(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
         )
     owners = {layer: index % fragments for index, layer in enumerate(order)}
     weights = [0] * fragments
-    for (stack_name, number), index in owners.items():
-        weights[index] += layers[stack_name][number]
+    for layer, index in owners.items():
+        weights[index] += layers[layer]
     slices: list[list[Slice]] = [[] for _ in range(fragments)]
     for name, numel in numels.items():
         if not numel:
@@ -203,9 +204,7 @@ def gathered(buffer: Tensor, fragment: Fragment, start: int, stop: int, paramete
 def scatter_(parameters: Mapping[str, Tensor], fragment: Fragment, start: int, stop: int, values: Tensor) -> None:
     """Write `values` into [start, stop) of the fragment, in place in the parameters; the inverse of `gather_`.
 
-    Args:
-        parameters: the fragment's parameters by name, of any dtype, device and memory layout; may require gradients.
-        values: (stop - start,) fp32, contiguous.
+    `values` are (stop - start,) fp32, contiguous. Parameters may require gradients.
     """
     assert values.shape == (stop - start,), f"values are {tuple(values.shape)}, the range has {stop - start} elements"
     for offset, piece in fragment.locate(start, stop):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
-from diloco.outer.digest import fragment_digest, part_digests
+from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.merging import Sum, average_of, judge_of
 from diloco.outer.optimizer import OuterStep, optimizer
@@ -70,18 +70,18 @@ class Held:
         self.buffers = tuple(torch.zeros_like(anchor) for _ in range(self.optimizer.num_buffers))
         self.norms = Norms() if norms is None else norms
         self.chunks = tuple(chunks(fragment.numel))
+        self._numels = [stop - start for start, stop in self.chunks]
+        self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
         if self.rule is None:
             total = torch.zeros_like(anchor)
-            self.sums = [Sum(total[start:stop], self._pieces(chunk)) for chunk, (start, stop) in enumerate(self.chunks)]
+            sums = zip(total.split_with_sizes(self._numels), self._pieces, strict=True)
+            self.sums = [Sum(part, pieces) for part, pieces in sums]
         else:
-            self.staged = Staged([stop - start for start, stop in self.chunks], self.up, self.norms, rng)
+            self.staged = Staged(self._numels, self.up, self.norms, rng)
         self._clips = settings.judging == "recent"
         self._update_at = self.down.offsets(fragment.numel)
-
-    def _pieces(self, chunk: int) -> list[tuple[int, int]]:
-        return directional_pieces(self.fragment, *self.chunks[chunk])
 
     # -- contributions ------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Held:
         """L2 norms of the chunks of a whole contribution; `PayloadError` if `fold` would refuse one of them."""
         norms = []
         for chunk, payload in enumerate(payloads):
-            norms.append(norm_of(self.up.values(payload, self._numel(chunk))))
+            norms.append(norm_of(self.up.values(payload, self._numels[chunk])))
             if self._clips:
                 self.norms.check(chunk, norms[chunk])
         return norms
@@ -117,7 +117,7 @@ class Held:
         into, scale, values = self.sums[chunk], 1.0, None
         if self._clips:
             if norm is None:
-                values = self.up.values(payload, self._numel(chunk))
+                values = self.up.values(payload, self._numels[chunk])
                 norm = norm_of(values)
             scale = self.norms.see(chunk, norm, self.settings.clip_factor)
         if values is None:
@@ -146,7 +146,7 @@ class Held:
             self._merge_chunk_(chunk, step, update[at:end], judged)
         if self.staged is not None:
             self.staged.clear()
-        return fragment_digest(part_digests(self.anchor))
+        return digest_of(self.anchor)
 
     def _merge_chunk_(self, chunk: int, step: OuterStep, update: Tensor, judged: Judged | None) -> None:
         start, stop = self.chunks[chunk]
@@ -155,7 +155,7 @@ class Held:
             self.average.average_(into)
         else:
             assert self.staged is not None and judged is not None, "contributions are judged before they are merged"
-            into = Sum(buffer("merged", torch.float32, stop - start).zero_(), self._pieces(chunk))
+            into = Sum(buffer("merged", torch.float32, stop - start).zero_(), self._pieces[chunk])
             self.rule.merge_(into, self.staged, chunk, *judged, self.average)
         master, anchor = self.master[start:stop], self.anchor[start:stop]
         buffers = [vector[start:stop] for vector in self.buffers]
@@ -173,7 +173,3 @@ class Held:
             self.staged.clear()
         for vector in self.buffers:
             vector.zero_()
-
-    def _numel(self, chunk: int) -> int:
-        start, stop = self.chunks[chunk]
-        return stop - start

@@ -36,7 +36,6 @@ from diloco.outer.payloads import (
     assert_chunk,
     blockwise,
     buffer,
-    column,
     exponents_of,
     power_of_two,
     refuse_diverged,
@@ -117,7 +116,7 @@ class _Stat2(_LossyCodec):
     def _encode_rows(self, rows: Tensor, levels: Tensor, *packed: Tensor) -> None:
         # A power of two as scale rounds nothing, and squares then neither overflow nor vanish.
         exponents = np.maximum(exponents_of(rows, self.name, round_up_from=2.0), -126)
-        down, up = column(power_of_two(-exponents, 0)), column(power_of_two(exponents, 0))
+        down, up = power_of_two(-exponents, 0), power_of_two(exponents, 0)
         means, codes = _statistical(torch.mul(rows, down, out=buffer("values", torch.float32, *rows.shape)))
         torch.mul(means, up, out=levels)
         _pack(codes, *packed)

@@ -66,8 +66,7 @@ class Average(MergeRule):
     def add_(self, into: Sum, values: Tensor, weight: float, scale: float = 1.0) -> None:
         """Add weight * (scale * values) to a sum, or what the rule makes of that; the caller adds up the weights.
 
-        Args:
-            values: (n,) fp32, left as they are, unless they lie in this thread's buffer `chunk`.
+        Values (n,) fp32 are left as they are, unless they lie in this thread's buffer `chunk`.
         """
 
     @abstractmethod
@@ -190,10 +189,7 @@ def average_of(settings: OuterConfig) -> Average:
 
 
 def judge_of(settings: OuterConfig) -> Judge | None:
-    """The rule that judges all contributions of a version; None where they are folded in as they arrive.
-
-    Raises ConfigError for an unknown one.
-    """
+    """The rule that `outer.robust` names, likewise; None where contributions are folded in as they arrive."""
     if not settings.judged_together:
         return None
     rule = _rule("outer.robust", settings.judging)(settings)

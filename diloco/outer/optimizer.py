@@ -5,8 +5,9 @@
     m          = beta m + mean                   on the syncer, fp32       nesterov_()
     master     = master - lr (mean + beta m)
 
-(DiLoCo, arXiv 2311.08105, Algorithm 1.) All functions work element by element, so a fragment may be processed chunk by
-chunk with the same result. The outer optimizers of the literature are these two functions:
+(DiLoCo, arXiv 2311.08105, Algorithm 1.) All vectors are fp32 of one shape (n,), and all functions work element by
+element, so a fragment may be processed chunk by chunk with the same result. Vectors that hold state between steps are
+zeros before the first one. The outer optimizers of the literature are these functions:
 
     FedAvg              nesterov_ with lr=1, beta=0
     SGD (SparseLoCo)    nesterov_ with beta=0
@@ -14,6 +15,7 @@ chunk with the same result. The outer optimizers of the literature are these two
     naive async         nesterov_ on each contribution; the momentum is then applied too often
     FedBuff             nesterov_ on the mean of each `delay` contributions
     Delayed Nesterov    delayed_nesterov_ on each contribution, or on the mean of those that came together
+    eager updates       eager_ on each peer's own pseudo-gradient at once, nesterov_ on the mean a round late
 
 `OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class chooses rates and calls these functions; the
 vectors belong to the syncer's `Held`.
@@ -37,16 +39,9 @@ from diloco.outer.payloads import buffer
 from diloco.outer.rates import lr_at, momentum_at
 
 __all__ = [
-    "OPTIMIZERS",
-    "OuterOptimizer",
-    "OuterStep",
-    "delayed_nesterov_",
-    "followed_",
-    "mean_",
-    "nesterov_",
-    "optimizer",
-    "pseudo_gradient_",
-]
+    "OPTIMIZERS", "OuterOptimizer", "OuterStep", "delayed_nesterov_", "eager_", "followed_", "mean_", "nesterov_",
+    "optimizer", "pseudo_gradient_",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,10 +77,7 @@ def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: 
     lr (1 + beta) delta, and a constant delta approaches lr / (1 - beta) delta. Special cases: lr=1, beta=0 is plain
     averaging (FedAvg); beta=0 is SGD.
 
-    Args:
-        master: (n,) fp32, the outer parameters, changed in place.
-        momentum: (n,) fp32, the optimizer's state, zeros before the first step, changed in place.
-        delta: (n,) fp32, the merged pseudo-gradient, left as it is.
+    `delta`, the merged pseudo-gradient, is left as it is.
     """
     assert master.shape == momentum.shape == delta.shape, "master, momentum and delta must have one shape"
     for start, stop in chunks(master.numel()):  # so that the direction needs a temporary of one chunk only
@@ -106,9 +98,7 @@ def followed_(momentum: Tensor, moved: Tensor, lr: float, beta: float) -> None:
     Every step multiplies an error in m by beta / (1 + beta), at most a half. So the losses of a codec do not add
     up, and a momentum that starts out wrong is soon right.
 
-    Args:
-        momentum: (n,) fp32, changed in place.
-        moved: (n,) fp32, new parameters - old ones; overwritten.
+    `moved`, new parameters - old ones, is overwritten.
     """
     assert momentum.shape == moved.shape, "momentum and moved must have one shape"
     momentum.mul_(beta / (1 + beta)).sub_(moved, alpha=1 / (lr * (1 + beta)))
@@ -143,10 +133,9 @@ def delayed_nesterov_(
     on their mean.
 
     Args:
-        master: (n,) fp32, the outer parameters, changed in place.
-        momentum: (n,) fp32, zeros before the first step, changed in place when `flush`.
-        buffer: (n,) fp32, sum of the window, zeros before the first step, changed in place.
-        delta: (n,) fp32, mean of the contributions, left as it is.
+        momentum: changed in place when `flush`.
+        buffer: sum of the window, changed in place.
+        delta: mean of the contributions, left as it is.
         pushes: how many they are; less when they are discounted for their staleness.
         delay: contributions in a window, at least 1; may change after a flush only.
         flush: these complete the window.
@@ -163,6 +152,42 @@ def delayed_nesterov_(
     master.add_(delta, alpha=-lr * pushes / delay)
     if share:
         master.add_(momentum, alpha=-lr * share * beta)
+
+
+@torch.no_grad()
+def eager_(
+    shadow: Tensor, velocity: Tensor, previous: Tensor, delta: Tensor, *, peers: int, lr: float, beta: float
+) -> None:
+    """Eager updates (arXiv 2502.12996): a peer's fresh pseudo-gradient acts at once on its own offset from the anchor.
+
+    In the paper, peer m of M steps in round t by its own estimate of the mean pseudo-gradient,
+
+        mean(t-1) + (delta_m(t) - delta_m(t-1)) / M
+
+    which is the mean of the round before with its own part replaced by the fresh one. The outer step is linear in the
+    pseudo-gradient, so it is the sum of the steps by each term alone:
+
+        anchor    steps by mean(t-1), as everywhere           on the syncer, nesterov_()
+        shadow    steps by d = (delta_m(t) - delta_m(t-1)) / M, from zero, with a momentum of its own
+                  n = beta n + d;  s -= lr (d + beta n)
+
+    and the peer begins round t+1 at anchor + shadow. The anchor stays the same on all peers; only the shadow is
+    personal, and it is never sent. The pseudo-gradient covers one round alone: anchor + shadow as the round began,
+    minus local. The sum equals the paper's as long as the anchor is merged from all M peers with equal weights, and lr,
+    beta and M do not change. After a change the differences no longer add up to a fresh term, and an offset would stay
+    for good; set shadow, velocity and previous to zeros to start anew.
+
+    Args:
+        shadow, velocity: s and n, changed in place.
+        previous: this peer's pseudo-gradient of the last round; becomes `delta`.
+        delta: its pseudo-gradient of this round, left as it is.
+        peers: M, at least 1.
+    """
+    assert shadow.shape == velocity.shape == previous.shape == delta.shape, "all four vectors must have one shape"
+    assert peers >= 1, f"{peers} peers are impossible"
+    previous.sub_(delta).div_(-peers)  # is now d, so that no temporary is needed
+    nesterov_(shadow, velocity, previous, lr, beta)
+    previous.copy_(delta)
 
 
 class OuterOptimizer(ABC):
@@ -191,18 +216,10 @@ class OuterOptimizer(ABC):
     def step_(
         self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
     ) -> None:
-        """Move the master by a merged pseudo-gradient; all vectors are (n,) fp32, of one chunk.
-
-        Args:
-            master, momentum, buffers: changed in place; momentum and buffers are zeros before the first step.
-            delta: left as it is.
-        """
+        """Move the master by a merged pseudo-gradient `delta`, which is left as it is; the others change in place."""
 
     def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
-        """Bring a backup's momentum to after a step, given new - old parameters `moved`; both (n,) fp32.
-
-        `momentum` changes in place, and `moved` may be overwritten.
-        """
+        """Bring a backup's momentum to after a step, given new - old parameters `moved`, which may be overwritten."""
         raise NotImplementedError(f"outer.optimizer={self.name} cannot be followed")
 
 

@@ -19,7 +19,7 @@ from diloco.errors import DivergedError, PayloadError
 from diloco.outer.fragments import BLOCK, CHUNK, chunks
 
 __all__ = [
-    "LIMIT", "Codec", "Integers", "assert_chunk", "blockwise", "buffer", "column", "exponents_of", "is_aligned",
+    "LIMIT", "Codec", "Integers", "assert_chunk", "blockwise", "buffer", "exponents_of", "is_aligned",
     "is_within", "magnitude_of", "power_of_two", "refuse_diverged",
 ]  # fmt: skip
 
@@ -34,7 +34,9 @@ Integers = NDArray[np.signedinteger]
 class Codec(ABC):
     """One encoding of chunks. Stateless; `codec(name)` gives the instance.
 
-    Shapes: `x`, `out` of decode, `acc`, `master` and `anchor` are (n,) fp32; payloads are (nbytes(n),) uint8.
+    Shapes: `x`, `out` of decode, `acc`, `master` and `anchor` are (n,) fp32; payloads are (nbytes(n),) uint8. A value
+    to be sent that is not finite or too large raises DivergedError. An invalid payload raises PayloadError before
+    anything is changed.
     """
 
     name: ClassVar[str]
@@ -54,19 +56,16 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, out: Tensor) -> None:
-        """Write the payload of `x` to `out`. Raises DivergedError if a value is not finite or too large."""
+        """Write the payload of `x` to `out`."""
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Write the decoded values to `out`.
-
-        Raises PayloadError if the payload is invalid; `out` is then unchanged.
-        """
+        """Write the decoded values to `out`."""
 
     def values(self, payload: Tensor, numel: int) -> Tensor:
         """The decoded values (numel,) fp32, to be read before this thread uses the codec again.
 
-        They are a view of the payload or lie in the thread's buffer. Raises PayloadError if the payload is invalid.
+        They are a view of the payload or lie in the thread's buffer.
         """
         values = buffer("chunk", torch.float32, numel)
         self.decode(payload, values)
@@ -74,24 +73,20 @@ class Codec(ABC):
 
     @abstractmethod
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
-        """acc += weight * decoded, for a finite weight.
+        """acc += weight * decoded, for a finite weight. With weight 1 the sum is the only rounding."""
 
-        Raises PayloadError if the payload is invalid; `acc` is then unchanged.
-        """
-
-    @abstractmethod
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        """Write to `out` the update that moves `anchor` to `master`, as far as the codec can express it.
+        """Write to `out` the update that moves `anchor` to `master`, as far as the codec can express it."""
+        if not self.carries_values:
+            master = torch.sub(master, anchor, out=buffer("displacement", torch.float32, master.numel()))
+        self.encode(master, out)
 
-        Raises DivergedError if a value to be sent is not finite or too large.
-        """
-
-    @abstractmethod
     def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
-        """Move the anchor by an update, with a bit-identical result on all peers.
-
-        Raises PayloadError if the payload is invalid; `anchor` is then unchanged.
-        """
+        """Move the anchor by an update, with a bit-identical result on all peers."""
+        if self.carries_values:
+            self.decode(payload, anchor)
+        else:
+            self.accumulate_(anchor, payload, 1.0)
 
     def _check_length(self, payload: Tensor, numel: int) -> None:
         if payload.numel() != self.nbytes(numel):
@@ -149,14 +144,9 @@ def blockwise(x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]) -> Iter
         yield tuple(part[full * width :].view(1, -1) for part, width in columns)
 
 
-def power_of_two(exponents: Integers, shift: int) -> NDArray[np.float32]:
-    """2**(exponent + shift), exactly, for sums in -126..127: (r,) -> (r,)."""
-    return ((exponents.astype(np.int32) + (127 + shift)) << 23).view(np.float32)
-
-
-def column(scales: NDArray[np.float32]) -> Tensor:
-    """(r,) -> (r, 1), to multiply rows with."""
-    return torch.from_numpy(scales).unsqueeze(1)
+def power_of_two(exponents: Integers, shift: int) -> Tensor:
+    """2**(exponent + shift), exactly, for sums in -126..127: (r,) -> (r, 1) fp32, to multiply rows with."""
+    return torch.from_numpy(((exponents.astype(np.int32) + (127 + shift)) << 23).view(np.float32)).unsqueeze(1)
 
 
 def is_aligned(payload: Tensor, dtype: torch.dtype) -> bool:

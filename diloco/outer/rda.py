@@ -44,16 +44,13 @@ def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]
 def add_directions_(total: Tensor, values: Tensor, pieces: Sequence[Piece], weight: float) -> list[float]:
     """total += weight * unit(values) in every piece, and weight * values outside of them.
 
-    A norm below 2**-126 counts as zero, and the piece then adds nothing.
+    A norm below 2**-126 counts as zero, and the piece then adds nothing. Returns weight * norm of each piece.
 
     Args:
         total: (n,) fp32, changed in place.
         values: (n,) fp32, a decoded contribution, left as it is; magnitudes of at most `LIMIT`.
         pieces: in order and disjoint.
         weight: finite and not negative.
-
-    Returns:
-        weight * norm of each piece.
     """
     assert total.shape == values.shape, "total and values must have one shape"
     norms = []
@@ -77,8 +74,6 @@ def radial_directional_(total: Tensor, pieces: Sequence[Piece], weight_sum: floa
     Directions that cancel each other give zeros: their unit vector would be rounding errors at full length.
 
     Args:
-        total: (n,) fp32, changed in place.
-        pieces: those of `add_directions_`.
         weight_sum: sum of the weights, finite and positive.
         norm_sums: for each piece, the sum of the values that `add_directions_` returned.
     """

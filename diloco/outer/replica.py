@@ -27,11 +27,10 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
-from diloco.outer.digest import fragment_digest, part_digests
-from diloco.outer.eager import eager_
+from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks, gather_, gathered, scatter_
 from diloco.outer.held import Held
-from diloco.outer.optimizer import OuterStep, optimizer, pseudo_gradient_
+from diloco.outer.optimizer import OuterStep, eager_, optimizer, pseudo_gradient_
 from diloco.outer.payloads import buffer
 
 __all__ = ["Replica", "Standby"]
@@ -233,11 +232,7 @@ class Replica:
 
     def digest(self, fragment: int) -> str:
         """Digest of the fragment's anchor (hex)."""
-        return self.digest_of(self.anchors[fragment])
-
-    def digest_of(self, anchor: Tensor) -> str:
-        """Digest of any fp32 vector in an anchor's place (hex)."""
-        return fragment_digest(part_digests(anchor))
+        return digest_of(self.anchors[fragment])
 
     def digests(self) -> list[str]:
         """Digests of all anchors, by fragment."""
@@ -254,10 +249,6 @@ class Replica:
         """Become backup: follow the momentum from this version on; at version 0 it is zero."""
         momentum = torch.zeros_like(self.anchors[fragment]) if momentum is None else momentum
         self.standby[fragment] = Standby(version, momentum)
-
-    def stand_down(self, fragment: int) -> None:
-        """Stop being backup."""
-        self.standby.pop(fragment, None)
 
     def hold(self, fragment: int, master: Tensor | None = None, momentum: Tensor | None = None) -> None:
         """Become syncer, with this outer state, or keep the one there is.

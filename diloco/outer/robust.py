@@ -106,10 +106,7 @@ def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
     """Indices of contributions that point against the mean direction of the others; none if they are not a minority.
 
     The worst one goes first, and the rest are compared again without it: two liars would make an honest one look bad.
-
-    Args:
-        gram: (n, n) float64, cosines of the contributions with each other.
-        numel: how many values of each contribution the cosines compare.
+    The arguments are those of `clip`.
     """
     limit = min(OPPOSED_COSINE, -OPPOSED_DEVIATIONS * numel**-0.5)
     left, out = list(range(gram.shape[0])), list[int]()

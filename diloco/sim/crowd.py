@@ -25,6 +25,7 @@ from diloco.admission.keys import new_key
 from diloco.config import OuterConfig
 from diloco.errors import SwarmError
 from diloco.outer import digest, fragments
+from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.sim.lockstep import Lockstep
@@ -278,7 +279,7 @@ class Crowd:
         saved = _copied(live)
         counters = (sync.steps, sync.tokens, sync.discarded_tokens)
         assert sync.node is not None
-        digests = tuple(sync.node.replica.digest_of(anchor) for anchor in saved.anchors)
+        digests = tuple(digest_of(anchor) for anchor in saved.anchors)
         return Checkpoint(saved, counters, _copied_state(optimizer), digests)
 
     async def _host(self, life: Life) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.outer.digest import fragment_digest, part_digests
+from diloco.outer.digest import digest_of
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.island import Island
 
@@ -95,4 +95,4 @@ class DataParallel:
         """Digest of the parameters, which are equal on all processes."""
         with torch.no_grad():
             flat = torch.cat([p.detach().flatten().float().cpu() for p in self._model.parameters() if p.requires_grad])
-        return fragment_digest(part_digests(flat))
+        return digest_of(flat)

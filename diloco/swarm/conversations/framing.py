@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
+from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
 from diloco.protocol.messages import Refusal
@@ -109,7 +110,7 @@ async def receive_state(stream: Stream, replica: Replica, fragment: int, header:
     for _ in range(3 if header.outer else 1):
         vectors.append(torch.empty(replica.fragments[fragment].numel))
         await receive_vector(stream, vectors[-1])
-    if await in_thread(replica.digest_of, vectors[0]) != header.digest:
+    if await in_thread(digest_of, vectors[0]) != header.digest:
         raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")
     return FragmentState(header, *vectors)
 

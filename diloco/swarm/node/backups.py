@@ -32,7 +32,7 @@ class Backups:
             return  # a newcomer's link is busy with what it needs to begin
         wanted = protocol.backs_up()
         for fragment in sorted(replica.standby.keys() - wanted):
-            replica.stand_down(fragment)
+            del replica.standby[fragment]
         for fragment in sorted(wanted - self._fetching):
             standby = replica.standby.get(fragment)
             if standby is None or protocol.fragments[fragment].version - standby.version >= STALE_VERSIONS:

@@ -287,7 +287,7 @@ def test_nobody_waits_for_a_peer_that_is_refused() -> None:
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_one_refusal_ends_nobody_whom_another_peer_lets_in(others: int) -> None:
-    """1. A seed is leaving, or penalises this peer for some seconds, and refuses its call. 2. Another peer accepted it."""
+    """A seed is leaving, or penalises this peer for some seconds, and refuses its call; another peer accepts it."""
 
     async def until(condition: Callable[[], bool]) -> None:
         assert condition()

@@ -158,7 +158,7 @@ class Trainee:
 
     def holds(self) -> list[int]:
         """Fragments this peer is syncer of."""
-        return sorted(self.replica.outer)
+        return sorted(self.replica.held)
 
 
 class Crowd:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from diloco.config import OuterConfig, compose
 from diloco.outer.fragments import partition
-from diloco.outer.optimizer import followed_, nesterov_
-from diloco.outer.replica import OuterStep, Replica
+from diloco.outer.optimizer import OuterStep, followed_, nesterov_
+from diloco.outer.replica import Replica
 from diloco.sim.run import simulate
 
 NUMEL = 4096
@@ -60,9 +60,9 @@ def rounds(codec: str, number: int, **settings: object) -> tuple[Replica, Replic
     for version in range(number):
         drift = 0.8 * drift + 0.6 * torch.randn(NUMEL, generator=generator)
         syncer.parameters["w"].copy_(syncer.anchors[0] - 0.01 * drift)
-        syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
+        syncer.held[0].fold(0, syncer.encode(0, 0), 1.0)
         update, step = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8), OuterStep(version, 2)
-        syncer.merge_chunk_(0, 0, step, update)
+        syncer.held[0].merge_(step, update)
         assert backup.apply_update_(0, update, step) == syncer.digest(0)
     return syncer, backup
 
@@ -70,10 +70,10 @@ def rounds(codec: str, number: int, **settings: object) -> tuple[Replica, Replic
 @pytest.mark.parametrize(("codec", "bound"), [("fp32", 1e-4), ("int8", 0.0125), ("e3m0", 0.2)])
 def test_a_backup_knows_the_syncers_momentum_within_the_loss_of_the_codec(codec: str, bound: float) -> None:
     syncer, backup = rounds(codec, 20, momentum_warmup=5, lr_by_peers={1: 0.4, 4: 0.8})
-    assert distance(backup.standby[0].momentum, syncer.outer[0].momentum) < bound
+    assert distance(backup.standby[0].momentum, syncer.held[0].momentum) < bound
     backup.hold(0)
-    assert distance(backup.outer[0].momentum, syncer.outer[0].momentum) < bound and not backup.standby
-    assert torch.equal(backup.outer[0].master, syncer.anchors[0])
+    assert distance(backup.held[0].momentum, syncer.held[0].momentum) < bound and not backup.standby
+    assert torch.equal(backup.held[0].master, syncer.anchors[0])
 
 
 def test_a_successor_follows_a_last_version_of_its_predecessor() -> None:
@@ -81,10 +81,10 @@ def test_a_successor_follows_a_last_version_of_its_predecessor() -> None:
     backup.hold(0)
     update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)
     syncer.parameters["w"].copy_(syncer.anchors[0] - 0.01)
-    syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
-    syncer.merge_chunk_(0, 0, OuterStep(6, 2), update)
+    syncer.held[0].fold(0, syncer.encode(0, 0), 1.0)
+    syncer.held[0].merge_(OuterStep(6, 2), update)
     backup.apply_update_(0, update, OuterStep(6, 2))
-    assert distance(backup.outer[0].momentum, syncer.outer[0].momentum) < 0.0125
+    assert distance(backup.held[0].momentum, syncer.held[0].momentum) < 0.0125
 
 
 def test_a_backup_that_missed_an_update_stays_at_its_version() -> None:
@@ -92,8 +92,8 @@ def test_a_backup_that_missed_an_update_stays_at_its_version() -> None:
     known, version = backup.standby[0].momentum.clone(), backup.standby[0].version
     assert version == 3
     update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)
-    syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
-    syncer.merge_chunk_(0, 0, OuterStep(4, 1), update)
+    syncer.held[0].fold(0, syncer.encode(0, 0), 1.0)
+    syncer.held[0].merge_(OuterStep(4, 1), update)
     backup.apply_update_(0, update, OuterStep(4, 1))
     assert torch.equal(backup.standby[0].momentum, known) and backup.standby[0].version == version
 
@@ -107,7 +107,7 @@ def test_a_syncers_death_costs_none_of_the_momentum(
 
     def spy(self: Replica, fragment: int, master: Tensor | None = None, momentum: Tensor | None = None) -> None:
         hold(self, fragment, master, momentum)
-        held.setdefault(fragment, []).append((self, self.outer[fragment].momentum.clone()))
+        held.setdefault(fragment, []).append((self, self.held[fragment].momentum.clone()))
 
     monkeypatch.setattr(Replica, "hold", spy)
     small = ["experiment=smoke", "local.peers=4", "budget.outer_steps=8", "outer.sync_every=4", "outer.fragments=4"]
@@ -116,5 +116,5 @@ def test_a_syncers_death_costs_none_of_the_momentum(
     assert takeovers and {event["momentum"] for event in takeovers} == {"kept"}
     for heirs in held.values():
         for (dead, _), (_, inherited) in pairwise(heirs):
-            fragment = next(index for index, state in dead.outer.items() if held[index] is heirs)
-            assert distance(inherited, dead.outer[fragment].momentum) < 0.0125
+            fragment = next(index for index, state in dead.held.items() if held[index] is heirs)
+            assert distance(inherited, dead.held[fragment].momentum) < 0.0125

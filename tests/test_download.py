@@ -119,7 +119,7 @@ class Village:
         self.round(peers, torch.ones(self.numel))
         for name in self.peers:
             self.network.uplinks[name]._bytes_per_s = UP
-        return sorted(peers, key=lambda peer: not peer.replica.outer)
+        return sorted(peers, key=lambda peer: not peer.replica.held)
 
     def round(self, peers: list[Villager], step: Tensor) -> None:
         """All of them subtract `step`, exchange, and train again."""
@@ -388,7 +388,7 @@ def test_a_part_that_does_not_exist_is_refused_and_another_version_named(village
 
 def test_a_donor_that_has_another_version_than_it_announced_is_asked_once(village: Village) -> None:
     donors = village.donors(2)
-    [other] = [peer.node for peer in donors if not peer.replica.outer]
+    [other] = [peer.node for peer in donors if not peer.replica.held]
     other.protocol.fragments[0].digest = "5" * 64
     joiner = village.joiner()
     village.until(lambda: joiner.has(1))

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.fragments import partition
-from diloco.outer.replica import OuterStep, Replica
+from diloco.outer.optimizer import OuterStep
+from diloco.outer.replica import Replica
 
 LR, BETA, PEERS, ROUNDS = 0.5, 0.5, 3, 6
 SETTINGS = {"method": "diloco", "sync_every": 4, "overlap": 4, "lr": LR, "momentum": BETA}
@@ -51,8 +52,8 @@ def test_peers_start_their_rounds_where_the_paper_says(eager: bool) -> None:
         if under_way is not None:  # what was sent a round ago arrives
             update = torch.empty(peers[0].update_nbytes(0), dtype=torch.uint8)
             for payload in under_way:
-                peers[0].fold(0, 0, payload, 1.0)
-            peers[0].merge_chunk_(0, 0, OuterStep(round_ - 1, PEERS), update)
+                peers[0].held[0].fold(0, payload, 1.0)
+            peers[0].held[0].merge_(OuterStep(round_ - 1, PEERS), update)
             for peer in peers[1:]:
                 peer.apply_update_(0, update)
         for peer in peers:

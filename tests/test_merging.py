@@ -16,7 +16,8 @@ from diloco.errors import ConfigError, PayloadError
 from diloco.outer.codecs import LIMIT
 from diloco.outer.fragments import CHUNK, partition
 from diloco.outer.merging import RULES, Average, Coordinatewise, MergeRule, Sum, average_of, judge_of
-from diloco.outer.replica import OuterStep, Replica
+from diloco.outer.optimizer import OuterStep
+from diloco.outer.replica import Replica
 
 NUMELS = {"embed.weight": 1000, "layer.weight": CHUNK, "layer.bias": 77}  # two chunks, and elements in no piece
 NUMEL = sum(NUMELS.values())

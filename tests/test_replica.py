@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from diloco.config import OuterConfig
 from diloco.errors import DivergedError, PayloadError
 from diloco.outer.fragments import CHUNK, partition
-from diloco.outer.replica import OuterStep, Replica
+from diloco.outer.optimizer import OuterStep
+from diloco.outer.replica import Replica
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scale": ()}
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -49,33 +50,15 @@ def alike(
 
 def exchange(peers: Sequence[Replica], weights: Sequence[float], order: Sequence[int] | None = None) -> None:
     """One outer step: all contributions, in this order of arrival; every peer adopts the update."""
-    syncer = peers[0]
-    for fragment in syncer.fragments:
-        index, update = fragment.index, torch.empty(syncer.update_nbytes(fragment.index), dtype=torch.uint8)
-        at = 0
-        judged = None
-        if syncer.stages:
-            for peer in order or range(len(peers)):
-                for chunk in range(len(syncer.chunks[index])):
-                    syncer.stage(index, chunk, f"p{peer}", peers[peer].encode(index, chunk))
-            judged = syncer.judge(index, {f"p{peer}": weight for peer, weight in enumerate(weights)})
-        for chunk in range(len(syncer.chunks[index])):
-            for peer in [] if judged else order or range(len(peers)):
-                if peer == 0:
-                    syncer.fold(index, chunk, syncer.encode(index, chunk), weights[0])
-                else:
-                    syncer.fold(index, chunk, peers[peer].encode(index, chunk), weights[peer])
-            start, stop = syncer.chunks[index][chunk]
-            size = syncer.down.nbytes(stop - start)
-            step, out = OuterStep(0, len(peers)), update[at : at + size]
-            if judged is None:
-                syncer.merge_chunk_(index, chunk, step, out)
-            else:
-                syncer.merge_staged_(index, chunk, step, *judged, out)
-            at += size
-        syncer.clear_staged(index)
+    for index, held in peers[0].held.items():
+        for peer in order or range(len(peers)):
+            for chunk in range(len(held.chunks)):
+                held.take(chunk, f"p{peer}", peers[peer].encode(index, chunk), weights[peer])
+        judged = held.judge({f"p{peer}": weight for peer, weight in enumerate(weights)}) if held.staged else None
+        update = torch.empty(peers[0].update_nbytes(index), dtype=torch.uint8)
+        digest = held.merge_(OuterStep(0, len(peers)), update, judged)
         for peer in peers[1:]:
-            assert peer.apply_update_(index, update) == syncer.digest(index)
+            assert peer.apply_update_(index, update) == digest
     for peer in peers:
         peer.load_local_()
 
@@ -132,7 +115,7 @@ def test_four_workers_with_constant_gradients_follow_the_trajectory_worked_out_b
             move(peer, gradient)
         exchange(peers, [4.0, 2.0, 1.0, 1.0])
         master -= step
-        for fragment, state in peers[0].outer.items():
+        for fragment, state in peers[0].held.items():
             assert torch.equal(state.momentum, torch.full_like(state.momentum, momentum))
             assert torch.equal(state.master, torch.full_like(state.master, master))
             if codec != "e3m0":  # 15/32 has more bits than a power of two; the residual stays in the master
@@ -194,12 +177,11 @@ def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
     for peer, step in zip(peers, (1.0, 3.0, 5.0), strict=True):
         move(peer, step)
     for chunk in (0, 1):
-        syncer.fold(0, chunk, syncer.encode(0, chunk), 1.0)
-        syncer.fold(0, chunk, whole.encode(0, chunk), 1.0)
-    syncer.fold(0, 0, broken.encode(0, 0), 2.0)  # then its stream breaks
+        syncer.held[0].fold(chunk, syncer.encode(0, chunk), 1.0)
+        syncer.held[0].fold(chunk, whole.encode(0, chunk), 1.0)
+    syncer.held[0].fold(0, broken.encode(0, 0), 2.0)  # then its stream breaks
     update = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8)
-    for chunk, (start, stop) in enumerate(syncer.chunks[0]):
-        syncer.merge_chunk_(0, chunk, OuterStep(0, 1), update[4 * start : 4 * stop])
+    syncer.held[0].merge_(OuterStep(0, 1), update)
     assert syncer.anchors[0][:CHUNK].unique().tolist() == [-(1 + 3 + 2 * 5) / 4]
     assert syncer.anchors[0][CHUNK:].unique().tolist() == [-(1 + 3) / 2]
     assert broken.apply_update_(0, update) == whole.apply_update_(0, update) == syncer.digest(0)
@@ -218,13 +200,13 @@ def test_a_diverged_parameter_is_not_encoded(codec: str) -> None:
 def test_an_invalid_payload_leaves_the_sum_and_the_anchor_as_they_were() -> None:
     peers = alike(2)
     syncer = peers[0]
-    syncer.fold(0, 0, syncer.encode(0, 0), 1.0)
+    syncer.held[0].fold(0, syncer.encode(0, 0), 1.0)
     [part] = syncer.held[0].sums
     total = part.total.clone()
     nan = torch.full((21,), float("nan")).view(torch.uint8)
     for payload in (nan, nan[:-4], torch.zeros(21 * 4 + 1, dtype=torch.uint8)):
         with pytest.raises(PayloadError):
-            syncer.fold(0, 0, payload, 1.0)
+            syncer.held[0].fold(0, payload, 1.0)
         with pytest.raises(PayloadError):
             peers[1].apply_update_(0, payload)
     assert torch.equal(part.total, total) and part.weight == 1.0
@@ -236,17 +218,17 @@ def test_an_invalid_payload_leaves_the_sum_and_the_anchor_as_they_were() -> None
 
 def test_a_syncer_takes_over_what_it_is_given_or_starts_at_the_anchor() -> None:
     [peer] = alike(1, 3.0, fragments=2)
-    assert torch.equal(peer.outer[0].master, peer.anchors[0]) and not peer.outer[0].momentum.any()
-    assert peer.outer[0].master is not peer.anchors[0], "the residual is their difference"
+    assert torch.equal(peer.held[0].master, peer.anchors[0]) and not peer.held[0].momentum.any()
+    assert peer.held[0].master is not peer.anchors[0], "the residual is their difference"
     master, momentum = torch.full_like(peer.anchors[0], 4.0), torch.full_like(peer.anchors[0], 5.0)
     peer.hold(0, master, momentum)
     peer.hold(0)  # again, as the claim after a handover does
-    assert torch.equal(peer.outer[0].master, master) and torch.equal(peer.outer[0].momentum, momentum)
+    assert torch.equal(peer.held[0].master, master) and torch.equal(peer.held[0].momentum, momentum)
     peer.release(0)
     peer.release(0)
-    assert sorted(peer.outer) == [1]
+    assert sorted(peer.held) == [1]
     peer.hold(0)
-    assert torch.equal(peer.outer[0].master, peer.anchors[0]) and not peer.outer[0].momentum.any()
+    assert torch.equal(peer.held[0].master, peer.anchors[0]) and not peer.held[0].momentum.any()
 
 
 def test_a_held_fragment_restarts_from_its_new_anchor_with_the_momentum_there_is() -> None:
@@ -254,10 +236,10 @@ def test_a_held_fragment_restarts_from_its_new_anchor_with_the_momentum_there_is
     move(peer, 1.0)
     exchange([peer], [1.0])
     move(peer, 1.0)
-    peer.fold(0, 0, peer.encode(0, 0), 2.0)
+    peer.held[0].fold(0, peer.encode(0, 0), 2.0)
     fetched = torch.arange(21.0)
     peer.anchors[0].copy_(fetched)
-    peer.restart(0)
+    peer.held[0].restart()
     state = peer.held[0]
     assert torch.equal(state.master, fetched)
     assert state.master.data_ptr() != peer.anchors[0].data_ptr()

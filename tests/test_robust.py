@@ -17,7 +17,8 @@ from diloco.config.compose import compose
 from diloco.errors import ConfigError, PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK, partition
-from diloco.outer.replica import OuterStep, Replica
+from diloco.outer.optimizer import OuterStep
+from diloco.outer.replica import Replica
 from diloco.outer.robust import (
     ABSURD,
     MIN_JUDGED,
@@ -60,21 +61,12 @@ def syncer(**outer: object) -> Replica:
 
 def step(replica: Replica, contributions: dict[str, Tensor], weights: dict[str, float] | None = None) -> list[str]:
     """One version of these contributions, in this order of arrival; who is left out."""
-    out = torch.empty(replica.update_nbytes(0), dtype=torch.uint8)
-    made_of = OuterStep(0, len(contributions))
-    left_out: list[str] = []
-    if replica.stages:
-        for peer, payload in contributions.items():
-            replica.stage(0, 0, peer, payload)
-        peers, judged = replica.judge(0, weights or dict.fromkeys(contributions, 1.0))
-        left_out = [peers[i] for i in judged.left_out]
-        replica.merge_staged_(0, 0, made_of, peers, judged, out)
-        replica.clear_staged(0)
-    else:
-        for peer, payload in contributions.items():
-            replica.fold(0, 0, payload, (weights or {}).get(peer, 1.0))
-        replica.merge_chunk_(0, 0, made_of, out)
-    return left_out
+    held, weights = replica.held[0], weights or dict.fromkeys(contributions, 1.0)
+    for peer, payload in contributions.items():
+        held.take(0, peer, payload, weights[peer])
+    judged = held.judge(weights) if held.staged is not None else None
+    held.merge_(OuterStep(0, len(contributions)), torch.empty(replica.update_nbytes(0), dtype=torch.uint8), judged)
+    return [] if judged is None else [judged[0][i] for i in judged[1].left_out]
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -90,13 +82,13 @@ def test_robust_merging_leaves_a_version_of_honest_contributions_as_it_is_bit_fo
     seed: int, count: int, merge: str
 ) -> None:
     plain, robust = syncer(robust="none", merge=merge), syncer(merge=merge)
-    assert robust.stages and not plain.stages
+    assert robust.settings.judged_together and not plain.settings.judged_together
     for round_ in range(3):
         found = {f"p{i}": encoded(x) for i, x in enumerate(pseudo_gradients(count, seed + round_))}
         assert step(robust, found) == []
         step(plain, found)
         assert torch.equal(robust.anchors[0], plain.anchors[0])
-        assert torch.equal(robust.outer[0].momentum, plain.outer[0].momentum)
+        assert torch.equal(robust.held[0].momentum, plain.held[0].momentum)
 
 
 def test_norms_that_rise_in_a_warm_up_of_the_learning_rate_are_not_clipped() -> None:
@@ -143,18 +135,13 @@ def test_a_version_in_the_making_is_finished_when_the_lease_is_lost(robust: str)
     undisturbed, disturbed = syncer(robust=robust, merge="rda"), syncer(robust=robust, merge="rda")
     found = {f"p{i}": encoded(x) for i, x in enumerate(pseudo_gradients(4, 0))}
     step(undisturbed, found)
-    with disturbed.merging(0):
-        take = disturbed.stage if disturbed.stages else None
-        for peer, payload in found.items():
-            take(0, 0, peer, payload) if take else disturbed.fold(0, 0, payload, 1.0)
-        disturbed.release(0)
-        disturbed.hold(0)  # and another lease won, whose contributions are others
-        out = torch.empty(disturbed.update_nbytes(0), dtype=torch.uint8)
-        if take:
-            peers, judged = disturbed.judge(0, dict.fromkeys(found, 1.0))
-            disturbed.merge_staged_(0, 0, OuterStep(0, 4), peers, judged, out)
-        else:
-            disturbed.merge_chunk_(0, 0, OuterStep(0, 4), out)
+    held = disturbed.held[0]
+    for peer, payload in found.items():
+        held.take(0, peer, payload, 1.0)
+    disturbed.release(0)
+    disturbed.hold(0)  # and another lease won, whose contributions are others
+    judged = held.judge(dict.fromkeys(found, 1.0)) if held.staged is not None else None
+    held.merge_(OuterStep(0, 4), torch.empty(disturbed.update_nbytes(0), dtype=torch.uint8), judged)
     assert torch.equal(disturbed.anchors[0], undisturbed.anchors[0])
 
 

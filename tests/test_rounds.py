@@ -198,7 +198,7 @@ def test_what_was_learned_from_an_anchor_that_was_replaced_is_discarded() -> Non
         await host.anchors.catch_up(0, [OTHER])
         assert await host.exchange() == (10, 1)
         assert torch.equal(host.replica.anchors[0], torch.full((6,), 3.0))
-        assert torch.equal(host.replica.outer[0].master, host.replica.anchors[0])
+        assert torch.equal(host.replica.held[0].master, host.replica.anchors[0])
         await host.anchors.load()
         host.parameters["w"].sub_(1.0)
         assert await host.exchange() == (0, 2)
@@ -216,7 +216,7 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         syncer = host.protocol.syncers[0]
         assert syncer.offer(OTHER, header).accepted
-        host.replica.fold(0, 0, host.replica.encode(0, 0), 1.0)
+        host.replica.held[0].fold(0, host.replica.encode(0, 0), 1.0)
         syncer.folded(OTHER)
         exchanging = asyncio.ensure_future(host.exchange())
         syncer.wants = lambda peer, chunk, base: False  # type: ignore[method-assign]  # closed before the first chunk
@@ -443,7 +443,7 @@ def test_a_version_that_closes_while_a_contribution_is_folded_in_counts_it(monke
         host.parameters["w"].sub_(1.0)
         payloads = [host.replica.encode(0, 0)]
 
-        async def arrive() -> bool:
+        async def arrive() -> int | None:
             async with host.context.locks[0].writing():
                 return await fold_whole(host.context, syncer, OTHER, 0, payloads)
 
@@ -453,7 +453,7 @@ def test_a_version_that_closes_while_a_contribution_is_folded_in_counts_it(monke
         host.do(host.protocol.tick(host.now()))
         assert host.protocol.merging(0), "the quorum is there"
         go_on.set()
-        assert await arriving
+        assert await arriving == 0
         await host.context.tasks.until(lambda: host.protocol.versions[0] == 1)
         assert host.protocol.accounts.merged(0) == {OTHER: 0}
         assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1.0), "and it is in the version"

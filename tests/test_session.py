@@ -164,7 +164,7 @@ def test_tensors_of_a_checkpoint_are_a_replica_s_own(config: Config) -> None:
     saved = asyncio.run(host_of().anchors.snapshot(copies=True))
     one, two = host_of().replica, host_of().replica
     saved.load_(one)
-    for vector in (one.anchors[0], one.outer[0].master, one.outer[0].momentum):
+    for vector in (one.anchors[0], one.held[0].master, one.held[0].momentum):
         vector.fill_(9.0)
     saved.load_(two)
-    assert not (two.anchors[0] == 9.0).any() and not (two.outer[0].momentum == 9.0).any()
+    assert not (two.anchors[0] == 9.0).any() and not (two.held[0].momentum == 9.0).any()

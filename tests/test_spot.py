@@ -58,7 +58,7 @@ class Version:
             assert self.syncer.offer(peer, header.model_copy(update={"units": [[0, 4], [10, 50]]})).accepted
             payload = torch.empty(self.replica.payload_nbytes(fragment, 0), dtype=torch.uint8)
             self.replica.up.encode(-part * TARGET[fragment * 4096 :][:4096], payload)
-            self.replica.stage(fragment, 0, peer, payload)
+            self.replica.held[fragment].take(0, peer, payload, 1.0)
             self.syncer.folded(peer)
             self.syncer.arrived(peer)
 

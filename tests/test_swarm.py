@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.errors import DilocoError, PayloadError, SwarmError
 from diloco.outer.digest import PART
-from diloco.outer.replica import OuterState
+from diloco.outer.held import Held
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, PartList, Receipt, Verdict
 from diloco.protocol.penalties import Penalties
@@ -97,9 +97,9 @@ class Background:
         return self._error
 
 
-def outer_of(peers: list[Trainee]) -> dict[int, OuterState]:
+def outer_of(peers: list[Trainee]) -> dict[int, Held]:
     """Outer states by fragment, whoever holds them."""
-    return {fragment: state for peer in peers for fragment, state in dict(peer.replica.outer).items()}
+    return {fragment: state for peer in peers for fragment, state in dict(peer.replica.held).items()}
 
 
 def payload_bytes(peer: Trainee) -> int:

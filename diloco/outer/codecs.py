@@ -45,6 +45,7 @@ from diloco.outer.payloads import (
     Codec,
     Integers,
     assert_chunk,
+    blockwise,
     buffer,
     column,
     exponents_of,
@@ -74,8 +75,7 @@ class _FloatCodec(Codec):
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))
-        if not is_within(x, self.largest):
-            refuse_diverged(magnitude_of(x), self.name, self.largest)
+        refuse_diverged(x, self.name, self.largest)
         if is_aligned(out, self.dtype):
             out.view(self.dtype).copy_(x)
         else:
@@ -177,14 +177,10 @@ class _BlockCodec(Codec):
 
     def _blocks(self, x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Integers, Tensor]]:
         """Yield (values (r, n) fp32, exponents (r,) int8, codes (r, bytes) int8): the full blocks, then the rest."""
-        full, rest = divmod(x.numel(), BLOCK)
-        blocks = full + (rest > 0)
-        exponents, codes = payload.numpy()[:blocks].view(np.int8), payload[blocks:].view(torch.int8)
-        end, code_end = full * BLOCK, full * BLOCK // self.codes_per_byte
-        if full:
-            yield x[:end].view(full, BLOCK), exponents[:full], codes[:code_end].view(full, -1)
-        if rest:
-            yield x[end:].view(1, rest), exponents[full:], codes[code_end:].view(1, -1)
+        blocks = -(-x.numel() // BLOCK)
+        parts = [payload[:blocks].view(torch.int8), payload[blocks:].view(torch.int8)]
+        for rows, exponents, codes in blockwise(x, parts, [1, BLOCK // self.codes_per_byte]):
+            yield rows, exponents.numpy()[:, 0], codes
 
 
 class _Int8(_BlockCodec):

@@ -11,7 +11,7 @@ contributions are judged together there is no sum but the payload of each contri
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -92,12 +92,19 @@ class Held:
         else:
             self.staged.put(peer, chunk, payload)
 
-    def norm_of(self, chunk: int, payload: Tensor) -> float:
-        """L2 norm of a received chunk; `PayloadError` for one that `fold` would refuse."""
-        norm = norm_of(self.up.values(payload, self._numel(chunk)))
-        if self._clips:
-            self.norms.check(chunk, norm)
-        return norm
+    def norms_of(self, payloads: Sequence[Tensor]) -> list[float]:
+        """L2 norms of the chunks of a whole contribution; `PayloadError` if `fold` would refuse one of them."""
+        norms = []
+        for chunk, payload in enumerate(payloads):
+            norms.append(norm_of(self.up.values(payload, self._numel(chunk))))
+            if self._clips:
+                self.norms.check(chunk, norms[chunk])
+        return norms
+
+    def fold_whole(self, payloads: Sequence[Tensor], norms: Sequence[float], weight: float, discount: float) -> None:
+        """Fold in a whole contribution, with the norms that `norms_of` gave."""
+        for chunk, (payload, norm) in enumerate(zip(payloads, norms, strict=True)):
+            self.fold(chunk, payload, weight, discount, norm)
 
     def fold(
         self, chunk: int, payload: Tensor, weight: float, discount: float = 1.0, norm: float | None = None
@@ -136,13 +143,12 @@ class Held:
         `judged` says what staged contributions count; there is none where they were folded.
         """
         for chunk, (at, end) in enumerate(zip(self._update_at, self._update_at[1:], strict=False)):
-            self.merge_chunk_(chunk, step, update[at:end], judged)
+            self._merge_chunk_(chunk, step, update[at:end], judged)
         if self.staged is not None:
             self.staged.clear()
         return fragment_digest(part_digests(self.anchor))
 
-    def merge_chunk_(self, chunk: int, step: OuterStep, out: Tensor, judged: Judged | None = None) -> None:
-        """`merge_` for one chunk, whose part of the update is `out`."""
+    def _merge_chunk_(self, chunk: int, step: OuterStep, update: Tensor, judged: Judged | None) -> None:
         start, stop = self.chunks[chunk]
         if self.rule is None:
             into = self.sums[chunk]
@@ -154,8 +160,8 @@ class Held:
         master, anchor = self.master[start:stop], self.anchor[start:stop]
         buffers = [vector[start:stop] for vector in self.buffers]
         self.optimizer.step_(master, self.momentum[start:stop], buffers, into.total, step)
-        self.down.encode_update(master, anchor, out)
-        self.down.apply_update_(anchor, out)
+        self.down.encode_update(master, anchor, update)
+        self.down.apply_update_(anchor, update)
         into.clear()
 
     def restart(self) -> None:

@@ -21,8 +21,8 @@ codecs cannot publish updates: the anchors would lack what an update lost until 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -34,11 +34,10 @@ from diloco.outer.payloads import (
     LIMIT,
     Codec,
     assert_chunk,
+    blockwise,
     buffer,
     column,
     exponents_of,
-    is_within,
-    magnitude_of,
     power_of_two,
     refuse_diverged,
 )
@@ -53,6 +52,27 @@ class _LossyCodec(Codec):
 
     carries_values = False
     can_publish = False
+    num_levels: ClassVar[int]  # of a block
+    lowest_level: ClassVar[float]
+
+    @abstractmethod
+    def _widths(self, numel: int) -> list[int]:
+        """Bytes of each part of the payload of one block, without the levels."""
+
+    @abstractmethod
+    def _encode_rows(self, rows: Tensor, levels: Tensor, *packed: Tensor) -> None:
+        """Write the levels (r, num_levels) fp32 and the packed parts (r, .) uint8 of blocks (r, n) fp32."""
+
+    def nbytes(self, numel: int) -> int:
+        return sum(self._sizes(numel))
+
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        assert_chunk(x, out, self.nbytes(x.numel()))
+        head, *packed = out.split_with_sizes(self._sizes(x.numel()))
+        levels = torch.empty(len(head) // 2)
+        for parts in self._blocks(x, levels, packed):
+            self._encode_rows(*parts)
+        head.copy_(levels.bfloat16().view(torch.uint8))
 
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
         raise self._refusal()
@@ -65,53 +85,46 @@ class _LossyCodec(Codec):
             f"outer.codec_down={self.name} cannot carry updates, it is for outer.codec_up only; choose int8"
         )
 
-    @abstractmethod
-    def _head_nbytes(self, blocks: int) -> int:
-        """Bytes of the levels of this many blocks."""
+    def _sizes(self, numel: int) -> list[int]:
+        """Bytes of the parts of a payload: the levels of all blocks, then as in `_widths`."""
+        full, rest = divmod(numel, BLOCK)
+        widths = [full * width + last for width, last in zip(self._widths(BLOCK), self._widths(rest), strict=True)]
+        return [2 * self.num_levels * (full + (rest > 0)), *widths]
 
-    def _levels(self, payload: Tensor, blocks: int, lowest: float) -> Tensor:
-        """The levels of all blocks, (blocks, -1) fp32, if they are in `lowest`..LIMIT; else raises PayloadError."""
-        head = payload[: self._head_nbytes(blocks)].clone()  # bfloat16 needs an even address
-        levels = head.view(torch.bfloat16).float()
+    def _blocks(self, x: Tensor, levels: Tensor, packed: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield (elements (r, n), levels (r, num_levels), packed parts (r, .)): the full blocks, then the rest."""
+        return blockwise(x, [levels, *packed], [self.num_levels, *self._widths(BLOCK)])
+
+    def _read(self, payload: Tensor, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """`_blocks` of a payload, of which `x` has the shape. PayloadError if its length or a level is invalid."""
+        self._check_length(payload, x.numel())
+        head, *packed = payload.split_with_sizes(self._sizes(x.numel()))
+        levels = head.clone().view(torch.bfloat16).float()  # a copy, because bfloat16 needs an even address
         low, high = torch.aminmax(levels)
-        if not (low >= lowest and high <= LIMIT):  # NaN fails both
-            raise PayloadError(f"{self.name} payload holds a level outside {lowest:g}..{LIMIT:g}")
-        return levels.view(blocks, -1)
+        if not (low >= self.lowest_level and high <= LIMIT):  # NaN fails both
+            raise PayloadError(f"{self.name} payload holds a level outside {self.lowest_level:g}..{LIMIT:g}")
+        return self._blocks(x, levels, packed)
 
 
 class _Stat2(_LossyCodec):
     name = "stat2"
+    num_levels = 4
+    lowest_level = -LIMIT
 
-    def nbytes(self, numel: int) -> int:
-        return self._head_nbytes(-(-numel // BLOCK)) + -(-numel // 4)
+    def _widths(self, numel: int) -> list[int]:
+        return [_packed(2, numel)]
 
-    def _head_nbytes(self, blocks: int) -> int:
-        return 8 * blocks
-
-    def encode(self, x: Tensor, out: Tensor) -> None:
-        assert_chunk(x, out, self.nbytes(x.numel()))
-        head = self._head_nbytes(-(-x.numel() // BLOCK))
-        levels = []
-        for rows, packed in _quarters(x, out[head:]):
-            # A power of two as scale rounds nothing, and squares then neither overflow nor vanish.
-            exponents = np.maximum(exponents_of(rows, self.name, round_up_from=2.0), -126)
-            scaled = torch.mul(
-                rows, column(power_of_two(-exponents, 0)), out=buffer("values", torch.float32, *rows.shape)
-            )
-            means, codes = _statistical(scaled)
-            levels.append(means * column(power_of_two(exponents, 0)))
-            _pack(codes, packed)
-        out[:head].copy_(torch.cat(levels).bfloat16().view(torch.uint8).view(-1))
+    def _encode_rows(self, rows: Tensor, levels: Tensor, *packed: Tensor) -> None:
+        # A power of two as scale rounds nothing, and squares then neither overflow nor vanish.
+        exponents = np.maximum(exponents_of(rows, self.name, round_up_from=2.0), -126)
+        down, up = column(power_of_two(-exponents, 0)), column(power_of_two(exponents, 0))
+        means, codes = _statistical(torch.mul(rows, down, out=buffer("values", torch.float32, *rows.shape)))
+        torch.mul(means, up, out=levels)
+        _pack(codes, *packed)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        self._check_length(payload, out.numel())
-        blocks = -(-out.numel() // BLOCK)
-        levels = self._levels(payload, blocks, -LIMIT)
-        at = 0
-        for rows, packed in _quarters(out, payload[self._head_nbytes(blocks) :]):
-            codes = _unpack(packed, rows.shape[1])
-            torch.gather(levels[at : at + len(rows)], 1, codes.long(), out=rows)
-            at += len(rows)
+        for rows, levels, packed in self._read(payload, out):
+            torch.gather(levels, 1, _unpack(packed, rows.shape[1]).long(), out=rows)
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         values = buffer("values", torch.float32, acc.numel())
@@ -121,30 +134,21 @@ class _Stat2(_LossyCodec):
 
 class _TopK(_LossyCodec):
     name = "topk"
+    num_levels = 2
+    lowest_level = 0.0
 
-    def nbytes(self, numel: int) -> int:
-        full, rest = divmod(numel, BLOCK)
-        counts = [_kept(BLOCK)] * full + [_kept(rest)] * (rest > 0)
-        return self._head_nbytes(len(counts)) + sum(_packed(12, kept) + _packed(2, kept) for kept in counts)
+    def _widths(self, numel: int) -> list[int]:
+        return [_packed(12, _kept(numel)), _packed(2, _kept(numel))]
 
-    def _head_nbytes(self, blocks: int) -> int:
-        return 4 * blocks
-
-    def encode(self, x: Tensor, out: Tensor) -> None:
-        assert_chunk(x, out, self.nbytes(x.numel()))
-        if not is_within(x, LIMIT):
-            refuse_diverged(magnitude_of(x), self.name, LIMIT)
-        head = self._head_nbytes(-(-x.numel() // BLOCK))
-        levels = []
-        for rows, packed_indices, packed_codes in _sparse_rows(x, out[head:]):
-            magnitudes = torch.abs(rows, out=buffer("values", torch.float32, *rows.shape))
-            indices = magnitudes.topk(_kept(rows.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
-            kept = rows.gather(1, indices)
-            pair, codes = _two_levels(kept)
-            levels.append(pair)
-            _pack_indices(indices, packed_indices)
-            _pack(codes, packed_codes)
-        out[:head].copy_(torch.cat(levels).bfloat16().view(torch.uint8).view(-1))
+    def _encode_rows(self, rows: Tensor, levels: Tensor, *packed: Tensor) -> None:
+        refuse_diverged(rows, self.name, LIMIT)
+        magnitudes = torch.abs(rows, out=buffer("values", torch.float32, *rows.shape))
+        indices = magnitudes.topk(_kept(rows.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
+        pair, codes = _two_levels(rows.gather(1, indices))
+        levels.copy_(pair)
+        packed_indices, packed_codes = packed
+        _pack_indices(indices, packed_indices)
+        _pack(codes, packed_codes)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         parts = self._parts(payload, out)
@@ -158,19 +162,15 @@ class _TopK(_LossyCodec):
 
     def _parts(self, payload: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Validated (rows (r, n), indices (r, k) int64, values (r, k) fp32) of the full blocks and of the rest."""
-        self._check_length(payload, x.numel())
-        blocks = -(-x.numel() // BLOCK)
-        levels = self._levels(payload, blocks, 0.0)
-        parts, at = [], 0
-        for rows, packed_indices, packed_codes in _sparse_rows(x, payload[self._head_nbytes(blocks) :]):
+        parts = []
+        for rows, levels, packed_indices, packed_codes in self._read(payload, x):
             kept = _kept(rows.shape[1])
             indices = _unpack_indices(packed_indices, kept)
             if bool((indices[:, -1] >= rows.shape[1]).any()) or bool((indices.diff(dim=1) <= 0).any()):
                 raise PayloadError(f"topk payload holds indices that do not ascend from 0 to {rows.shape[1] - 1}")
             codes = _unpack(packed_codes, kept)
-            values = levels[at : at + len(rows)].gather(1, (codes & 1).long())
+            values = levels.gather(1, (codes & 1).long())
             parts.append((rows, indices, torch.where(codes >= 2, -values, values)))
-            at += len(rows)
         return parts
 
 
@@ -218,30 +218,6 @@ def _kept(numel: int) -> int:
 def _packed(bits: int, count: int) -> int:
     """Bytes of `count` codes of `bits` bits each."""
     return -(-bits * count // 8)
-
-
-def _quarters(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (elements (r, n), their packed codes (r, ceil(n/4))): the full blocks, then the rest."""
-    full, rest = divmod(x.numel(), BLOCK)
-    end, code_end = full * BLOCK, full * BLOCK // 4
-    if full:
-        yield x[:end].view(full, BLOCK), packed[:code_end].view(full, -1)
-    if rest:
-        yield x[end:].view(1, rest), packed[code_end:].view(1, -1)
-
-
-def _sparse_rows(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (elements (r, n), packed indices (r, .), packed codes (r, .)): the full blocks, then the rest."""
-    full, rest = divmod(x.numel(), BLOCK)
-    end = full * BLOCK
-    kept, last = _kept(BLOCK), _kept(rest)
-    ends = list(accumulate((full * _packed(12, kept), _packed(12, last), full * _packed(2, kept), _packed(2, last))))
-    indices, last_indices = packed[: ends[0]], packed[ends[0] : ends[1]]
-    codes, last_codes = packed[ends[1] : ends[2]], packed[ends[2] : ends[3]]
-    if full:
-        yield x[:end].view(full, BLOCK), indices.view(full, -1), codes.view(full, -1)
-    if rest:
-        yield x[end:].view(1, rest), last_indices.view(1, -1), last_codes.view(1, -1)
 
 
 def _pack(codes: Tensor, packed: Tensor) -> None:

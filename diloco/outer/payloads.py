@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
@@ -15,22 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.errors import DivergedError, PayloadError
-from diloco.outer.fragments import CHUNK, chunks
+from diloco.outer.fragments import BLOCK, CHUNK, chunks
 
 __all__ = [
-    "LIMIT",
-    "Codec",
-    "Integers",
-    "assert_chunk",
-    "buffer",
-    "column",
-    "exponents_of",
-    "is_aligned",
-    "is_within",
-    "magnitude_of",
-    "power_of_two",
-    "refuse_diverged",
-]
+    "LIMIT", "Codec", "Integers", "assert_chunk", "blockwise", "buffer", "column", "exponents_of", "is_aligned",
+    "is_within", "magnitude_of", "power_of_two", "refuse_diverged",
+]  # fmt: skip
 
 assert sys.byteorder == "little", "payloads are views of tensors, so the machine must be little-endian"
 
@@ -116,18 +107,18 @@ def magnitude_of(x: Tensor) -> float:
 
 
 def is_within(x: Tensor, largest: float) -> bool:
-    """Whether no magnitude of (n,) fp32 values is above `largest` or NaN.
+    """Whether no magnitude of fp32 values is above `largest` or NaN.
 
     The norm takes half the time of the extremes, and bounds them; the factor 2 is far above its rounding.
     """
     return float(torch.linalg.vector_norm(x)) <= largest / 2 or magnitude_of(x) <= largest
 
 
-def refuse_diverged(magnitude: float, name: str, largest: float) -> None:
-    """Raises DivergedError if the magnitude is above `largest` or NaN."""
-    if not magnitude <= largest:  # also true for NaN
+def refuse_diverged(x: Tensor, name: str, largest: float) -> None:
+    """Raises DivergedError if a magnitude of fp32 values is above `largest` or NaN."""
+    if not is_within(x, largest):
         raise DivergedError(
-            f"training diverged: a value of {magnitude:g} cannot be sent ({name} carries at most {largest:g}); "
+            f"training diverged: a value of {magnitude_of(x):g} cannot be sent ({name} carries at most {largest:g}); "
             "resume from an earlier checkpoint with a lower inner.lr or outer.lr"
         )
 
@@ -139,9 +130,23 @@ def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
     zeros or subnormals gives -127. Raises DivergedError if a value is not finite or too large.
     """
     magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())  # quicker than abs and one maximum
-    refuse_diverged(float(magnitudes.max()), name, LIMIT)
+    refuse_diverged(torch.from_numpy(magnitudes), name, LIMIT)
     bits: Integers = magnitudes.view(np.int32) + int((2 - round_up_from) * 2**23)
     return (bits >> 23) - 127
+
+
+def blockwise(x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield `x` and vectors that belong to it as rows, one per block: all full blocks, then the rest.
+
+    Args:
+        widths: elements of each vector that belong to a full block. The rest has what remains.
+    """
+    full, rest = divmod(x.numel(), BLOCK)
+    columns = list(zip([x, *parts], [BLOCK, *widths], strict=True))
+    if full:
+        yield tuple(part[: full * width].view(full, width) for part, width in columns)
+    if rest:
+        yield tuple(part[full * width :].view(1, -1) for part, width in columns)
 
 
 def power_of_two(exponents: Integers, shift: int) -> NDArray[np.float32]:

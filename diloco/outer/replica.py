@@ -18,8 +18,7 @@ parameters may be on any device.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,15 +30,11 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import fragment_digest, part_digests
 from diloco.outer.eager import eager_
 from diloco.outer.fragments import Fragment, chunks, gather_, gathered, scatter_
-from diloco.outer.held import Held, Judged
+from diloco.outer.held import Held
 from diloco.outer.optimizer import OuterStep, optimizer, pseudo_gradient_
 from diloco.outer.payloads import buffer
-from diloco.outer.robust import Judgement
-from diloco.outer.staged import Staged
 
-__all__ = ["Held", "OuterState", "OuterStep", "Replica", "Standby"]
-
-OuterState = Held
+__all__ = ["Replica", "Standby"]
 
 
 @dataclass
@@ -87,7 +82,6 @@ class Replica:
         self.held: dict[int, Held] = {}
         self.standby: dict[int, Standby] = {}  # of fragments held elsewhere
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
-        self._merging: dict[int, Held] = {}
         self._local = [
             _Local(fragment, anchor, self.up.offsets(fragment.numel), self.down.offsets(fragment.numel))
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
@@ -283,69 +277,3 @@ class Replica:
     def release(self, fragment: int) -> None:
         """Stop being syncer."""
         self.held.pop(fragment, None)
-
-    # -- `Held`, by number of the fragment ----------------------------------------------------------------------------
-
-    @property
-    def outer(self) -> dict[int, Held]:
-        return self.held
-
-    @property
-    def draw(self) -> random.Random:
-        return self.rng
-
-    @draw.setter
-    def draw(self, rng: random.Random) -> None:
-        self.rng = rng
-
-    @property
-    def stages(self) -> bool:
-        return self.settings.judged_together
-
-    @contextmanager
-    def merging(self, fragment: int) -> Iterator[None]:
-        """A version is made inside, perhaps in another thread, from the state there is now, even after `release`."""
-        self._merging[fragment] = self.held[fragment]
-        try:
-            yield
-        finally:
-            del self._merging[fragment]
-
-    def _in_work(self, fragment: int) -> Held:
-        return self._merging.get(fragment) or self.held[fragment]
-
-    def stage(self, fragment: int, chunk: int, peer: str, payload: Tensor) -> None:
-        staged = self.held[fragment].staged
-        assert staged is not None, f"contributions are folded in with outer.robust={self.settings.robust}"
-        staged.put(peer, chunk, payload)
-
-    def fold(
-        self, fragment: int, chunk: int, payload: Tensor, weight: float, discount: float = 1.0,
-        norm: float | None = None,
-    ) -> None:  # fmt: skip
-        self.held[fragment].fold(chunk, payload, weight, discount, norm)
-
-    def norm_of(self, fragment: int, chunk: int, payload: Tensor) -> float:
-        return self.held[fragment].norm_of(chunk, payload)
-
-    def judge(self, fragment: int, weights: Mapping[str, float]) -> Judged:
-        return self._in_work(fragment).judge(weights)
-
-    def merge_chunk_(self, fragment: int, chunk: int, step: OuterStep, out: Tensor) -> None:
-        self._in_work(fragment).merge_chunk_(chunk, step, out)
-
-    def merge_staged_(
-        self, fragment: int, chunk: int, step: OuterStep, peers: list[str], judged: Judgement, out: Tensor
-    ) -> None:
-        self._in_work(fragment).merge_chunk_(chunk, step, out, (peers, judged))
-
-    def staged(self, fragment: int) -> Staged | None:
-        return self._in_work(fragment).staged
-
-    def clear_staged(self, fragment: int) -> None:
-        staged = self.staged(fragment)
-        if staged is not None:
-            staged.clear()
-
-    def restart(self, fragment: int) -> None:
-        self.held[fragment].restart()

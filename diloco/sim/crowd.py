@@ -286,7 +286,7 @@ class Crowd:
         parameters = {"w": self._parameters()}
         outer = OuterConfig.parse({"method": "diloco", **self.outer})
         replica = Replica(parameters, partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern), outer)
-        replica.draw = random.Random(f"{self.seed} {life.owner}")
+        replica.rng = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
         options = replace(swarm.options(parameters, None, trains=False), gate=self._gate(life), seed=life.owner)
         life.node = node = await Node.open(options, replica, swarm.on_event, self._connect(life))

@@ -132,10 +132,10 @@ class Watch:
         peer = node.protocol
         held = {lease.fragment: lease.term for lease in peer.leases.held_by(name)}
         collecting = {fragment: syncer.term for fragment, syncer in sorted(peer.syncers.items())}
-        if held != collecting or not collecting.keys() <= node.replica.outer.keys():
+        if held != collecting or not collecting.keys() <= node.replica.held.keys():
             raise Violation(
                 f"{name} holds {held} (fragment: term), is syncer of {collecting} and has the outer state of "
-                f"{sorted(node.replica.outer)}"
+                f"{sorted(node.replica.held)}"
             )
         for fragment, syncer in sorted(peer.syncers.items()):
             if syncer.version != peer.versions[fragment]:

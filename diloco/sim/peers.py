@@ -56,7 +56,7 @@ class SimRuntime:
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
         seed = f"{self._seed}/{options.name}"
-        replica.draw = random.Random(seed)
+        replica.rng = random.Random(seed)
         if self._factor != 1.0:
             replica.up = Lying(replica.up, self._factor)
         options = replace(options, gate=self._gate or Gate(), seed=seed)

@@ -154,12 +154,11 @@ async def _collect(context: Context, stream: Stream, syncer: Syncer, base_versio
     chunks = range(len(context.replica.chunks[fragment]))
     payloads = [await _receive_chunk(context, stream, fragment, chunk) for chunk in chunks]
     async with context.locks[fragment].writing():
-        before = context.protocol.fragments[fragment].version
         with offences():
-            folded = await fold_whole(context, syncer, stream.peer, base_version, payloads)
+            before = await fold_whole(context, syncer, stream.peer, base_version, payloads)
         if not _holds(context, syncer):
             raise _another_syncer(fragment)
-        if not folded:
+        if before is None:
             raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
         return before
 
@@ -187,10 +186,11 @@ def fold_chunk(context: Context, syncer: Syncer, peer: str, chunk: int, payload:
 
 async def fold_whole(
     context: Context, syncer: Syncer, peer: str, base_version: int, payloads: Sequence[Tensor]
-) -> bool:
+) -> int | None:
     """Fold in a contribution that was collected first. The caller holds the fragment's lock for writing.
 
-    Returns False when the syncer does not want it any more, or has lost its lease. `PayloadError` changes nothing.
+    Returns the version that it was not in yet, or None when the syncer does not want it any more, or has lost its
+    lease. `PayloadError` changes nothing.
 
     The arithmetic takes a second per 10^9 parameters, so it runs in a thread while the protocol goes on:
 
@@ -199,24 +199,15 @@ async def fold_whole(
        it, and the merge of that version waits for the lock.
     3. It is added to the sum. Should the lease be lost meanwhile, the sum goes with it.
     """
-    held = context.replica.held.get(syncer.fragment)
+    held, before = context.replica.held.get(syncer.fragment), context.protocol.fragments[syncer.fragment].version
     if held is None or not _holds(context, syncer):
-        return False
-
-    def check() -> list[float]:
-        return [held.norm_of(chunk, payload) for chunk, payload in enumerate(payloads)]
-
-    norms = await in_thread(check)
+        return None
+    norms = await in_thread(held.norms_of, payloads)
     if not _holds(context, syncer) or not syncer.wants(peer, 0, base_version):
-        return False
+        return None
     weight, discount = syncer.weight(peer), syncer.discount(peer)
     for _ in payloads:
         syncer.folded(peer)
-
-    def add() -> None:
-        for chunk, (payload, norm) in enumerate(zip(payloads, norms, strict=True)):
-            held.fold(chunk, payload, weight, discount, norm)
-
     context.do(context.protocol.arrived(peer, syncer.fragment, context.now()))
-    await in_thread(add)
-    return True
+    await in_thread(held.fold_whole, payloads, norms, weight, discount)
+    return before

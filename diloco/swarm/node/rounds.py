@@ -309,11 +309,9 @@ class Rounds:
         """
         fragment = syncer.fragment
         async with self._context.locks[fragment].writing():
-            before = self._protocol.fragments[fragment].version
             chunks = range(len(self._replica.chunks[fragment]))
             payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
-            folded = await fold_whole(self._context, syncer, self._protocol.me, base_version, payloads)
-            return before if folded else None
+            return await fold_whole(self._context, syncer, self._protocol.me, base_version, payloads)
 
     async def _fold_chunks(self, syncer: Syncer, base_version: int, first_chunk: int) -> None:
         """At a barrier: fold in chunk by chunk, until the version closes without this peer."""

@@ -60,9 +60,10 @@ run_pip() {
   fi
 }
 
-# What is installed depends on these; the place too, because the installation refers to it.
+# What is installed depends on these; the place too, because the installation refers to it. An environment that several
+# checkouts share (PLACE is empty) is used with PYTHONPATH.
 wanted() {
-  printf '%s\n' "$ROOT" | cat - "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" |
+  printf '%s\n' "${PLACE-$ROOT}" | cat - "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" |
     "$VENV/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 

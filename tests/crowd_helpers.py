@@ -41,7 +41,12 @@ class Belief(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """What was learned by each contribution in the model; where new data begins, what is open before it, and free."""
+    """The state of the data at the end of a story.
+
+    Attributes:
+        learned: the work units of each contribution that is in the model.
+        cursor, open, free: as in the `Ledger` of the peer that deals.
+    """
 
     learned: list[Units]
     cursor: int
@@ -113,7 +118,7 @@ class Story:
             self.crowd.network.mend(a, b)
 
     def at_turn(self, turn: int, happens: Callable[[], None]) -> None:
-        """Let something happen right behind a turn of the event loop."""
+        """Let something happen right after a turn of the event loop."""
         look = self.loop.on_turn
         assert look is not None
 
@@ -164,7 +169,7 @@ class Story:
         self.run_until(settled, "all believe in the same syncers")
 
     def run_until_training(self) -> None:
-        """Until all trainers take inner steps; who dies before may be one for whom the others wait."""
+        """Until all trainers take inner steps. Before that, the others would wait for a peer that dies."""
         self.settle()
         trainers = [node.protocol for node in self.nodes().values() if node.protocol.trains]
         self.run_until(lambda: all(peer.state == "training" for peer in trainers), "all train")
@@ -240,20 +245,20 @@ class Story:
         return name
 
     def dealt(self, nodes: list[Node]) -> Dealt:
-        """What became of the data, of which the last anchors of these nodes were learned."""
+        """Which data the last anchors of these nodes were learned from, and which data is left."""
         [ledger] = [node.protocol.accounts.dealer.ledger for node in nodes if CONTROL_FRAGMENT in node.replica.held]
         assert ledger is not None
         learned = self.watch.lineage.units(nodes[0].protocol.digests[CONTROL_FRAGMENT])
         return Dealt(learned, ledger.cursor, ledger.open, ledger.free)
 
     def has_units(self, name: str) -> Units:
-        """The sequences that a peer has, and that are not in the model as far as it knows."""
+        """The sequences that are leased to a peer, and that are not in the model as far as it knows."""
         return self.node(name).protocol.accounts.units
 
     def watch_outer_states(self) -> None:
-        """From now on note in `outer_states_differ` when a syncer's master or momentum is not that of its anchor.
+        """From now on `outer_states_differ` lists syncers whose master or momentum is not that of their anchor.
 
-        That of an anchor is what the first syncer had who held a fragment at that version.
+        The first syncer that holds a fragment at some digest decides which outer state belongs to that anchor.
         """
         known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         seen: set[tuple[str, int, str]] = set()
@@ -280,18 +285,18 @@ class Story:
         self.loop.on_turn = looks
 
 
-def agreed(story: Story, nodes: list[Node], version: int | None = None) -> None:
-    """All trainers end with the same anchors, and every fragment has one living syncer whom all believe in.
+def agreed(swarm: Story, nodes: list[Node], version: int | None = None) -> None:
+    """All trainers end with the same anchors, and all peers believe in the same living syncers.
 
-    Nobody waits until a host has the last versions of fragments that are held elsewhere.
+    A host need not have the last version of a fragment that it does not hold: the trainers do not wait for that.
     """
     names = {node.protocol.name for node in nodes}
     one = next(node for node in nodes if node.protocol.trains).protocol
-    for node, beliefs, held in zip(nodes, story.last_beliefs, story.last_held, strict=True):
-        for fragment in range(story.fragments) if node.protocol.trains else held:
+    for node, beliefs, held in zip(nodes, swarm.last_beliefs, swarm.last_held, strict=True):
+        for fragment in range(swarm.fragments) if node.protocol.trains else held:
             mine, its = ((each.versions[fragment], each.digests[fragment]) for each in (node.protocol, one))
             assert mine == its, (node.protocol.name, fragment)
-        assert beliefs == story.last_beliefs[0] and len(beliefs) == story.fragments, node.protocol.name
+        assert beliefs == swarm.last_beliefs[0] and len(beliefs) == swarm.fragments, node.protocol.name
         assert held == [fragment for fragment, lease in beliefs.items() if lease.holder == node.protocol.name]
         assert {lease.holder for lease in beliefs.values()} <= names
     if version is not None:

@@ -195,7 +195,7 @@ def test_a_leaver_hands_its_fragments_over_with_their_outer_state(seed: int) -> 
 
 
 def test_without_its_outer_state_a_fragment_has_another_one() -> None:
-    """What the story of the leaver compares does tell them apart: here both the syncer and its backup die."""
+    """The comparison in the story of the leaver finds a difference when syncers die with their backups."""
     with story(0, outer_steps=6) as swarm:
         swarm.watch_outer_states()
         swarm.start("abcd", min_peers=4)

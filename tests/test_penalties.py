@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rounds import MANIFEST, OTHER, StubHost
 
-from diloco.errors import PayloadError
+from diloco.errors import PayloadError, SwarmError
 from diloco.outer.codecs import codec
 from diloco.protocol.actions import Note
 from diloco.protocol.limits import Limiter
@@ -24,6 +25,7 @@ from diloco.protocol.messages.control import Claim
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.protocol.plausible import implausible
 from diloco.swarm.conversations.answer import BulkServer
+from diloco.swarm.node.node import Node
 
 NUMEL = 6
 
@@ -281,3 +283,27 @@ def test_nobody_waits_for_a_peer_that_is_refused() -> None:
         await host.context.tasks.close(1.0)
 
     run(scene)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_refusal_ends_nobody_whom_another_peer_lets_in(others: int) -> None:
+    """A seed is leaving, or penalises this peer for some seconds, and refuses its call; another peer accepts it."""
+
+    async def until(condition: Callable[[], bool]) -> None:
+        assert condition()
+
+    node: Any = SimpleNamespace(
+        _mesh=SimpleNamespace(refusal="the swarm refused this peer: this peer is leaving"),
+        _interrupted=False,
+        protocol=SimpleNamespace(
+            members=SimpleNamespace(all=lambda: ["somebody"] * others),
+            may_train=lambda: True,
+            swarm_clock=lambda: (3, 0),
+        ),
+        context=SimpleNamespace(tasks=SimpleNamespace(until=until)),
+    )
+    if others:
+        assert asyncio.run(Node.joins_late(node))
+    else:
+        with pytest.raises(SwarmError, match=r"refused this peer: this peer is leaving"):
+            asyncio.run(Node.joins_late(node))

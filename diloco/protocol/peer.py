@@ -55,7 +55,7 @@ class Peer(View):
         versions: anchor version of each fragment (all 0 in a new run).
         applied_tokens: swarm clock at these versions.
         trains, holds: whether this peer contributes, and whether it can be a syncer.
-        min_peers: connected peers, this one included, before anything is claimed.
+        min_peers: connected peers, this one included, before anything is claimed; not waited for where others train.
         newcomer: this peer joins others, and claims nothing until `discovered` says that it has heard all of them;
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.

@@ -54,7 +54,7 @@ class Swarm:
         announce: multiaddrs to tell others, where they differ from `listen`.
         reachable: whether others can connect to this peer: `yes`, `no`, or `auto`, which has one of them try. One that
             is not trains like any other and holds no fragments.
-        min_peers: peers, this one included, that must be there before the first inner step.
+        min_peers: peers, this one included, that must be there before the first inner step, unless others train.
         upload_limit: bytes per second of payload that this peer sends at most.
         inner_state: where the inner optimizer's state of a peer that joins comes from: `donor`, another peer's; `cold`,
             nowhere, and what it learns in its first round is left out.

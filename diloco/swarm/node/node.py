@@ -210,14 +210,16 @@ class Node:
     async def joins_late(self) -> bool:
         """Wait until this peer agrees with the swarm; whether outer steps were taken before.
 
-        False when `interrupt` came first. Raises `SwarmError` when the swarm refuses this peer.
+        False when `interrupt` came first. Raises `SwarmError` when the swarm refuses this peer: a peer that is leaving
+        refuses, too, or one that penalises it for a while, so the word of one counts where no other lets it in.
         """
-        mesh = self._mesh
-        await self.context.tasks.until(
-            lambda: mesh.refusal is not None or self._interrupted or self.protocol.may_train()
-        )
-        if mesh.refusal is not None:
-            raise SwarmError(mesh.refusal)
+
+        def refused() -> str | None:
+            return None if self.protocol.members.all() else self._mesh.refusal
+
+        await self.context.tasks.until(lambda: refused() is not None or self._interrupted or self.protocol.may_train())
+        if (reason := refused()) is not None:
+            raise SwarmError(reason)
         return not self._interrupted and self.protocol.swarm_clock()[0] > 0
 
     async def fetch_inner(self, layout: Layout) -> InnerState | None:

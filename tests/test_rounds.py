@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import WIRE_VERSION, OuterConfig
+from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Hold, Merge, Release
@@ -133,9 +134,7 @@ class StubHost:
 
     def state(self, version: int, anchor: Tensor) -> FragmentState:
         """The anchor as a donor would send it."""
-        header = StateHeader(
-            fragment=0, version=version, digest=self.replica.digest_of(anchor), applied_tokens=0, outer=False
-        )
+        header = StateHeader(fragment=0, version=version, digest=digest_of(anchor), applied_tokens=0, outer=False)
         return FragmentState(header, anchor)
 
     def record(self, version: int, anchor: Tensor, before: str | None = None) -> UpdateRecord:
@@ -144,7 +143,7 @@ class StubHost:
         self.replica.down.encode_update(anchor, self.replica.anchors[0], update)
         header = Record(
             fragment=0, term=1, version=version, digest_before=before or self.protocol.digests[0],
-            digest=self.replica.digest_of(anchor), contributors={OTHER: 10}, applied_tokens=0,
+            digest=digest_of(anchor), contributors={OTHER: 10}, applied_tokens=0,
         )  # fmt: skip
         return UpdateRecord(header, update)
 
@@ -174,7 +173,7 @@ def test_an_update_that_leads_elsewhere_is_healed_before_anything_goes_on() -> N
         host.client.answers = {0: record, -1: host.state(1, target)}
         await host.anchors.catch_up(0, [OTHER])
         assert "digest_mismatch" in host.notes and host.protocol.heals == 1
-        assert host.protocol.digests == [host.replica.digest_of(target)] == host.replica.digests()
+        assert host.protocol.digests == [digest_of(target)] == host.replica.digests()
 
     run(scene)
 
@@ -253,7 +252,7 @@ def test_what_was_learned_in_another_history_is_not_sent_and_the_anchor_is_repla
         host = StubHost(OTHER)
         await host.anchors.load()
         theirs = torch.full((6,), 3.0)
-        claim = Claim(fragment=0, term=2, version=0, digest=host.replica.digest_of(theirs))  # made after a split
+        claim = Claim(fragment=0, term=2, version=0, digest=digest_of(theirs))  # made after a split
         host.do(host.protocol.heard(OTHER, claim, host.now()))
         host.client.answers = {-1: host.state(0, theirs)}
         assert await host.exchange() == (10, 0)
@@ -293,7 +292,7 @@ def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_th
         host = StubHost(OTHER)
         await host.anchors.load()
         theirs = torch.full((6,), 3.0)
-        claim = Claim(fragment=0, term=2, version=0, digest=host.replica.digest_of(theirs))
+        claim = Claim(fragment=0, term=2, version=0, digest=digest_of(theirs))
         host.do(host.protocol.heard(OTHER, claim, host.now()))
         host.client.answers = {-1: host.state(0, theirs)}
         assert await host.exchange() == (10, 0)

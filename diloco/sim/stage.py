@@ -129,6 +129,7 @@ class _Stage:
         """Every living peer makes progress, and all believe in the same living syncers."""
         crowd = self.crowd
         await self._until(self._all_are_in, PROGRESS_S, "every peer is in the swarm")
+        await self._until(self._all_have_met, PROGRESS_S, "every peer has heard every other")
         before = {life.owner: _progress(life) for life in crowd.members()}
         for owner, versions in before.items():
             await self._until(lambda o=owner, v=versions: self._moved(o, v), PROGRESS_S, f"{owner} makes progress")  # type: ignore[misc]
@@ -151,6 +152,11 @@ class _Stage:
 
     def _all_are_in(self) -> bool:
         return all(life.ready and life.node is not None for life in self.crowd.living() if not life.leaving)
+
+    def _all_have_met(self) -> bool:
+        nodes = [life.node for life in self.crowd.members() if life.node is not None]
+        names = {node.protocol.me for node in nodes}
+        return all(names <= {node.protocol.me, *(m.peer for m in node.protocol.members.all())} for node in nodes)
 
     def _moved(self, owner: str, before: int) -> bool:
         life = next((life for life in self.crowd.members() if life.owner == owner), None)

@@ -23,6 +23,7 @@ T = TypeVar("T")
 RESOLUTION_S = 1e-7  # of timers; floats of 20 years of seconds are finer, else a timer would never be due
 NAMED = 5  # tasks that the report of a deadlock names
 POLL_EVERY = 256  # turns of the loop between two looks for signals
+MANY_TURNS = 100_000  # in which no time passes: something is busy for ever
 MANY_CANCELLED = 100  # timers; as many of them, and half of all, are worth a new heap
 
 _owner: contextvars.ContextVar[str | None] = contextvars.ContextVar("diloco_sim_owner", default=None)
@@ -30,7 +31,7 @@ _NOBODY = contextvars.Context()
 
 
 class DeadlockError(RuntimeError):
-    """Nothing is ready and no timer is left, so nothing can ever happen again: a bug, here or in what was simulated."""
+    """Nothing is ready and no timer is left, or everything is busy and no time passes: a bug, here or in the simulated."""
 
 
 class _Task(asyncio.Task[T]):
@@ -70,6 +71,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.seconds = 0.0
         self.turns = 0
+        self._turns_by = MANY_TURNS  # before which time has to pass
         self.executor_s: Callable[[], float] | None = None
         self.on_turn: Callable[[], None] | None = None
         self._num_tasks = 0
@@ -120,6 +122,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._drop_cancelled(timers)
         if self.turns % POLL_EVERY == 0:
             self._poll()
+        if self.turns > self._turns_by:
+            raise DeadlockError
         if not ready:
             if self._stopping:  # type: ignore[attr-defined]
                 return
@@ -127,8 +131,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self._poll()
                 if not ready:
                     raise DeadlockError
-            else:
-                self.seconds = max(self.seconds, timers[0]._when)
+            elif timers[0]._when > self.seconds:
+                self.seconds, self._turns_by = timers[0]._when, self.turns + MANY_TURNS
         end = self.seconds + RESOLUTION_S
         while timers and timers[0]._when <= end:
             timer = heapq.heappop(timers)
@@ -162,12 +166,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._timer_cancelled_count = 0
 
     def run_until_complete(self, future: Any) -> Any:
+        self._turns_by = self.turns + MANY_TURNS
         try:
             return super().run_until_complete(future)
         except DeadlockError:
             names = sorted(task.get_name() + ": " + _place(task) for task in asyncio.all_tasks(self))
             shown = "; ".join(names[:NAMED]) + (f"; and {len(names) - NAMED} more" if len(names) > NAMED else "")
-            raise DeadlockError(f"at {self.seconds:.3f} s nothing can happen any more; these wait: {shown}") from None
+            busy = "time does not pass" if self._ready else "nothing can happen"  # type: ignore[attr-defined]
+            raise DeadlockError(f"at {self.seconds:.3f} s {busy} any more; these wait: {shown}") from None
 
     # -- threads ------------------------------------------------------------------------------------------------------
 

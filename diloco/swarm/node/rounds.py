@@ -217,9 +217,11 @@ class Rounds:
                 case Step.WAIT:
                     await self._context.tasks.pause(RETRY_S)
                 case Step.CATCH_UP:
+                    before = protocol.fragments[fragment].version
                     donors = protocol.members.donors(fragment, exchange.base_version + 1)
                     await self._anchors.catch_up(fragment, donors)
-                    await self._context.tasks.pause(RETRY_S)
+                    if protocol.fragments[fragment].version == before:
+                        await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other
                 case Step.CONTRIBUTE:
                     assert lease is not None
                     retry_at = self._context.now() + RETRY_S

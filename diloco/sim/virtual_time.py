@@ -31,7 +31,7 @@ _NOBODY = contextvars.Context()
 
 
 class DeadlockError(RuntimeError):
-    """Nothing is ready and no timer is left, or everything is busy and no time passes: a bug, here or in the simulated."""
+    """Nothing is ready and no timer is left, or much happens and no time passes: a bug, here or in the simulated."""
 
 
 class _Task(asyncio.Task[T]):

@@ -203,22 +203,7 @@ MUTANTS = [
                 await asyncio.wait([task])""",
         """            pass""",
     ),
-    Mutant(
-        "penalty-is-for-ever",
-        "A peer that once sent noise is refused for ever.",
-        "diloco.protocol.penalties",
-        "",
-        "",
-    ),
-    Mutant(
-        "dead-units-are-lost",
-        "Sequences of a dead peer that are in the model already are handed out again.",
-        "diloco.protocol.dealer",
-        "",
-        "",
-    ),
 ]
-MUTANTS = [mutant for mutant in MUTANTS if mutant.before]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

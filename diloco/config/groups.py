@@ -172,9 +172,6 @@ class InnerConfig(RunOwned):
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of inner.lr (cosine).")
 
 
-Rule = Literal["recent", "none", "clip", "trimmed_mean", "centered_clip"]
-
-
 class OuterConfig(RunOwned):
     """What happens every `sync_every` inner steps. Ask the properties, not the settings, which mode a run is in."""
 

@@ -69,7 +69,6 @@ class Checkpoint:
     saved: Saved
     counters: tuple[int, int, int]  # steps, tokens, discarded tokens
     inner: Mapping[str, Any]
-    digests: tuple[str, ...]  # of the anchors, when it was written
 
 
 @dataclass
@@ -268,19 +267,16 @@ class Crowd:
         assert life.lockstep is not None
         with sync.checkpointing() as live:
             if life.member.boundary_s:
-                begun = self._checkpoint(sync, live, optimizer)
+                begun = [digest_of(anchor) for anchor in live.anchors]
                 life.lockstep.call(asyncio.sleep(life.member.boundary_s))
             written = self._checkpoint(sync, live, optimizer)
-        if life.member.boundary_s and begun.digests != written.digests:
+        if life.member.boundary_s and begun != [digest_of(anchor) for anchor in written.saved.anchors]:
             self.failures.append(f"the checkpoint of {life.name} moved while it was written")
         return written
 
     def _checkpoint(self, sync: Attachment, live: Saved, optimizer: torch.optim.Optimizer) -> Checkpoint:
-        saved = _copied(live)
         counters = (sync.steps, sync.tokens, sync.discarded_tokens)
-        assert sync.node is not None
-        digests = tuple(digest_of(anchor) for anchor in saved.anchors)
-        return Checkpoint(saved, counters, _copied_state(optimizer), digests)
+        return Checkpoint(_copied(live), counters, _copied_state(optimizer))
 
     async def _host(self, life: Life) -> None:
         """A peer that holds fragments, as `diloco host` does."""

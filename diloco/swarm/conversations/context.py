@@ -11,6 +11,7 @@ from diloco.errors import PayloadError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
 from diloco.protocol.peer import Peer
+from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.framing import UpdateRecord
 from diloco.swarm.conversations.locks import FragmentLock
 from diloco.swarm.conversations.recorder import Recorder
@@ -67,6 +68,10 @@ class Context:
         """Carry out what the protocol asks for; whatever waits for a change of the protocol looks again."""
         self.carry_out(actions)
         self.tasks.notify()
+
+    def holds(self, syncer: Syncer) -> bool:
+        """Whether this peer is still syncer under the same lease; asked again after whatever was awaited."""
+        return self.protocol.fragments[syncer.fragment].syncer is syncer
 
     def open(self, peer: str) -> AbstractAsyncContextManager[Stream]:
         """A bulk stream to a peer, for the length of an `async with`."""

@@ -115,11 +115,11 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
         else:
             await _fold_on_arrival(context, stream, syncer, header.base_version, verdict.first_chunk)
     await stream.send(Receipt())
-    await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not _holds(context, syncer))
+    await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not context.holds(syncer))
     record = context.records.get(fragment)
     if record is not None and record.header.version == header.base_version + 1:
         await send_record(stream, record, context.replica)
-    elif syncer.folds_whole and _holds(context, syncer):
+    elif syncer.folds_whole and context.holds(syncer):
         await send_state(stream, *await copy_state(context, fragment))
     else:
         raise _another_syncer(fragment)
@@ -141,7 +141,7 @@ async def _fold_on_arrival(
     replica, fragment = context.replica, syncer.fragment
     for chunk in range(first_chunk, len(replica.chunks[fragment])):
         payload = await _receive_chunk(context, stream, fragment, chunk)
-        if not _holds(context, syncer) or not syncer.wants(stream.peer, chunk, base_version):
+        if not context.holds(syncer) or not syncer.wants(stream.peer, chunk, base_version):
             raise PayloadError(f"version {base_version + 1} of fragment {fragment} closed meanwhile")
         with offences():
             fold_chunk(context, syncer, stream.peer, chunk, payload)
@@ -156,7 +156,7 @@ async def _collect(context: Context, stream: Stream, syncer: Syncer, base_versio
     async with context.locks[fragment].writing():
         with offences():
             before = await fold_whole(context, syncer, stream.peer, base_version, payloads)
-        if not _holds(context, syncer):
+        if not context.holds(syncer):
             raise _another_syncer(fragment)
         if before is None:
             raise PayloadError(f"too many versions of fragment {fragment} were published meanwhile")
@@ -167,11 +167,6 @@ async def _receive_chunk(context: Context, stream: Stream, fragment: int, chunk:
     payload = torch.empty(context.replica.payload_nbytes(fragment, chunk), dtype=torch.uint8)
     await stream.receive_payload(payload)
     return payload
-
-
-def _holds(context: Context, syncer: Syncer) -> bool:
-    """Whether this peer is still syncer under the same lease."""
-    return context.protocol.fragments[syncer.fragment].syncer is syncer
 
 
 def _another_syncer(fragment: int) -> PayloadError:
@@ -200,10 +195,10 @@ async def fold_whole(
     3. It is added to the sum. Should the lease be lost meanwhile, the sum goes with it.
     """
     held, before = context.replica.held.get(syncer.fragment), context.protocol.fragments[syncer.fragment].version
-    if held is None or not _holds(context, syncer):
+    if held is None or not context.holds(syncer):
         return None
     norms = await in_thread(held.norms_of, payloads)
-    if not _holds(context, syncer) or not syncer.wants(peer, 0, base_version):
+    if not context.holds(syncer) or not syncer.wants(peer, 0, base_version):
         return None
     weight, discount = syncer.weight(peer), syncer.discount(peer)
     for _ in payloads:

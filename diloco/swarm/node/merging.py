@@ -40,31 +40,27 @@ class Merging:
         fragment = self._protocol.fragments[close.fragment]
         syncer = fragment.syncer
         async with self._context.locks[close.fragment].writing():
-            if syncer is None or not self._holds(syncer) or syncer.version != close.base_version:
+            if syncer is None or not self._context.holds(syncer) or syncer.version != close.base_version:
                 return
             published = await self._merge(close, syncer, self._replica.held[close.fragment])
         if not published:
             donors = () if fragment.lease is None else (fragment.lease.holder,)
             await self._anchors.catch_up(close.fragment, donors)
 
-    def _holds(self, syncer: Syncer) -> bool:
-        """Whether this peer is still syncer under the same lease; asked again after whatever was awaited."""
-        return self._protocol.fragments[syncer.fragment].syncer is syncer
-
     async def _merge(self, close: Close, syncer: Syncer, held: Held) -> bool:
         """False when the lease was lost meanwhile. `held` stays what it is, even if the lease comes back."""
         fragment, accounts = self._protocol.fragments[close.fragment], self._protocol.accounts
         before, judged = fragment.digest, None
         await self._anchors.about_to_move(fragment.index)
-        if held.staged is not None and self._holds(syncer):
+        if held.staged is not None and self._context.holds(syncer):
             close, judged = await self._judge(close, syncer, held, held.staged)
-        if not self._holds(syncer):
+        if not self._context.holds(syncer):
             return False
         update = short_lived(self._replica.update_nbytes(fragment.index))
         cursor = accounts.data_cursor(fragment.index, close.contributors)  # of this version, should the lease be lost
         step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
         digest = await in_thread(held.merge_, step, update, judged)
-        lost = not self._holds(syncer)
+        lost = not self._context.holds(syncer)
         header = Record(
             fragment=fragment.index,
             term=syncer.term,
@@ -93,7 +89,7 @@ class Merging:
         if not self._replica.settings.spot_check:
             return close, judged
         failing = await self._checks.failing(self._context, close, syncer, staged, judged)
-        if not failing or not self._holds(syncer):
+        if not failing or not self._context.holds(syncer):
             return close, judged
         close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
         judged = await in_thread(held.judge, syncer.weights(close.contributors))

@@ -299,7 +299,7 @@ class Rounds:
                 await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
         waiting_since = self._context.now()
         await self._context.tasks.until(
-            lambda: protocol.fragments[fragment].version > before or not self._holds(syncer)
+            lambda: protocol.fragments[fragment].version > before or not self._context.holds(syncer)
         )
         seconds.wait += self._context.now() - waiting_since
         if syncer.version == before + 1:
@@ -319,16 +319,12 @@ class Rounds:
         """At a barrier: fold in chunk by chunk, until the version closes without this peer."""
         me, fragment = self._protocol.me, syncer.fragment
         for chunk in range(first_chunk, len(self._replica.chunks[fragment])):
-            if not self._holds(syncer) or not syncer.wants(me, chunk, base_version):
+            if not self._context.holds(syncer) or not syncer.wants(me, chunk, base_version):
                 return
             fold_chunk(self._context, syncer, me, chunk, self._replica.encode(fragment, chunk))
             if chunk + 1 < len(self._replica.chunks[fragment]):
                 await asyncio.sleep(0)  # lets the others' chunks in
         self._context.do(self._protocol.arrived(me, fragment, self._context.now()))
-
-    def _holds(self, syncer: Syncer) -> bool:
-        """Whether this peer is still syncer under the same lease; asked again after whatever was awaited."""
-        return self._protocol.fragments[syncer.fragment].syncer is syncer
 
 
 @contextmanager

@@ -143,7 +143,7 @@ class Crowd:
         self.failures: list[str] = []
         self.story: list[str] = []
         self.goal = 10**9  # the version at which training ends
-        self.torn = False  # whether any peers could not reach each other for a while
+        self.torn = False  # whether any peers could not reach each other for a while, or began without each other
         self.on_life: Callable[[Life], None] = lambda life: None
         self.tell: Callable[[str], None] = lambda line: None
         self._elements, self._units, self._heartbeat_s, self._inner_state = elements, units, heartbeat_s, inner_state
@@ -157,7 +157,9 @@ class Crowd:
     def start(self, member: Member, min_peers: int = 1, checkpoint: Checkpoint | None = None) -> Life:
         """A process of this peer starts, and joins through the peers that are there."""
         self._numbers += 1
-        known = [life.name for life in self.living() if life.ready and life.name != member.name]
+        others = [life for life in self.living() if life.name != member.name]
+        known = [life.name for life in others if life.ready]
+        self.torn = self.torn or bool(others and not known)
         before = self.lives.get(member.name)
         untrained = before is None or (before.fresh and (before.sync is None or before.sync.tokens == 0))
         life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=untrained)

@@ -22,26 +22,10 @@ from diloco.protocol.states import State
 from diloco.text import plain
 
 __all__ = [
-    "MAX_FRAGMENTS",
-    "MAX_HISTORY",
-    "MAX_PACKED_BYTES",
-    "MAX_PEERS",
-    "MAX_PEER_ROUNDS",
-    "MAX_TEXT_BYTES",
-    "SHORT",
-    "Contributions",
-    "Event",
-    "FragmentRow",
-    "LedgerTotals",
-    "LossPoint",
-    "PeerRound",
-    "PeerRow",
-    "Round",
-    "RunInfo",
-    "Snapshot",
-    "pack",
-    "unpack",
-]
+    "MAX_FRAGMENTS", "MAX_HISTORY", "MAX_PACKED_BYTES", "MAX_PEERS", "MAX_PEER_ROUNDS", "MAX_TEXT_BYTES", "SHORT",
+    "Contributions", "Event", "FragmentRow", "LedgerTotals", "LossPoint", "PeerRound", "PeerRow", "Round", "RunInfo",
+    "Snapshot", "pack", "unpack",
+]  # fmt: skip
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
 MAX_PEERS = 1024

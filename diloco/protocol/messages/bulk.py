@@ -12,38 +12,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
-from diloco.protocol.messages.base import (
-    MEMBERS,
-    WORKERS,
-    Count,
-    Digest,
-    FewUnits,
-    Index,
-    Message,
-    Name,
-    Place,
-    Units,
-)
+from diloco.protocol.messages.base import MEMBERS, WORKERS, Count, Digest, FewUnits, Index, Message, Name, Place, Units
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
 __all__ = [
-    "MAX_MOMENTS",
-    "MAX_PARTS",
-    "MAX_UNITS_WANTED",
-    "Anchor",
-    "Contribution",
-    "InnerHeader",
-    "InnerRequest",
-    "PartList",
-    "PartRequest",
-    "Receipt",
-    "Record",
-    "StateHeader",
-    "StateRequest",
-    "UnitGrant",
-    "UnitRequest",
-    "Verdict",
-]
+    "MAX_MOMENTS", "MAX_PARTS", "MAX_UNITS_WANTED", "Anchor", "Contribution", "InnerHeader", "InnerRequest", "PartList",
+    "PartRequest", "Receipt", "Record", "StateHeader", "StateRequest", "UnitGrant", "UnitRequest", "Verdict",
+]  # fmt: skip
 
 MAX_PARTS = 2**13  # their digests fill half a frame; a fragment of more than 32 GiB comes in one piece
 MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill half a frame

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
-from diloco.protocol.leases import LEAP
+from diloco.protocol.fragment import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict

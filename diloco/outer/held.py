@@ -20,12 +20,11 @@ from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
-from diloco.outer.merging import Sum, average_of, judge_of
+from diloco.outer.merging import Staged, Sum, average_of, judge_of
 from diloco.outer.optimizer import OuterStep, optimizer
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
-from diloco.outer.staged import Staged
 
 __all__ = ["Held", "Judged"]
 

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco.protocol.actions import Action, Note
-from diloco.protocol.dealer import DataCursor, Dealer, fields_of
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
-from diloco.protocol.ledger import Units
+from diloco.protocol.ledger import DataCursor, Dealer, Units, union
 from diloco.protocol.membership import Membership
+from diloco.protocol.messages.base import MAX_RANGES
 from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.protocol.messages.control import Claim, Published, Status
 from diloco.protocol.shares import OTHERS, Contributor, Share, Shares, credited, short_name
@@ -142,13 +142,16 @@ class Accounts:
         if fragment != CONTROL_FRAGMENT:
             return {}
         if contributors is not None and self.dealer.ledger is not None:
-            return fields_of(self.dealer.after(contributors))
-        return fields_of(self.dealer.cursor_at(self._fragments[fragment].version))
+            first, open_ = self.dealer.after(contributors)
+        else:
+            first, open_ = self.dealer.cursor_at(self._fragments[fragment].version)
+        # Ranges that do not fit are never handed out again, rather than twice.
+        return {"cursor": first, "open": [list(unit) for unit in open_[:MAX_RANGES]]}
 
     def hear_data_cursor(self, said: Claim | Published | Record | StateHeader) -> None:
         """Take in the data cursor of a version from its author."""
         if said.fragment == CONTROL_FRAGMENT:
-            self.dealer.hear(said)
+            self.dealer.know(said.version, (said.cursor, union(said.open)))
 
     def restore_data_cursor(self, cursor: DataCursor) -> None:
         """Take over the data cursor of the version here from a checkpoint."""

@@ -2,7 +2,7 @@
 payload whose length both sides know beforehand.
 
 A message about a version of the control fragment carries the data cursor of that version, `cursor` and `open` (see
-`dealer`); for other fragments both are empty. A message that brings an anchor brings its *shares*: which peer
+`ledger`); for other fragments both are empty. A message that brings an anchor brings its *shares*: which peer
 contributed how much to it (see `shares`).
 """
 

@@ -123,7 +123,7 @@ class _AboutFragment(Message):
     """What the syncer of a fragment says of the fragment.
 
     `applied_tokens`, `cursor` and `open` belong to the version of the control fragment: the swarm clock (tokens that
-    are in the model since version 0) and the data cursor (see `dealer`). Messages about other fragments leave the
+    are in the model since version 0) and the data cursor (see `ledger`). Messages about other fragments leave the
     data cursor empty.
     """
 

@@ -22,9 +22,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
 
-__all__ = [
-    "PART", "anchor_digest", "digest_of", "fragment_digest", "part_digest", "part_digests", "part_ranges", "short",
-]  # fmt: skip
+__all__ = ["PART", "anchor_digest", "digest_of", "fragment_digest", "part_digest", "part_digests", "part_ranges"]
 
 assert sys.byteorder == "little", "digests are defined over little-endian fp32"
 
@@ -69,11 +67,6 @@ def digest_of(flat: Tensor) -> str:
 def anchor_digest(fragments: Sequence[str]) -> str:
     """The digest of all parameters from those of the fragments, in order. PayloadError if one is not a digest."""
     return _combine(b"diloco anchor\0", fragments)
-
-
-def short(digest: str) -> str:
-    """The first 12 characters, to show to people; compare and store whole digests."""
-    return digest[:12]
 
 
 def _combine(label: bytes, digests: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from typing import Any
 
 from diloco.config import WIRE_VERSION
@@ -27,7 +27,6 @@ from diloco.protocol.snapshot import (
     MAX_PEER_ROUNDS,
     MAX_PEERS,
     SHORT,
-    Contributions,
     Event,
     FragmentRow,
     LedgerTotals,
@@ -185,7 +184,7 @@ class Recorder:
             applied=applied,
             discarded=discarded,
             in_flight=processed - applied - discarded,
-            contributions=[Contributions(**asdict(row)) for row in protocol.accounts.contributions()[:MAX_PEERS]],
+            contributions=protocol.accounts.contributions()[:MAX_PEERS],
         )
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -213,9 +212,7 @@ class OuterOptimizer(ABC):
         return lr, momentum_at(step.version, settings.momentum, settings.momentum_warmup)
 
     @abstractmethod
-    def step_(
-        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-    ) -> None:
+    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
         """Move the master by a merged pseudo-gradient `delta`, which is left as it is; the others change in place."""
 
     def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
@@ -229,9 +226,7 @@ class Nesterov(OuterOptimizer):
     name = "nesterov"
     can_follow = True
 
-    def step_(
-        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-    ) -> None:
+    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
         nesterov_(master, momentum, delta, *self.rates(step))
 
     def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
@@ -244,9 +239,7 @@ class DelayedNesterov(OuterOptimizer):
     name = "delayed_nesterov"
     num_buffers = 1
 
-    def step_(
-        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-    ) -> None:
+    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
         lr, beta = self.rates(step)
         delayed_nesterov_(
             master, momentum, buffers[0], delta,
@@ -260,9 +253,7 @@ class FedBuff(OuterOptimizer):
     name = "fedbuff"
     num_buffers = 1
 
-    def step_(
-        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-    ) -> None:
+    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
         [window] = buffers
         window.add_(delta, alpha=step.contributions / step.delay)
         if step.flush:

@@ -35,9 +35,7 @@ _CANCELLED = 2.0**-20
 
 def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]:
     """The pieces of [start, stop) of a fragment, relative to start: one for each tensor that is not an embedding."""
-    return [
-        (offset, offset + part.numel) for offset, part in fragment.locate(start, stop) if not _is_embedding(part.name)
-    ]
+    return [(at, at + part.numel) for at, part in fragment.locate(start, stop) if not _is_embedding(part.name)]
 
 
 @torch.no_grad()

@@ -97,9 +97,8 @@ def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor:
     left_out = opposed(gram, numel)
     scales = [limit / norm if norm > limit else 1.0 for norm in norms]
     kept = [0.0 if i in left_out else weight for i, weight in enumerate(weights)]
-    return Judgement(
-        tuple(weight * scale for weight, scale in zip(kept, scales, strict=True)), tuple(kept), clipped, left_out
-    )
+    coefficients = tuple(weight * scale for weight, scale in zip(kept, scales, strict=True))
+    return Judgement(coefficients, tuple(kept), clipped, left_out)
 
 
 def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco.protocol.actions import Action, Note
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
-from diloco.protocol.ledger import DataCursor, Dealer, Units, union
+from diloco.protocol.ledger import Dealer, Units, union
 from diloco.protocol.membership import Membership
 from diloco.protocol.messages.base import MAX_RANGES
 from diloco.protocol.messages.bulk import Record, StateHeader
@@ -26,8 +26,7 @@ class Accounts:
 
     Args:
         me, name: id and display name of this peer.
-        fragments: the fragments of this peer; their `shares` change here.
-        members: the other peers.
+        fragments: the fragments of this peer; their `shares` change here. members: the other peers.
         applied_tokens: swarm clock at the versions that this peer starts with.
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
 
@@ -152,10 +151,6 @@ class Accounts:
         """Take in the data cursor of a version from its author."""
         if said.fragment == CONTROL_FRAGMENT:
             self.dealer.know(said.version, (said.cursor, union(said.open)))
-
-    def restore_data_cursor(self, cursor: DataCursor) -> None:
-        """Take over the data cursor of the version here from a checkpoint."""
-        self.dealer.know(self._fragments[CONTROL_FRAGMENT].version, cursor)
 
     def heard_units(self, peer: str, status: Status) -> None:
         """A peer says in its status which units it has."""

@@ -98,14 +98,9 @@ class Exchange:
         self._offered = True
         self.discarded = self._recorded = False
         return Contribution(
-            manifest_hash=self.manifest_hash,
-            fragment=self.fragment,
-            term=lease.term,
-            base_version=self.base_version,
-            steps=self.steps,
-            tokens=self.tokens,
-            units=[list(unit) for unit in self.units],
-        )
+            manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, base_version=self.base_version,
+            steps=self.steps, tokens=self.tokens, units=[list(unit) for unit in self.units],
+        )  # fmt: skip
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:
         """The syncer refused. A stale base means that the swarm went on; after other reasons the owner tries again."""

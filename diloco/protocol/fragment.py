@@ -155,9 +155,7 @@ class LeaseTable:
             self.vacate(claim.fragment)
             self._held.setdefault(peer, {})[claim.fragment] = None
             self.generation += 1
-        fragment.lease = Lease(
-            claim.fragment, peer, claim.term, claim.version, claim.digest, applied_tokens=claim.applied_tokens
-        )
+        fragment.lease = Lease(claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens)
         return True
 
     def published(self, message: Published) -> bool:

@@ -74,7 +74,9 @@ class Peer(View):
             case Claim():
                 return self._heard_claim(peer, message) + self.tick(now)
             case Published():
-                self._heard_published(peer, message)
+                lease = self.leases.get(message.fragment)
+                if lease is not None and lease.holder == peer and self.leases.published(message):
+                    self.accounts.hear_data_cursor(message)
         due = self._pace.tick_due
         return self.tick(now) if now >= due else [*self._pace.wake(due)]
 
@@ -114,13 +116,6 @@ class Peer(View):
                 self.accounts.dealer.ledger = None
             actions.append(Release(claim.fragment))
         return actions
-
-    def _heard_published(self, peer: str, message: Published) -> None:
-        lease = self.leases.get(message.fragment)
-        if lease is None or lease.holder != peer:
-            return
-        if self.leases.published(message):
-            self.accounts.hear_data_cursor(message)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -303,9 +298,8 @@ class Peer(View):
     def _hear_myself(self, now: float) -> None:
         """A syncer waits for itself like for any other, and must know from where it began its round."""
         status = self.status()
-        self._myself = self._myself or Member(
-            self.me, self.name, self.trains, self.holds, status, now, now, device=self.device
-        )
+        if self._myself is None:
+            self._myself = Member(self.me, self.name, self.trains, self.holds, status, now, now, self.device)
         self._myself.hear(status, now)
 
     # -- leases -------------------------------------------------------------------------------------------------------

@@ -292,9 +292,8 @@ class Syncer:
         base = status.versions[self.fragment]
         known = member.peer in self.last_contributors
         if base == self.version:
-            return (
-                known or not (self._settings.staggered and self.last_contributors) or self._about_to_send(member, now)
-            )
+            may_be_late = self._settings.staggered and self.last_contributors
+            return known or not may_be_late or self._about_to_send(member, now)
         # Right after a publication the contributors' statuses still name the version before.
         return known and base == self.version - 1
 

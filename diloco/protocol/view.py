@@ -7,9 +7,8 @@ from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.accounts import Accounts
-from diloco.protocol.address_book import AddressBook
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, LeaseTable
-from diloco.protocol.membership import Member, Membership
+from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
@@ -27,15 +26,14 @@ class View:
     """What a peer knows, and what follows from that; `Peer` changes it with each event.
 
     Args:
-        me: this peer's id.
-        name: display name.
+        me, name: id and display name of this peer.
         run_id, manifest_hash: the same on all peers of the run.
         digests: digest of each fragment's anchor; its length is the number of fragments.
         versions: anchor version of each fragment (all 0 in a new run).
         applied_tokens: swarm clock at these versions.
         trains, holds: whether this peer contributes, and whether it can be a syncer.
         min_peers: connected peers, this one included, before anything is claimed; not waited for where others train.
-        newcomer: this peer joins others, and claims nothing until `discovered` says that it has heard all of them;
+        newcomer: this peer joins others. It claims nothing until `Peer.discovered` says that it has heard all of them;
             else it would take every fragment for vacant.
         outer: when versions close, and how far behind a contribution may be.
         tokens_per_step: tokens of any peer's inner step, from the manifest; None where the manifest does not say it.
@@ -121,55 +119,36 @@ class View:
         """This peer's status as the others shall see it, at a heartbeat with figures for watchers."""
         inner_step, target_steps, steps_per_s, tokens = self._progress
         return Status(
-            state=self.state,
-            versions=self.versions,
-            inner_step=inner_step,
-            target_steps=target_steps,
-            steps_per_s=steps_per_s,
-            tokens=tokens,
+            state=self.state, versions=self.versions,
+            inner_step=inner_step, target_steps=target_steps, steps_per_s=steps_per_s, tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
             figures=Figures(**self._figures) if figures else None,
-        )
+        )  # fmt: skip
 
     def hello(self) -> Hello:
         """First message to a newly connected peer."""
+        peers = [member.peer for member in self.members.all()]
         return Hello(
-            wire_version=WIRE_VERSION,
-            run_id=self.run_id,
-            manifest_hash=self.manifest_hash,
-            name=self.name,
-            trains=self.trains,
-            holds=self.holds,
-            device=self.device,
-            peers=[member.peer for member in self.members.all()],
-            addresses=self.address_book.all([self.me, *(member.peer for member in self.members.all())]),
-            status=self.status(),
+            wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
+            name=self.name, trains=self.trains, holds=self.holds, device=self.device,
+            peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
-        )
+        )  # fmt: skip
 
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
         return Claim(
-            fragment=lease.fragment,
-            term=lease.term,
-            version=lease.version,
-            digest=lease.digest,
-            applied_tokens=0 if lease.fragment else self.applied_tokens,
-            **self.accounts.data_cursor(lease.fragment),
-        )
+            fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest,
+            applied_tokens=0 if lease.fragment else self.applied_tokens, **self.accounts.data_cursor(lease.fragment),
+        )  # fmt: skip
 
     def publication(self, fragment: Fragment, syncer: Syncer, contributors: Collection[str]) -> Published:
         """Announces the version of a fragment that this peer has just made of these contributions."""
         return Published(
-            fragment=fragment.index,
-            term=syncer.term,
-            version=fragment.version,
-            digest=fragment.digest,
-            contributors=sorted(contributors),
-            applied_tokens=self.applied_tokens,
-            staleness=syncer.last_staleness,
+            fragment=fragment.index, term=syncer.term, version=fragment.version, digest=fragment.digest,
+            contributors=sorted(contributors), applied_tokens=self.applied_tokens, staleness=syncer.last_staleness,
             **self.accounts.data_cursor(fragment.index),
-        )
+        )  # fmt: skip
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
@@ -305,16 +284,12 @@ class View:
 
     # -- anchors, here and elsewhere ----------------------------------------------------------------------------------
 
-    def agrees(self, fragment: int) -> bool:
-        """Whether the anchor of a fragment is the one that its syncer published last."""
-        return self.fragments[fragment].agrees()
-
     def near(self, fragment: int) -> bool:
         """Whether the anchor is the syncer's, or at most as far behind as a contribution may be."""
-        lease, version = self.leases.get(fragment), self.fragments[fragment].version
+        known, lease = self.fragments[fragment], self.leases.get(fragment)
         if lease is None:
             return False
-        return self.agrees(fragment) or 0 < lease.version - version <= self.outer.staleness_limit
+        return known.agrees() or 0 < lease.version - known.version <= self.outer.staleness_limit
 
     def behind(self, fragment: int) -> bool:
         """Whether the fragment's syncer published a later version, or another anchor under the same one."""

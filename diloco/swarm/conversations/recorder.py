@@ -15,8 +15,7 @@ from dataclasses import astuple
 from typing import Any
 
 from diloco.config import WIRE_VERSION
-from diloco.protocol.address_book import AddressBook
-from diloco.protocol.membership import Member
+from diloco.protocol.membership import AddressBook, Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
 from diloco.protocol.peer import Peer

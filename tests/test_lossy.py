@@ -297,10 +297,9 @@ def test_any_bytes_decode_to_finite_values_or_are_refused(name: str, numel: int,
 
 def test_lossy_codecs_are_found_by_name_and_cannot_publish() -> None:
     assert tuple(LOSSY) == BOTH and not set(LOSSY) & set(CODECS)
-    assert all(one.can_publish for one in CODECS.values())
     for name in BOTH:
         x, payload = torch.ones(5), torch.zeros(codec(name).nbytes(5), dtype=torch.uint8)
-        assert codec(name).name == name and not codec(name).can_publish and not codec(name).carries_values
+        assert codec(name).name == name and not codec(name).carries_values
         for operation in (
             lambda name=name, x=x, payload=payload: codec(name).encode_update(x, x, payload),
             lambda name=name, x=x, payload=payload: codec(name).apply_update_(x, payload),

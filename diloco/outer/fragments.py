@@ -27,11 +27,8 @@ from diloco.errors import ConfigError
 
 __all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "gathered", "partition", "scatter_"]
 
-BLOCK = 4096
-"""Elements that share one scale in the block codecs."""
-
-CHUNK = 64 * BLOCK
-"""Elements handled at a time: 1 MiB of fp32."""
+BLOCK = 4096  # elements that share one scale in the block codecs
+CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A set of parameter slices that is synchronised together.
-
-    Element i of the fragment is element i of the slices' concatenation.
-    """
+    """A set of parameter slices that is synchronised together; its elements are those of the slices, in order."""
 
     index: int
     slices: tuple[Slice, ...]

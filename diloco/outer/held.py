@@ -36,8 +36,7 @@ class Held:
     """Outer state of one fragment, and the contributions to its next version.
 
     Args:
-        fragment: which one.
-        anchor: (numel,) fp32, this peer's anchor of it, which `merge_` moves.
+        anchor: (numel,) fp32, this peer's anchor of the fragment, which `merge_` moves.
         settings: codecs, merge rule and outer optimizer.
         rng: decides what of contributions is compared; nobody else may be able to foresee it.
         master: (numel,) fp32, what the anchor would be without the codec's loss; starts at the anchor. The residual
@@ -74,9 +73,8 @@ class Held:
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
         if self.rule is None:
-            total = torch.zeros_like(anchor)
-            sums = zip(total.split_with_sizes(self._numels), self._pieces, strict=True)
-            self.sums = [Sum(part, pieces) for part, pieces in sums]
+            totals = torch.zeros_like(anchor).split_with_sizes(self._numels)
+            self.sums = list(map(Sum, totals, self._pieces))
         else:
             self.staged = Staged(self._numels, self.up, self.norms, rng)
         self._clips = settings.judging == "recent"

@@ -50,7 +50,6 @@ class _LossyCodec(Codec):
     """A codec for contributions only; publishing an update with it raises ConfigError."""
 
     carries_values = False
-    can_publish = False
     num_levels: ClassVar[int]  # of a block
     lowest_level: ClassVar[float]
 
@@ -174,7 +173,6 @@ class _TopK(_LossyCodec):
 
 
 LOSSY: dict[str, Codec] = {one.name: one for one in (_Stat2(), _TopK())}
-"""The codecs for contributions only, by name."""
 
 
 def _statistical(scaled: Tensor) -> tuple[Tensor, Tensor]:

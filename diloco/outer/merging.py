@@ -33,8 +33,7 @@ __all__ = [
     "RULES", "SKETCH", "Average", "Coordinatewise", "Judge", "MergeRule", "Staged", "Sum", "average_of", "judge_of",
 ]  # fmt: skip
 
-SKETCH = 8192
-"""Values of a chunk that are compared."""
+SKETCH = 8192  # values of a chunk that are compared
 
 
 @dataclass
@@ -259,7 +258,6 @@ class TrimmedMean(Coordinatewise):
 RULES: dict[str, type[MergeRule]] = {
     one.name: one for one in (Mean, RadialDirectional, Clip, TrimmedMean, CenteredClip)
 }
-"""The merge rules by name."""
 
 
 def average_of(settings: OuterConfig) -> Average:

@@ -73,10 +73,7 @@ def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: 
     """One outer step, bit for bit that of `torch.optim.SGD(nesterov=True, momentum=beta, dampening=0)`.
 
     m = beta m + delta;  master -= lr (delta + beta m). From a momentum of zero the first step is
-    lr (1 + beta) delta, and a constant delta approaches lr / (1 - beta) delta. Special cases: lr=1, beta=0 is plain
-    averaging (FedAvg); beta=0 is SGD.
-
-    `delta`, the merged pseudo-gradient, is left as it is.
+    lr (1 + beta) delta, and a constant delta approaches lr / (1 - beta) delta. `delta` is left as it is.
     """
     assert master.shape == momentum.shape == delta.shape, "master, momentum and delta must have one shape"
     for start, stop in chunks(master.numel()):  # so that the direction needs a temporary of one chunk only
@@ -262,7 +259,6 @@ class FedBuff(OuterOptimizer):
 
 
 OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov, FedBuff)}
-"""The outer optimizers by name."""
 
 
 def optimizer(settings: OuterConfig) -> OuterOptimizer:

@@ -24,13 +24,11 @@ from diloco.outer.payloads import buffer
 
 __all__ = ["add_directions_", "directional_pieces", "radial_directional_"]
 
-Piece = tuple[int, int]
-"""A half-open range of a chunk."""
+Piece = tuple[int, int]  # a half-open range of a chunk
 
 _SMALLEST_NORM = 2.0**-126
 """Smaller norms are subnormal in fp32; hardware that flushes them to zero would divide by zero."""
-_CANCELLED = 2.0**-20
-"""A sum of directions that is shorter than this part of its weight consists of rounding errors."""
+_CANCELLED = 2.0**-20  # A sum of directions that is shorter than this part of its weight consists of rounding errors.
 
 
 def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]:

@@ -92,10 +92,7 @@ class Replica:
     # -- what this peer sends -----------------------------------------------------------------------------------------
 
     def encode(self, fragment: int, chunk: int) -> Tensor:
-        """Payload (uint8) of one chunk of the pseudo-gradient, captured or as the parameters are now.
-
-        `DivergedError` when it is not finite.
-        """
+        """Payload (uint8) of a chunk of the pseudo-gradient, captured or as it is now. Raises `DivergedError`."""
         local = self._local[fragment]
         if local.captured is not None:
             return local.captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]

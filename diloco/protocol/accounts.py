@@ -83,9 +83,7 @@ class Accounts:
             control.shares = {**control.shares, OTHERS: known._replace(tokens=known.tokens + missing)}
 
     def merged(self, fragment: int) -> dict[str, int]:
-        """For each peer the base version up to which its contributions are in the anchor here, or were left out; a
-        successor uses it to merge nothing twice.
-        """
+        """For each peer the base version up to which its contributions are in the anchor here, or were left out."""
         return self._fragments[fragment].merged()
 
     def credit(self, fragment: Fragment, version: int, contributors: Mapping[str, int]) -> None:

@@ -108,8 +108,7 @@ class Fragment:
 class LeaseTable:
     """The newest lease of each fragment, in `Fragment.lease`. A stale or lower-ranked claim changes nothing.
 
-    Attributes:
-        generation: grows whenever a fragment gets or loses a holder, so that what follows from that can be cached.
+    `generation` grows whenever a fragment gets or loses a holder, so that what follows from that can be cached.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:

@@ -70,19 +70,15 @@ class Member:
         return max(STALL_FLOOR_S, STALL_FACTOR / self.status.steps_per_s, STALL_INTERVALS * self.interval_s)
 
     def stalled(self, now: float, progress_at: float = 0.0) -> bool:
-        """Whether this peer makes no progress.
-
-        `progress_at` is when something other than its status showed progress, such as a chunk that arrived.
-        """
+        """Whether this peer makes no progress; `progress_at` is when a chunk showed some, and not its status."""
         return now - max(self.progress_at, progress_at) > self.stall_s()
 
 
 class Membership:
     """The members that one peer is connected to. Losing one is an ordinary event; nothing here raises.
 
-    Attributes:
-        generation: grows whenever somebody joins, ends, or says that it takes part no more, so that what follows from
-            the set of peers that take part can be cached.
+    `generation` grows whenever somebody joins, ends, or says that it takes part no more, so that what follows from the
+    set of peers that take part can be cached.
     """
 
     def __init__(self) -> None:

@@ -137,10 +137,7 @@ class Peer(View):
         return actions + self._tell(now) if self._pace.untold else actions
 
     def heartbeat(self, now: float, traffic: tuple[int, int] = (0, 0)) -> list[Action]:
-        """The owner calls this regularly, at the interval of heartbeats in a small swarm.
-
-        `traffic` is bytes sent and received, over all streams of this process.
-        """
+        """The owner calls this at the heartbeats of a small swarm; `traffic` is all bytes that it sent and received."""
         actions: list[Action] = []
         if self._pace.beats(now, len(self.members)):
             self._figures |= {"bytes_sent": traffic[0], "bytes_received": traffic[1]}

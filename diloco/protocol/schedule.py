@@ -28,7 +28,8 @@ class Schedule:
         fragments: how many there are. sync_every: H, inner steps of a full cycle.
         staggered: fragments are due one after another, evenly over the cycle; else all at its end.
         overlap: inner steps from sending a pseudo-gradient to adopting the update.
-        inner_step: position in the cycle. target_steps: its length; shorter than H for a slow peer with DyLU.
+        inner_step: position in the cycle. target_steps: its length, which the owner may set as one begins: a
+            slow peer with DyLU takes fewer than H.
     """
 
     fragments: int
@@ -44,10 +45,6 @@ class Schedule:
         self.inner_step = position
         self.target_steps = self.sync_every if steps is None else steps
         self._flying = []
-
-    def next_cycle(self, steps: int) -> None:
-        """The cycle that began when the last one ended has this many inner steps."""
-        self.target_steps = steps
 
     def advance(self) -> Due:
         """An inner step is done."""

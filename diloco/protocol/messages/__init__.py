@@ -110,10 +110,7 @@ def objection_to_wire(version: int) -> str | None:
 
 
 def expect(message: Message, kind: type[M]) -> M:
-    """Narrow a message to the kind that the conversation allows here.
-
-    Raises `PayloadError` for a `Refusal`, with its reason, and for any other kind.
-    """
+    """Narrow a message to the kind that may come here; `PayloadError` for others, for a `Refusal` with its reason."""
     if isinstance(message, kind):
         return message
     if isinstance(message, Refusal):

@@ -78,10 +78,7 @@ class Receipt(Message, kind="receipt"):
 
 
 class Record(Message, kind="record"):
-    """Header of an update record; the encoded displacement follows, chunk after chunk.
-
-    `contributors` names the tokens of each contributor.
-    """
+    """Header of an update record, with the tokens of each contributor; the encoded displacement follows, in chunks."""
 
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]

@@ -167,10 +167,7 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
 
 
 class Published(_AboutFragment, kind="published", place=Place.CONTROL):
-    """Announcement of an update record: the fragment is now at `version`.
-
-    `staleness` is that of the oldest contribution in this version.
-    """
+    """Announcement of an update record: the fragment is now at `version`, whose oldest contribution was that stale."""
 
     contributors: Names
     applied_tokens: Count

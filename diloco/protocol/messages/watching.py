@@ -40,9 +40,8 @@ class SnapshotReply(Message, kind="snapshot"):
 
 
 class Probe(Message, kind="probe", place=Place.REQUEST, roles=EVERYBODY):
-    """Asks whether a peer is well and how well it is connected; `sends` meaningless bytes follow.
-
-    `wants` bytes come back behind the reply, and the time that they take gives the bandwidth.
+    """Asks whether a peer is well and how well it is connected. `sends` meaningless bytes follow, and `wants` bytes
+    come back behind the reply; the time that they take gives the bandwidth.
     """
 
     sends: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)] = 0

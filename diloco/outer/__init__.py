@@ -8,7 +8,8 @@
     merging     merge rules; their math is in `rda` and `robust`, and `staged` keeps what they compare
     optimizer   outer optimizers; `rates` says how large their steps are
 
-A new algorithm is a class in `RULES`, `OPTIMIZERS`, `CODECS` or `LOSSY`, and its name in one of the Literals at the top
-of `diloco/config/groups.py`; `diloco/README.md` (How to add things) says which. The contract test of its registry takes
-it up, and what does not fit together (`_contradictions` in groups.py) is refused for it as for its neighbours.
+A new algorithm is a class in `AVERAGES`, `JUDGES`, `OPTIMIZERS`, `CODECS` or `LOSSY`, and its name in one of the
+Literals at the top of `diloco/config/groups.py`; `diloco/README.md` (How to add things) says which. It is tested by the
+contract test of its registry as soon as it is there, and what does not fit together (`_contradictions` in groups.py) is
+refused for it as for its neighbours.
 """

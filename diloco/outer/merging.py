@@ -1,7 +1,7 @@
-"""Merge rules: how the contributions to a version become one pseudo-gradient. `RULES` has the class for every name.
+"""Merge rules: how the contributions to a version become one pseudo-gradient.
 
-    Average   outer.merge     mean, rda                             adds contributions to a sum, one by one
-    Judge     outer.robust    clip, trimmed_mean, centered_clip     sees all contributions of a version at once
+    Average  outer.merge   `AVERAGES`  mean, rda                          adds contributions to a sum, one by one
+    Judge    outer.robust  `JUDGES`    clip, trimmed_mean, centered_clip  sees all contributions of a version at once
 
 An average folds each contribution into the sum as it arrives. A judge has them kept (`Staged`), says what each counts
 (`judge`), and merges them chunk by chunk (`merge_`), with the average unless it has its own way. The math of these
@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.errors import ConfigError
 from diloco.outer.optimizer import mean_
 from diloco.outer.payloads import Codec, buffer
 from diloco.outer.rda import Piece, add_directions_, radial_directional_
 from diloco.outer.robust import Judgement, Norms, centered_clip, clip, norm_of, trimmed_mean
 
 __all__ = [
-    "RULES", "SKETCH", "Average", "Coordinatewise", "Judge", "MergeRule", "Staged", "Sum", "average_of", "judge_of",
+    "AVERAGES", "JUDGES", "SKETCH", "Average", "Judge", "MergeRule", "Staged", "Sum",
 ]  # fmt: skip
 
 SKETCH = 8192  # values of a chunk that are compared
@@ -230,54 +229,19 @@ class CenteredClip(Judge):
         return centered_clip(staged.norms(peers), gram, weights)
 
 
-class Coordinatewise(Judge):
-    """A judge that takes one coordinate after another, and needs all values of a chunk at once.
+class TrimmedMean(Judge):
+    """The unweighted mean without the largest and smallest values (Yin et al., arXiv 1803.01498).
 
     Memory: one decoded chunk for each contribution, while a chunk is merged.
     """
 
-    @abstractmethod
-    def combine(self, values: Tensor, weights: Sequence[float]) -> Tensor:
-        """(n, m) fp32 values of n contributions -> (m,) fp32."""
+    name = "trimmed_mean"
 
     def merge_(
         self, into: Sum, staged: Staged, chunk: int, peers: Sequence[str], judged: Judgement, average: Average
     ) -> None:
-        into.total.copy_(self.combine(staged.decoded(peers, chunk), judged.weights))
+        into.total.copy_(trimmed_mean(staged.decoded(peers, chunk), self.settings.trim))
 
 
-class TrimmedMean(Coordinatewise):
-    """The unweighted mean without the largest and smallest values (Yin et al., arXiv 1803.01498)."""
-
-    name = "trimmed_mean"
-
-    def combine(self, values: Tensor, weights: Sequence[float]) -> Tensor:
-        return trimmed_mean(values, self.settings.trim)
-
-
-RULES: dict[str, type[MergeRule]] = {
-    one.name: one for one in (Mean, RadialDirectional, Clip, TrimmedMean, CenteredClip)
-}
-
-
-def average_of(settings: OuterConfig) -> Average:
-    """The rule that `outer.merge` names. Raises ConfigError for an unknown one."""
-    rule = _rule("outer.merge", settings.merge)(settings)
-    assert isinstance(rule, Average), f"outer.merge={settings.merge} is not an average"
-    return rule
-
-
-def judge_of(settings: OuterConfig) -> Judge | None:
-    """The rule that `outer.robust` names, likewise; None where contributions are folded in as they arrive."""
-    if not settings.judged_together:
-        return None
-    rule = _rule("outer.robust", settings.judging)(settings)
-    assert isinstance(rule, Judge), f"outer.robust={settings.judging} is not a judge"
-    return rule
-
-
-def _rule(key: str, name: str) -> type[MergeRule]:
-    found = RULES.get(name)
-    if found is None:
-        raise ConfigError(f"{key}={name} is not known; choose one of {', '.join(RULES)}")
-    return found
+AVERAGES: dict[str, type[Average]] = {one.name: one for one in (Mean, RadialDirectional)}
+JUDGES: dict[str, type[Judge]] = {one.name: one for one in (Clip, TrimmedMean, CenteredClip)}

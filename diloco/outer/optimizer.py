@@ -32,14 +32,13 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.errors import ConfigError
 from diloco.outer.fragments import chunks
 from diloco.outer.payloads import buffer
 from diloco.outer.rates import lr_at, momentum_at
 
 __all__ = [
     "OPTIMIZERS", "OuterOptimizer", "OuterStep", "delayed_nesterov_", "eager_", "followed_", "mean_", "nesterov_",
-    "optimizer", "pseudo_gradient_",
+    "pseudo_gradient_",
 ]  # fmt: skip
 
 
@@ -259,11 +258,3 @@ class FedBuff(OuterOptimizer):
 
 
 OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov, FedBuff)}
-
-
-def optimizer(settings: OuterConfig) -> OuterOptimizer:
-    """The optimizer that the settings name. Raises ConfigError for an unknown one."""
-    found = OPTIMIZERS.get(settings.optimizer)
-    if found is None:
-        raise ConfigError(f"outer.optimizer={settings.optimizer} is not known; choose {', '.join(OPTIMIZERS)}")
-    return found(settings)

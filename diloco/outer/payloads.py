@@ -128,8 +128,7 @@ def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
 def blockwise(x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
     """Yield `x` and vectors that belong to it as rows, one per block: all full blocks, then the rest.
 
-    Args:
-        widths: elements of each vector that belong to a full block. The rest has what remains.
+    `widths` are the elements of each vector that belong to a full block. The rest has what remains.
     """
     full, rest = divmod(x.numel(), BLOCK)
     columns = list(zip([x, *parts], [BLOCK, *widths], strict=True))

@@ -42,11 +42,8 @@ def add_directions_(total: Tensor, values: Tensor, pieces: Sequence[Piece], weig
 
     A norm below 2**-126 counts as zero, and the piece then adds nothing. Returns weight * norm of each piece.
 
-    Args:
-        total: (n,) fp32, changed in place.
-        values: (n,) fp32, a decoded contribution, left as it is; magnitudes of at most `LIMIT`.
-        pieces: in order and disjoint.
-        weight: finite and not negative.
+    `total` and `values` are (n,) fp32. Values, a decoded contribution with magnitudes of at most `LIMIT`, are left as
+    they are. Pieces are in order and disjoint; the weight is finite and not negative.
     """
     assert total.shape == values.shape, "total and values must have one shape"
     norms = []
@@ -67,11 +64,8 @@ def add_directions_(total: Tensor, values: Tensor, pieces: Sequence[Piece], weig
 def radial_directional_(total: Tensor, pieces: Sequence[Piece], weight_sum: float, norm_sums: Sequence[float]) -> None:
     """Turn the sum that `add_directions_` made into the average, in place; (n,) fp32.
 
-    Directions that cancel each other give zeros: their unit vector would be rounding errors at full length.
-
-    Args:
-        weight_sum: sum of the weights, finite and positive.
-        norm_sums: for each piece, the sum of the values that `add_directions_` returned.
+    Directions that cancel each other give zeros: their unit vector would be rounding errors at full length. The sum of
+    the weights is finite and positive; `norm_sums` are, for each piece, the sum of what `add_directions_` returned.
     """
     assert 0 < weight_sum < float("inf"), f"total weight {weight_sum} is not positive"
     for start, stop in _outside(pieces, total.numel()):

@@ -31,8 +31,6 @@ class Pace:
         self._ticked_at = self._looked_at = self._told_at = self._beat_at = -inf
         self._wakes: set[float] = set()  # asked for, and not past
 
-    # -- acting on what was heard -------------------------------------------------------------------------------------
-
     def ticks(self, now: float) -> None:
         """The peer acts on everything that it has heard."""
         self._ticked_at = now
@@ -56,8 +54,6 @@ class Pace:
             return False
         self._looked_at = now
         return True
-
-    # -- saying -------------------------------------------------------------------------------------------------------
 
     def beats(self, now: float, others: int) -> bool:
         """Whether a heartbeat is due; if so, it tells everything."""

@@ -80,7 +80,11 @@ def decode(frame: bytes) -> Message:
         if type(version) is int and (objection := objection_to_wire(version)) is not None:
             raise OtherVersion(objection)
     if kind not in KINDS:
-        raise _unknown(kind)
+        if len(kind) <= MAX_KIND and kind.isascii() and kind.isidentifier():
+            raise UnknownKind(
+                f"messages of kind {kind} are not known here; install the same diloco version on both sides"
+            )
+        raise PayloadError(f"a message does not fit its schema: no kind is called {_shown(kind)}")
     try:
         return KINDS[kind].model_validate(fields)
     except ValidationError as error:
@@ -88,12 +92,6 @@ def decode(frame: bytes) -> Message:
         where = ".".join(str(part) for part in (kind, *first["loc"]))
         # The sender chose the keys: they may be as long as a frame and hold line breaks.
         raise PayloadError(f"a message does not fit its schema: {_shown(where)}: {_shown(first['msg'], 200)}") from None
-
-
-def _unknown(kind: str) -> PayloadError:
-    if len(kind) <= MAX_KIND and kind.isascii() and kind.isidentifier():
-        return UnknownKind(f"messages of kind {kind} are not known here; install the same diloco version on both sides")
-    return PayloadError(f"a message does not fit its schema: no kind is called {_shown(kind)}")
 
 
 def _shown(text: str, length: int = 100) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 
 from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.revocations import MAX_REVOKED
@@ -56,7 +56,7 @@ class Greeting(Message, kind="greeting", place=Place.GREETING, roles=EVERYBODY):
     revoked: Count = 0
 
 
-class Figures(BaseModel):
+class Figures(Message):
     """Figures of a peer that only watchers read.
 
     Attributes:
@@ -66,8 +66,6 @@ class Figures(BaseModel):
         rounds: how many rounds (exchanges and the inner steps before them) it has measured.
         seconds: of the last round: compute, wait, comm, outer; empty before the first.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     discarded: Count = 0
     loss: Rate = 0.0

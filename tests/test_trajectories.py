@@ -16,8 +16,17 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import partition
-from diloco.outer.optimizer import DelayedNesterov, FedBuff, OuterStep, delayed_nesterov_, eager_, mean_, nesterov_
-from diloco.outer.rates import lr_at, momentum_at
+from diloco.outer.optimizer import (
+    DelayedNesterov,
+    FedBuff,
+    OuterStep,
+    delayed_nesterov_,
+    eager_,
+    lr_at,
+    mean_,
+    momentum_at,
+    nesterov_,
+)
 from diloco.outer.rda import add_directions_, radial_directional_
 from diloco.outer.replica import Replica
 from diloco.protocol.messages.bulk import Contribution

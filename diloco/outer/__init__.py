@@ -5,8 +5,8 @@
     digest      names for values, so that replicas can be compared and repaired in parts
     replica     every peer's half of a fragment: anchor, pseudo-gradient, updates
     held        the syncer's half: contributions in, outer step, update out
-    merging     merge rules; their math is in `rda` and `robust`, and `staged` keeps what they compare
-    optimizer   outer optimizers; `rates` says how large their steps are
+    merging     merge rules, and `Staged`, which keeps what they compare; their math is in `rda` and `robust`
+    optimizer   outer optimizers, and how large their steps are
 
 A new algorithm is a class in `AVERAGES`, `JUDGES`, `OPTIMIZERS`, `CODECS` or `LOSSY`, and its name in one of the
 Literals at the top of `diloco/config/groups.py`; `diloco/README.md` (How to add things) says which. It is tested by the

@@ -28,9 +28,7 @@ from diloco.outer.payloads import Codec, buffer
 from diloco.outer.rda import Piece, add_directions_, radial_directional_
 from diloco.outer.robust import Judgement, Norms, centered_clip, clip, norm_of, trimmed_mean
 
-__all__ = [
-    "AVERAGES", "JUDGES", "SKETCH", "Average", "Judge", "MergeRule", "Staged", "Sum",
-]  # fmt: skip
+__all__ = ["AVERAGES", "JUDGES", "SKETCH", "Average", "Judge", "MergeRule", "Staged", "Sum"]
 
 SKETCH = 8192  # values of a chunk that are compared
 

@@ -17,15 +17,18 @@ zeros before the first one. The outer optimizers of the literature are these fun
     Delayed Nesterov    delayed_nesterov_ on each contribution, or on the mean of those that came together
     eager updates       eager_ on each peer's own pseudo-gradient at once, nesterov_ on the mean a round late
 
-`OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class chooses rates and calls these functions; the
-vectors belong to the syncer's `Held`.
+`OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class chooses rates and calls these
+functions; the vectors belong to the syncer's `Held`. Every syncer computes the same rates from what every peer knows,
+and so does a successor that takes a fragment over.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -34,11 +37,10 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer.fragments import chunks
 from diloco.outer.payloads import buffer
-from diloco.outer.rates import lr_at, momentum_at
 
 __all__ = [
-    "OPTIMIZERS", "OuterOptimizer", "OuterStep", "delayed_nesterov_", "eager_", "followed_", "mean_", "nesterov_",
-    "pseudo_gradient_",
+    "OPTIMIZERS", "OuterOptimizer", "OuterStep", "delayed_nesterov_", "eager_", "followed_", "lr_at", "mean_",
+    "momentum_at", "nesterov_", "pseudo_gradient_",
 ]  # fmt: skip
 
 
@@ -183,6 +185,42 @@ def eager_(
     previous.sub_(delta).div_(-peers)  # is now d, so that no temporary is needed
     nesterov_(shadow, velocity, previous, lr, beta)
     previous.copy_(delta)
+
+
+def momentum_at(version: int, momentum: float, warmup: int) -> float:
+    """Outer momentum of the step from `version` to the next, for a warm-up of that many versions (0 for none).
+
+    1 / (1 - m), which times lr is the effective learning rate, rises linearly from 1 at version 0 to that of
+    `momentum` at version `warmup`, as an inner learning rate warms up. This is m = t / (t + const), the schedule of
+    Nesterov's method for convex functions. Its memory 1 / (1 - m) is about a fixed part of the rounds so far, which
+    soon forgets the deltas of the steep start. If m itself were linear, the effective rate would rise almost only in
+    the last rounds.
+
+    Pier (arXiv 2511.17849) lowers the momentum instead, from 0.99 to 0.9, after a data-parallel start, which we do not
+    have.
+    """
+    assert 0 <= momentum < 1 and version >= 0, f"momentum={momentum}, version={version} is impossible"
+    if version >= warmup:
+        return momentum
+    memory = 1 + (1 / (1 - momentum) - 1) * version / warmup
+    return 1 - 1 / memory
+
+
+def lr_at(version: int, peers: int, lr: float, lr_by_peers: Mapping[int, float]) -> float:
+    """Outer learning rate of the step from `version`, merged from `peers` contributors.
+
+    `lr_by_peers` gives it for some numbers of peers (scaling laws of DiLoCo, arXiv 2503.09799: 1: .4, 2: .6, 4: .6,
+    8: .8). In between it is linear in log2(peers), and beyond the ends constant. Empty means `lr`. The version changes
+    nothing, because a decay of the outer learning rate gained nothing (DiLoCo, arXiv 2311.08105).
+    """
+    assert version >= 0 and peers >= 1, f"version={version}, peers={peers} is impossible"
+    if not lr_by_peers:
+        return lr
+    known = sorted(lr_by_peers.items())
+    for (low, at_low), (high, at_high) in pairwise(known):
+        if low <= peers < high:
+            return at_low + (at_high - at_low) * math.log2(peers / low) / math.log2(high / low)
+    return known[0][1] if peers < known[0][0] else known[-1][1]
 
 
 class OuterOptimizer(ABC):

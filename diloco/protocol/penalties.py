@@ -122,7 +122,9 @@ class Limiter:
         """A peer opens a stream. Returns why it may not; None when it may, and `closed` follows."""
         usage = self._usage.get(peer)
         if usage is None:
-            self._forget(now)
+            if len(self._usage) >= MAX_PEERS:  # those that have no stream and whose bucket is full again are forgotten
+                full_since = now - BURST_S
+                self._usage = {p: u for p, u in self._usage.items() if u.streams or u.filled_at > full_since}
             usage = self._usage[peer] = _Usage(requests=self.rate * BURST_S, filled_at=now)
         left = usage.requests + (now - usage.filled_at) * self.rate
         usage.requests, usage.filled_at = min(left, self.rate * BURST_S), now
@@ -137,13 +139,6 @@ class Limiter:
     def closed(self, peer: str) -> None:
         """An allowed stream is over."""
         self._usage[peer].streams -= 1
-
-    def _forget(self, now: float) -> None:
-        """When there are many peers, forget those that have no stream and whose bucket is full again."""
-        if len(self._usage) >= MAX_PEERS:
-            full_since = now - BURST_S
-            kept = {peer: u for peer, u in self._usage.items() if u.streams or u.filled_at > full_since}
-            self._usage = kept
 
 
 def implausible(

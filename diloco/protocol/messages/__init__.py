@@ -33,6 +33,7 @@ __all__ = ["Message", "OtherVersion", "Refusal", "UnknownKind", "decode", "encod
 M = TypeVar("M", bound=Message)
 SPEAKS_FIRST = (control.Hello.kind, watching.SnapshotReply.kind)  # kinds that carry the wire version of their sender
 MAX_KIND = 32  # characters of the name of a kind
+REMEDY = "install the same diloco version on both sides"
 
 
 class OtherVersion(PayloadError):
@@ -81,9 +82,7 @@ def decode(frame: bytes) -> Message:
             raise OtherVersion(objection)
     if kind not in KINDS:
         if len(kind) <= MAX_KIND and kind.isascii() and kind.isidentifier():
-            raise UnknownKind(
-                f"messages of kind {kind} are not known here; install the same diloco version on both sides"
-            )
+            raise UnknownKind(f"messages of kind {kind} are not known here; {REMEDY}")
         raise PayloadError(f"a message does not fit its schema: no kind is called {_shown(kind)}")
     try:
         return KINDS[kind].model_validate(fields)
@@ -102,9 +101,7 @@ def objection_to_wire(version: int) -> str | None:
     """Why a peer of that wire version cannot be talked to, as one line for its user; None when it can."""
     if version == WIRE_VERSION:
         return None
-    return (
-        f"wire version {version} there does not fit {WIRE_VERSION} here; install the same diloco version on both sides"
-    )
+    return f"wire version {version} there does not fit {WIRE_VERSION} here; {REMEDY}"
 
 
 def expect(message: Message, kind: type[M]) -> M:

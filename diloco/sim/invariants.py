@@ -119,25 +119,32 @@ class Watch:
 
     def _watch_held(self, held: Held) -> None:
         take, fold_whole, merge_, restart = held.take, held.fold_whole, held.merge_, held.restart
-        pending: list[tuple[str, bytes]] = []  # from whom, where that is known, and what
+        taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; few values may have the bytes of others
+        folded: list[bytes] = []
 
         def takes(chunk: int, peer: str, payload: Tensor, weight: float) -> None:
             take(chunk, peer, payload, weight)
-            pending.append((peer, b"%d " % chunk + payload.numpy().tobytes()))
+            taken.setdefault(peer, []).append(payload.numpy().tobytes())
 
         def folds(payloads: Sequence[Tensor], *rest: Any) -> None:
             fold_whole(payloads, *rest)
-            pending.append(("", b"".join(payload.numpy().tobytes() for payload in payloads)))
+            folded.append(b"".join(payload.numpy().tobytes() for payload in payloads))
 
         def merges(step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
             digest = merge_(step, update, judged)
-            self.lineage.payloads[digest] = [each for peer, each in pending if judged is None or peer in judged[0]]
-            pending.clear()
+            whole = [peer for peer in sorted(taken) if len(taken[peer]) == len(held.chunks)]
+            counted = [peer for peer in whole if judged is None or peer in judged[0]]
+            self.lineage.payloads[digest] = [*folded, *(b"".join(taken[peer]) for peer in counted)]
+            forget()
             return digest
+
+        def forget() -> None:
+            taken.clear()
+            folded.clear()
 
         def restarts() -> None:
             restart()
-            pending.clear()
+            forget()
 
         held.take, held.fold_whole = takes, folds  # type: ignore[method-assign, assignment]
         held.merge_, held.restart = merges, restarts  # type: ignore[method-assign]

@@ -169,11 +169,7 @@ def _tell_result(config: Config, summary: Summary, stopped: bool, console: Conso
 
 @contextlib.contextmanager
 def _peer(
-    config: Config,
-    base: Path,
-    index: int,
-    names: list[str],
-    said: queue.Queue[tuple[_Child, Message | None]],
+    config: Config, base: Path, index: int, names: list[str], said: queue.Queue[tuple[_Child, Message | None]]
 ) -> Iterator[_Child]:
     """Starts one peer process, which never outlives this context."""
     name, count = names[index], len(names)

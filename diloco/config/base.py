@@ -18,17 +18,7 @@ from pydantic_core import PydanticCustomError
 from diloco.config.explain import Expected, explain
 from diloco.errors import ConfigError
 
-__all__ = [
-    "Directory",
-    "Multiaddr",
-    "Name",
-    "NotEmpty",
-    "PeerAddress",
-    "PeerLocal",
-    "RunOwned",
-    "Settings",
-    "Tuple",
-]
+__all__ = ["Directory", "Multiaddr", "Name", "NotEmpty", "PeerAddress", "PeerLocal", "RunOwned", "Settings", "Tuple"]
 
 
 _Settings = TypeVar("_Settings", bound="Settings")

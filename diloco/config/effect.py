@@ -46,11 +46,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         ),
     ),
     "train": (_REAL_TIME, _ONE_PEER),
-    "join": (
-        _REAL_TIME,
-        _ONE_PEER,
-        Ignored("swarm.initial_peers", "which is given the ADDRESS"),
-    ),
+    "join": (_REAL_TIME, _ONE_PEER, Ignored("swarm.initial_peers", "which is given the ADDRESS")),
     "host": (
         _REAL_TIME,
         _ONE_PEER,

@@ -208,10 +208,7 @@ class OuterConfig(RunOwned):
         0.0, ge=0, lt=1, description="Instead of grace_s: this part of what outer.overlap leaves to wait for others."
     )
     staleness_limit: int = Field(
-        0,
-        ge=0,
-        le=10_000,
-        description="Versions that may be published between a contribution's base and its merge.",
+        0, ge=0, le=10_000, description="Versions that may be published between a contribution's base and its merge."
     )
     staleness_exponent: float = Field(
         0.0, ge=0, le=10, description="A contribution that is s versions late counts (1 + s) ** -staleness_exponent."

@@ -29,14 +29,10 @@ TokenText = Annotated[
     str, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
 ]
 SimEvent = Annotated[
-    str,
-    Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"),
-    Expected("crash:PEER@SECOND, leave:... or join:..."),
+    str, Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"), Expected("crash:PEER@SECOND, leave:... or join:...")
 ]
 SimAttack = Annotated[
-    str,
-    Field(pattern=r"^(flip|scale):\d+x\d+(\.\d+)?$"),
-    Expected("flip:PEERxFACTOR or scale:PEERxFACTOR"),
+    str, Field(pattern=r"^(flip|scale):\d+x\d+(\.\d+)?$"), Expected("flip:PEERxFACTOR or scale:PEERxFACTOR")
 ]
 
 

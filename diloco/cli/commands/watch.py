@@ -7,15 +7,7 @@ from typing import Any
 
 import click
 
-from diloco.cli.commands.common import (
-    Command,
-    admission,
-    check,
-    configured,
-    implementation,
-    is_override,
-    run,
-)
+from diloco.cli.commands.common import Command, admission, check, configured, implementation, is_override, run
 
 __all__ = ["dashboard", "doctor", "status"]
 

@@ -19,11 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from diloco.cli.stages import Stages
-from diloco.cli.table import LiveView, human_bytes, human_count
+from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.config.address import Address
 from diloco.errors import SwarmError
 from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
+from diloco.text import human_bytes, human_count
 
 __all__ = ["run"]
 

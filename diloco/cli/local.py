@@ -27,8 +27,7 @@ from typing import IO
 
 from rich.console import Console
 
-from diloco.cli.notice import say_who_can_join
-from diloco.cli.table import LiveView
+from diloco.cli.table import LiveView, say_who_can_join
 from diloco.config import Config
 from diloco.errors import DilocoError, SwarmError, UnsavedError
 from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory, write_atomic

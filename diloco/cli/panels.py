@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import compress
 
 from rich.console import Console, Group, RenderableType
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.table import state_style
+from diloco.cli.table import fitting, state_style
 from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
 from diloco.protocol.snapshot import FragmentRow, PeerRow, Round, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
@@ -119,9 +119,8 @@ def _busy(seconds: PhaseSeconds | None) -> str:
 
 
 def _fragments(fragments: Sequence[FragmentRow], names: Mapping[str, str], console: Console, rows: int) -> Table:
-    columns = [
-        Column("fragment"), Column("syncer", left=True), Column("term"), Column("version"), Column("backup", left=True)
-    ]  # fmt: skip
+    columns = [Column("fragment"), Column("syncer", left=True), Column("term"), Column("version")]
+    columns.append(Column("backup", left=True))
 
     def cells(row: FragmentRow) -> list[Cell]:
         syncer = Text("nobody", style="red") if row.syncer is None else _called(row.syncer, names)
@@ -200,18 +199,18 @@ def _table(
 ) -> Table:
     """Without the columns that the terminal has no room for, and the rows after the limit."""
     shown = [cells(row) for row in rows[:limit]]
-    kept = list(columns)
-    unlimited = console.options.update(width=10_000)
-    while True:
+    optional = [column for column in columns if column.importance is not None]
+    optional.sort(key=lambda column: column.importance or 0)
+
+    def table(without: Sequence[Column]) -> Table:
         table = Table(title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-        for column in kept:
+        kept = [column not in without for column in columns]
+        for column in compress(columns, kept):
             table.add_column(column.title, justify="left" if column.left else "right", header_style="dim")
         for row in shown:
-            chosen = [cell for cell, column in zip(row, columns, strict=True) if column in kept]
-            table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in chosen])
+            table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in compress(row, kept)])
         if len(rows) > limit:
             table.add_row(Text(f"{len(rows) - limit} more", style="dim"))
-        optional = [column for column in kept if column.importance is not None]
-        if not optional or Measurement.get(console, unlimited, table).maximum <= console.width:
-            return table
-        kept.remove(min(optional, key=lambda column: column.importance or 0))
+        return table
+
+    return fitting(console, (table(optional[:number]) for number in range(len(optional) + 1)))

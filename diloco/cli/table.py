@@ -18,12 +18,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.invite import invitation
-from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message
+from diloco.config import Config
+from diloco.config.address import scope
+from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message, who_can_join
 from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count, human_seconds, plain
 
-__all__ = ["LiveView", "human_bytes", "human_count", "human_seconds", "state_style"]
+__all__ = ["LiveView", "fitting", "invitation", "say_who_can_join", "state_style"]
 
 LINE_EVERY_S = 10.0  # between lines of a peer whose version does not change
 
@@ -41,6 +42,11 @@ _STYLES = {
     "done": "bold green",
     "failed": "bold red",
     "killed": "bold red",
+}
+_FROM = {
+    "loopback": "on this machine only; swarm=network lets others in",
+    "LAN": "in this network; for elsewhere forward the port and set swarm.announce=[/ip4/PUBLIC_IP/tcp/PORT]",
+    "public": "from anywhere",
 }
 _SETTLED = frozenset({"training", "waiting", "leaving", "done"})  # the outer step and its evaluation are over
 
@@ -87,11 +93,8 @@ class LiveView:
         self._rows = {peer: _Row(peer, line_at=self._began) for peer in peers}
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
-        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if self._fancy else None
-
-    @property
-    def _fancy(self) -> bool:
-        return self._console.is_terminal and not self._console.is_dumb_terminal
+        fancy = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if fancy else None
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -158,8 +161,6 @@ class LiveView:
         row.bytes_sent = peer.bytes_sent or row.bytes_sent
         row.bytes_received = peer.bytes_received or row.bytes_received
 
-    # --- Lines --------------------------------------------------------------------------------------------------------
-
     def _line(self, row: _Row, always: bool) -> None:
         now = self._clock()
         stepped = row.version != row.line_version and row.state in _SETTLED
@@ -177,17 +178,12 @@ class LiveView:
         version = "-" if row.version is None else str(row.version)
         return version if self._total is None else f"{version}/{self._total}"
 
-    # --- Terminal -----------------------------------------------------------------------------------------------------
-
     def render(self) -> RenderableType:
         """The table, without the columns and rows that the terminal has no room for, over the progress bar."""
         rows = list(self._rows.values())  # the refreshing thread must not see it grow
-        unlimited = self._console.options.update(width=10_000)
-        for number in range(len(_DISPENSABLE) + 1):
-            table = self._table(rows, max(1, self._console.height - 6), _DISPENSABLE[:number])
-            if Measurement.get(self._console, unlimited, table).maximum <= self._console.width:
-                break
-        return Group(table, self._progress(rows))
+        room = max(1, self._console.height - 6)
+        tables = (self._table(rows, room, _DISPENSABLE[:number]) for number in range(len(_DISPENSABLE) + 1))
+        return Group(fitting(self._console, tables), self._progress(rows))
 
     def _table(self, rows: Sequence[_Row], room: int, without: Sequence[str]) -> Table:
         columns = [name for name in _COLUMNS if name not in without]
@@ -245,6 +241,35 @@ class LiveView:
         if done >= self._total:
             return human_seconds(0)
         return human_seconds((now - since) / (done - version) * (self._total - done)) if done > version else "-"
+
+
+def say_who_can_join(console: Console, config: Config, run_key: str | None) -> None:
+    """One line: red for a run that is open to the network, quiet for one that is not, none without a swarm."""
+    notice = who_can_join(config, run_key)
+    if notice is not None:
+        text, is_warning = notice
+        console.print(text, style="bold red" if is_warning else "dim", highlight=False)
+
+
+def invitation(addresses: Sequence[str], command: str = "diloco join") -> list[str]:
+    """Lines to print for a swarm that has begun: the best address as a whole command, then the others by interface.
+
+    `command` is `diloco invite ...` for a closed run: its owner makes a link for each volunteer.
+    """
+    if not addresses:
+        return ["nobody can join through this peer, which listens nowhere"]
+    best, *others = addresses
+    what = "others join with this" if command == "diloco join" else "this makes a link by which one volunteer joins"
+    lines = [f"{what} ({scope(best)}: {_FROM[scope(best)]}):", f"{command} {best}"]
+    return lines + [f"or, {scope(other)}: {command} {other}" for other in others[:4]]
+
+
+def fitting(console: Console, tables: Iterable[Table]) -> Table:
+    """The first table that is no wider than the console, or else the last one."""
+    for table in tables:
+        if Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width:
+            break
+    return table
 
 
 def state_style(state: str) -> str:

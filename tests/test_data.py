@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from diloco import data
 from diloco.config import DataConfig
 from diloco.data.memory import LeasedStream, MemoryStream
-from diloco.data.packing import Packer, is_held_out, token_dtype
-from diloco.data.shuffle import permuted
+from diloco.data.packing import Packer, is_held_out, permuted, token_dtype
 from diloco.data.sources import documents
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import CheckpointError, DataError

@@ -122,7 +122,7 @@ def _import_the_rest() -> None:
     """Imports what training needs, while the swarm is asked; training raises whatever fails here."""
     try:
         importlib.import_module("diloco.train.run")
-        library = importlib.import_module("diloco.model.library").transformers()
+        library = importlib.import_module("diloco.model.files").transformers()
         library.AutoModelForCausalLM  # noqa: B018 (access imports it)
     except Exception:
         return

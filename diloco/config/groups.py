@@ -278,7 +278,7 @@ class OuterConfig(RunOwned):
 
     @model_validator(mode="after")
     def _consistent(self) -> OuterConfig:
-        for problem in _contradictions(self):
+        for problem in (*_contradictions_of_rounds(self), *_contradictions_of_updates(self)):
             raise ValueError(problem)
         return self
 
@@ -306,14 +306,8 @@ class OuterConfig(RunOwned):
         return self.optimizer in get_args(WindowedOptimizer)
 
 
-def _contradictions(outer: OuterConfig) -> Iterator[str]:
-    """What cannot be meant, one line each."""
-    yield from _contradictions_of_rounds(outer)
-    yield from _contradictions_of_updates(outer)
-
-
 def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
-    """When contributions are due, and which a version waits for."""
+    """What cannot be meant, one line each: when contributions are due, and which a version waits for."""
     if outer.round_late and (outer.staggered or not outer.barrier or outer.mixing):
         yield (
             f"outer.overlap={outer.overlap}, a whole round, goes with neither outer.staggered, outer.quorum nor "
@@ -348,7 +342,7 @@ def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
 
 
 def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
-    """What a contribution counts, and what a version is made of."""
+    """The same: what a contribution counts, and what a version is made of."""
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
     if outer.robust in get_args(OwnJudge):

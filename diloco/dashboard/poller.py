@@ -28,9 +28,7 @@ class Source(Protocol):
         """A snapshot of the swarm as it is now. Raises `DilocoError` if no peer answers."""
         ...
 
-    async def close(self) -> None:
-        """Ends the connection to the swarm."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Poller:

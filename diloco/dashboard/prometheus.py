@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -32,18 +32,14 @@ class _Swarm(Collector):
     def collect(self) -> Iterator[Metric]:
         poller, snapshot = self._poller, self._poller.snapshot
         up = poller.lost is None and snapshot is not None
-        yield _gauge("diloco_up", "Whether a peer of the swarm answers", float(up))
-        yield _gauge("diloco_last_answer_seconds", "Seconds since a peer answered", poller.seen_s())
+        yield Metric("diloco_up", "Whether a peer of the swarm answers", value=float(up))
+        yield Metric("diloco_last_answer_seconds", "Seconds since a peer answered", value=poller.seen_s())
         if snapshot is not None:
             yield from _swarm(snapshot)
             yield from _peers(snapshot)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return Metric(name, text, value=value)
-
-
-def _labelled(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     metric = Metric(name, text, labels=[label])
     for key, value in values.items():
         metric.add_metric([key], value)
@@ -52,27 +48,25 @@ def _labelled(name: str, text: str, label: str, values: dict[str, float]) -> Met
 
 def _swarm(snapshot: Snapshot) -> Iterator[Metric]:
     run, ledger = snapshot.run, snapshot.ledger
-    yield _gauge("diloco_outer_steps", "Outer steps that every fragment has seen", run.version)
-    tokens = {name: float(getattr(ledger, name)) for name in ("processed", "applied", "discarded", "in_flight")}
+    yield Metric("diloco_outer_steps", "Outer steps that every fragment has seen", value=run.version)
+    tokens = {name: getattr(ledger, name) for name in ("processed", "applied", "discarded", "in_flight")}
     yield _labelled("diloco_tokens", "Tokens by what became of them", "fate", tokens)
-    states = Counter(row.state for row in snapshot.peers)
-    yield _labelled("diloco_peers", "Connected peers by state", "state", {name: float(n) for name, n in states.items()})
-    yield _gauge("diloco_components", "Disjoint groups of peers", len(snapshot.components))
+    states: Counter[str] = Counter(row.state for row in snapshot.peers)
+    yield _labelled("diloco_peers", "Connected peers by state", "state", states)
+    yield Metric("diloco_components", "Disjoint groups of peers", value=len(snapshot.components))
     unheld = sum(row.syncer is None for row in snapshot.fragments)
-    yield _gauge("diloco_fragments_unheld", "Fragments without a syncer", unheld)
+    yield Metric("diloco_fragments_unheld", "Fragments without a syncer", value=unheld)
     if snapshot.loss:
-        yield _gauge("diloco_loss", "Mean training loss of the peers (nats per token)", snapshot.loss[-1].loss)
+        yield Metric("diloco_loss", "Mean training loss of the peers (nats per token)", value=snapshot.loss[-1].loss)
     newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
     if newest is None:
         return
     counts = {"live": newest.live, "participating": newest.participating, "merged": newest.merged}
-    yield _labelled(
-        "diloco_round_peers", "Peers of the newest version", "role", {name: float(n) for name, n in counts.items()}
-    )
-    yield _gauge("diloco_round_staleness", "Staleness of the oldest contribution in it", newest.staleness)
+    yield _labelled("diloco_round_peers", "Peers of the newest version", "role", counts)
+    yield Metric("diloco_round_staleness", "Staleness of the oldest contribution in it", value=newest.staleness)
     if newest.seconds is not None:
-        seconds = asdict(newest.seconds)
-        yield _labelled("diloco_round_seconds", "Mean wall seconds of its round by phase", "phase", seconds)
+        text = "Mean wall seconds of its round by phase"
+        yield _labelled("diloco_round_seconds", text, "phase", asdict(newest.seconds))
 
 
 def _peers(snapshot: Snapshot) -> Iterator[Metric]:

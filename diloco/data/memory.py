@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.packing import Packer, is_held_out
-from diloco.data.shuffle import permuted
+from diloco.data.packing import Packer, is_held_out, permuted
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import CheckpointError, DataError
 

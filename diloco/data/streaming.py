@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.hub import check_reachable
 from diloco.data.memory import TakeUnits
-from diloco.data.packing import Packer, is_held_out
-from diloco.data.shuffle import permuted
-from diloco.data.sources import open_stream, reading, text_of
+from diloco.data.packing import Packer, is_held_out, permuted
+from diloco.data.sources import check_reachable, open_stream, reading, text_of
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import CheckpointError, DataError
 

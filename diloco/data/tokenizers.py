@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.hub import check_reachable
+from diloco.data.sources import check_reachable
 from diloco.errors import DataError, DilocoError
 
 __all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "load_tokenizer"]
@@ -51,20 +52,13 @@ class Tokenizer(Protocol):
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the Hugging Face hub.
 
-    Runs no code from the directory or the hub.
-
-    Raises:
-        DataError: there is no such directory or name, or it holds no tokenizer.
+    Runs no code from there. Raises DataError if there is no such directory or name, or it holds no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
     marker = Path(name) / _MARKER
-    if marker.is_file():
-        try:
-            kind = json.loads(marker.read_text(encoding="utf-8"))["tokenizer"]
-        except (OSError, ValueError, KeyError, TypeError):
-            kind = None
-        if kind == "bytes":
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads(marker.read_text(encoding="utf-8"))["tokenizer"] == "bytes":
             return ByteTokenizer()
     return HubTokenizer(name)
 

@@ -19,8 +19,7 @@ from torch import Tensor, default_generator, nn
 
 from diloco.config import ModelConfig
 from diloco.errors import ConfigError
-from diloco.model.files import load
-from diloco.model.library import one_line, transformers
+from diloco.model.files import load, one_line, transformers
 
 __all__ = ["build", "config_of", "loss", "num_parameters"]
 

@@ -49,16 +49,10 @@ def run(config: Config, address: Address, typed: Collection[str]) -> int:
 
 def _prepare(config: Config, address: Address, typed: Collection[str], stages: Stages, stack: ExitStack) -> Config:
     """Checks everything that can be wrong before anything big is fetched."""
-    from diloco.fit.volunteer import (
-        fit_to_machine,
-        lock_peer_directory,
-        move_aside,
-        remember_addresses,
-        volunteer_config,
-    )
+    from diloco.fit import volunteer
     from diloco.swarm.visit.look import check_clock, parse_manifest
 
-    directory = stack.enter_context(lock_peer_directory(config.swarm.identity_path))
+    directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
     imports.start()
     found = _look(config, address, directory.identity, stages)
@@ -66,9 +60,9 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     manifest = parse_manifest(found.manifest_text)
     warning = check_clock(found)
     seeds = found.addresses or list(address.peers)
-    remember_addresses(manifest.run.id, found.addresses)
+    volunteer.remember_addresses(manifest.run.id, found.addresses)
     stages.show(f"{manifest.run.id}: {manifest.model.name} on {manifest.data.source}, {manifest.outer.method}")
-    config = volunteer_config(config, manifest, typed, directory, seeds)
+    config = volunteer.volunteer_config(config, manifest, typed, directory, seeds)
     stages.go_to("machine")
     stages.show("loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
@@ -77,7 +71,7 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     machine = inspect_machine(config.train.device, config.train.threads)
     batch_size = config.inner.batch_size
     micro_batch = fit_micro_batch(memory_need(config, machine), machine, batch_size)
-    config = fit_to_machine(config, machine, micro_batch, typed)
+    config = volunteer.fit_to_machine(config, machine, micro_batch, typed)
     parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
     second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
     stages.show(
@@ -86,7 +80,7 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     )
     if warning is not None:
         Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
-    move_aside(config)
+    volunteer.move_aside(config)
     return config
 
 

@@ -60,7 +60,9 @@ class _Sections(click.Group):
 
 
 @click.group(
-    cls=_Sections, commands=list(chain(*SECTIONS.values())), context_settings={"help_option_names": ["-h", "--help"]}
+    cls=_Sections,
+    commands=list(chain(*SECTIONS.values())),
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(__version__, prog_name="diloco")
 def cli() -> None:

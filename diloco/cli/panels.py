@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.table import fitting, state_style
+from diloco.dashboard.charts import contribution_rows, event_rows
 from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
 from diloco.protocol.snapshot import FragmentRow, PeerRow, Round, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
@@ -41,9 +42,9 @@ def render(snapshot: Snapshot, console: Console, rows: int = 1000, lost: str | N
     parts.append(_fragments(snapshot.fragments, names, console, rows))
     if snapshot.rounds:
         parts.append(_rounds(snapshot, console))
-    parts.append(_ledger(snapshot, names, console, rows))
+    parts.append(_ledger(snapshot, console, rows))
     if snapshot.events:
-        parts.append(_events(snapshot, names, console.width))
+        parts.append(_events(snapshot, console.width))
     return Group(*(item for part in parts for item in (part, Text())))
 
 
@@ -149,42 +150,30 @@ def _rounds(snapshot: Snapshot, console: Console) -> Table:
     return _table("rounds", columns, newest, cells, console, ROUNDS)
 
 
-def _ledger(snapshot: Snapshot, names: Mapping[str, str], console: Console, rows: int) -> RenderableType:
+def _ledger(snapshot: Snapshot, console: Console, rows: int) -> RenderableType:
     ledger = snapshot.ledger
     counts = [
         f"{human_count(getattr(ledger, name))} {name.replace('_', ' ')}"
         for name in ("processed", "applied", "discarded", "in_flight")
     ]
     head = Text("ledger", style="bold").append("  " + "  ".join(counts) + "  tokens", style="not bold")
-    total = max(1, sum(row.tokens for row in ledger.contributions))
     columns = [Column("peer", left=True), Column("tokens"), Column("share"), Column("outer steps")]
     columns += [Column("payload"), Column("versions", 1)]
     table = _table(
         "contributions",
         columns,
-        ledger.contributions,
-        lambda row: [
-            names.get(row.peer_id, row.name or row.peer_id[-6:]),
-            human_count(row.tokens),
-            f"{row.tokens / total:.0%}",
-            str(row.outer_steps),
-            human_bytes(row.bytes),
-            f"{row.first_version} to {row.last_version}",
-        ],
+        contribution_rows(snapshot),
+        lambda row: [str(row[name]) for name in ("peer", "tokens", "share", "steps", "bytes", "versions")],
         console,
         rows,
     )
     return Group(head, Text(), table)
 
 
-def _events(snapshot: Snapshot, names: Mapping[str, str], width: int) -> Text:
+def _events(snapshot: Snapshot, width: int) -> Text:
     text = Text("events", style="bold")
-    for event in snapshot.events[-EVENTS:]:
-        line = event.text
-        for peer, name in names.items():
-            line = line.replace(peer, name)
-        ago = human_seconds(max(0.0, snapshot.run.at - event.at))
-        shown = f"{ago:>7} ago  {event.kind} {line}"
+    for row in reversed(event_rows(snapshot)[:EVENTS]):
+        shown = f"{row['ago']:>7} ago  {row['kind']} {row['text']}"
         text.append("\n" + (shown if len(shown) <= width else shown[: width - 1] + "…"), style="not bold")
     return text
 

@@ -12,16 +12,8 @@ import click
 from diloco.config import Config
 from diloco.fit.measure import parameters_of, step_seconds
 from diloco.outer.codecs import codec
-from diloco.train.planning import (
-    HIGHEST_H,
-    Exchange,
-    Link,
-    Recommendation,
-    arithmetic,
-    needed_bits_per_s,
-    predict,
-    recommend,
-)
+from diloco.train import planning
+from diloco.train.planning import Exchange, Link, Recommendation, arithmetic, needed_bits_per_s, predict
 
 __all__ = ["run"]
 
@@ -41,24 +33,9 @@ def run(
     exchange = Exchange.of(outer, numel, config.local.peers)
     advice = None
     if not parallel and predict(exchange, link, step_s).utilization < target:
-        advice = recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)
-    report = _report(config, numel, step_s, measured, link, target, exchange, advice)
-    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_text(report, codecs, exchange, link)))
-    return 0
-
-
-def _report(
-    config: Config,
-    numel: int,
-    step_s: float,
-    measured: bool,
-    link: Link,
-    target: float,
-    exchange: Exchange,
-    advice: Recommendation | None,
-) -> dict[str, Any]:
+        advice = planning.recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)
     needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
-    return {
+    report = {
         "model": config.model.name,
         "parameters": numel,
         "peers": exchange.peers,
@@ -71,17 +48,14 @@ def _report(
         "needed_bits_per_s": needed if math.isfinite(needed) else None,
         "recommended": None if advice is None else {"settings": _settings(advice), **asdict(advice)},
     }
+    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_text(report, codecs, exchange, link)))
+    return 0
 
 
 def _settings(advice: Recommendation) -> list[str]:
     exchange = advice.exchange
-    settings = [
-        f"outer.sync_every={exchange.sync_every}",
-        f"outer.fragments={exchange.fragments}",
-        f"outer.overlap={exchange.overlap}",
-        f"outer.codec_up={advice.codec_up}",
-        f"outer.codec_down={advice.codec_down}",
-    ]
+    settings = [f"outer.{name}={getattr(exchange, name)}" for name in ("sync_every", "fragments", "overlap")]
+    settings += [f"outer.codec_up={advice.codec_up}", f"outer.codec_down={advice.codec_down}"]
     return [*settings, "outer.staggered=true"] if exchange.staggered else settings
 
 
@@ -105,8 +79,8 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
         text += [f"  {name:<{width}}  {value}" for name, value in arithmetic(chosen, link, step_s, target)]
         if chosen.overlap > exchange.overlap:
             text.append("with overlap, outer.mixing=0.5 and outer.lr=0.4 are what Streaming DiLoCo uses")
-        if chosen.sync_every > max(HIGHEST_H, exchange.sync_every):
-            text.append(f"so many inner steps between exchanges cost loss: DiLoCo uses {HIGHEST_H}")
+        if chosen.sync_every > max(planning.HIGHEST_H, exchange.sync_every):
+            text.append(f"so many inner steps between exchanges cost loss: DiLoCo uses {planning.HIGHEST_H}")
     else:
         text += ["", f"reaches {target:.4g}" if reached else f"does not reach {target:.4g}; choose outer=diloco"]
     return text

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import Any
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -53,19 +54,12 @@ _SETTLED = frozenset({"training", "waiting", "leaving", "done"})  # the outer st
 
 @dataclass
 class _Row:
-    """The latest state of a peer."""
+    """A peer, what is known of its state, and its last line."""
 
     peer: str
-    state: str = "starting"
-    version: int | None = None
-    inner_step: int | None = None
-    loss: float | None = None
-    eval_loss: float | None = None
-    tokens_per_s: float | None = None
-    bytes_sent: float | None = None
-    bytes_received: float | None = None
+    line_at: float
     line_version: int | None = None
-    line_at: float = 0.0
+    status: Status = field(default_factory=lambda: Status(state="starting"))
 
 
 class LiveView:
@@ -90,7 +84,7 @@ class LiveView:
         self._title = title
         self._clock = clock
         self._began = clock()
-        self._rows = {peer: _Row(peer, line_at=self._began) for peer in peers}
+        self._rows = {peer: _Row(peer, self._began) for peer in peers}
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
         fancy = console.is_terminal and not console.is_dumb_terminal
@@ -112,7 +106,7 @@ class LiveView:
             self._show_ready(message)
         elif isinstance(message, Status | Finished):
             peer = plain(message.peer)
-            row = self._rows.setdefault(peer, _Row(peer, line_at=self._clock()))
+            row = self._rows.setdefault(peer, _Row(peer, self._clock()))
             if isinstance(message, Status):
                 self._fill(row, message)
             else:
@@ -143,39 +137,40 @@ class LiveView:
             self._console.print(Text(line, style="dim"), soft_wrap=True)
 
     def _fill(self, row: _Row, status: Status) -> None:
-        row.state = plain(status.state) or row.state
-        for name in ("version", "inner_step", "loss", "eval_loss", "tokens_per_s", "bytes_sent", "bytes_received"):
-            value = getattr(status, name)
-            if value is not None:
-                setattr(row, name, value)
+        known = {name: value for name, value in vars(status).items() if value is not None}
+        row.status = replace(row.status, **known | {"state": plain(status.state) or row.status.state})
         if self._total is None:
             self._total = status.outer_steps
-        if self._first is None and row.version is not None and row.state == "training":
-            self._first = (self._clock(), row.version)
+        if self._first is None and row.status.version is not None and row.status.state == "training":
+            self._first = (self._clock(), row.status.version)
 
     def _finish(self, row: _Row, summary: Summary) -> None:
         [peer] = summary.peers
-        row.state = "done" if summary.exit == 0 else "failed"
-        row.version, row.inner_step = summary.outer_steps, peer.steps
-        row.eval_loss = row.eval_loss if summary.eval.loss is None else summary.eval.loss
-        row.bytes_sent = peer.bytes_sent or row.bytes_sent
-        row.bytes_received = peer.bytes_received or row.bytes_received
+        row.status = replace(
+            row.status,
+            state="done" if summary.exit == 0 else "failed",
+            version=summary.outer_steps,
+            inner_step=peer.steps,
+            eval_loss=row.status.eval_loss if summary.eval.loss is None else summary.eval.loss,
+            bytes_sent=peer.bytes_sent or row.status.bytes_sent,
+            bytes_received=peer.bytes_received or row.status.bytes_received,
+        )
 
     def _line(self, row: _Row, always: bool) -> None:
         now = self._clock()
-        stepped = row.version != row.line_version and row.state in _SETTLED
+        stepped = row.status.version != row.line_version and row.status.state in _SETTLED
         if not always and not stepped and now - row.line_at < LINE_EVERY_S:
             return
-        row.line_version, row.line_at = row.version, now
+        row.line_version, row.line_at = row.status.version, now
         click.echo(
-            f"[{now - self._began:5.1f}s] {row.peer} v{self._of(row)} loss {_loss(row.loss)} "
-            f"held-out {_loss(row.eval_loss)} {human_count(row.tokens_per_s)} tok/s "
-            f"{human_bytes(row.bytes_sent)} sent {row.state}",
+            f"[{now - self._began:5.1f}s] {row.peer} v{self._of(row)} loss {_loss(row.status.loss)} "
+            f"held-out {_loss(row.status.eval_loss)} {human_count(row.status.tokens_per_s)} tok/s "
+            f"{human_bytes(row.status.bytes_sent)} sent {row.status.state}",
             file=self._console.file,
         )
 
     def _of(self, row: _Row) -> str:
-        version = "-" if row.version is None else str(row.version)
+        version = "-" if row.status.version is None else str(row.status.version)
         return version if self._total is None else f"{version}/{self._total}"
 
     def render(self) -> RenderableType:
@@ -199,30 +194,29 @@ class LiveView:
         if len(shown) < len(rows):
             table.add_row(f"{len(rows) - len(shown)} more", style="dim")
         if len(rows) > 1:
-            together = _Row("together", state="")
-            together.tokens_per_s = _sum(row.tokens_per_s for row in rows)
-            together.bytes_sent = _sum(row.bytes_sent for row in rows)
-            together.bytes_received = _sum(row.bytes_received for row in rows)
-            cells = self._cells(together) | dict.fromkeys(("version", "step", "loss", "held-out"), Text())
+            names = ("tokens_per_s", "bytes_sent", "bytes_received")
+            sums: dict[str, Any] = {name: _sum(getattr(row.status, name) for row in rows) for name in names}
+            cells = self._cells(_Row("together", 0.0, status=Status(**sums)))
+            cells |= dict.fromkeys(("version", "step", "loss", "held-out"), Text())
             table.add_row(*[cells[name] for name in columns], style="dim")
         return table
 
     def _cells(self, row: _Row) -> dict[str, Text]:
         return {
             "peer": Text(row.peer),
-            "state": Text(row.state, style=_STYLES.get(row.state, "")),
+            "state": Text(row.status.state, style=_STYLES.get(row.status.state, "")),
             "version": Text(self._of(row)),
-            "step": Text("-" if row.inner_step is None else str(row.inner_step)),
-            "loss": Text(_loss(row.loss)),
-            "held-out": Text(_loss(row.eval_loss)),
-            "tok/s": Text(human_count(row.tokens_per_s)),
-            "sent": Text(human_bytes(row.bytes_sent)),
-            "received": Text(human_bytes(row.bytes_received)),
+            "step": Text("-" if row.status.inner_step is None else str(row.status.inner_step)),
+            "loss": Text(_loss(row.status.loss)),
+            "held-out": Text(_loss(row.status.eval_loss)),
+            "tok/s": Text(human_count(row.status.tokens_per_s)),
+            "sent": Text(human_bytes(row.status.bytes_sent)),
+            "received": Text(human_bytes(row.status.bytes_received)),
         }
 
     def _progress(self, rows: Sequence[_Row]) -> RenderableType:
         now = self._clock()
-        done = max((row.version or 0 for row in rows), default=0)
+        done = max((row.status.version or 0 for row in rows), default=0)
         texts = [f"{done}/{self._total or '?'}", f"{human_seconds(now - self._began)} elapsed"]
         texts.append(f"{self._remaining(now, done)} left")
         label = "outer steps"

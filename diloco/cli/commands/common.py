@@ -16,8 +16,9 @@ from diloco.errors import ConfigError
 if TYPE_CHECKING:  # a help text does not wait for pydantic
     from diloco.config.address import Address
 
-__all__ = ["Command", "Function", "configured", "guest", "implementation", "run", "split_address", "sweepable"]
+__all__ = ["PATH", "Command", "Function", "configured", "guest", "implementation", "run", "split_address", "sweepable"]
 
+PATH = click.Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The function that does the work of a command, where it is not `run` in a module of the command's own.
@@ -47,7 +48,7 @@ def configured(function: Function) -> Function:
     """Adds what every command that takes a configuration has."""
     function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED)(function)
     function = click.option(
-        "--config", "base", type=click.Path(path_type=Path), metavar="FILE",
+        "--config", "base", type=PATH, metavar="FILE",
         help="Start from this config.yaml of a run instead of the defaults.",
     )(function)  # fmt: skip
     return click.option(

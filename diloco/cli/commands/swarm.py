@@ -7,16 +7,8 @@ from typing import Any
 
 import click
 
-from diloco.cli.commands.common import (
-    Command,
-    Function,
-    configured,
-    guest,
-    implementation,
-    run,
-    split_address,
-    sweepable,
-)
+from diloco.cli.commands import common
+from diloco.cli.commands.common import PATH, Command, configured, implementation, run, sweepable
 from diloco.errors import ConfigError
 
 __all__ = ["dashboard", "doctor", "host", "invite", "join", "keygen", "local", "revoke", "status", "train"]
@@ -72,9 +64,9 @@ def join(address: str | None, overrides: tuple[str, ...], cfg: str | None, base:
     """
     if cfg is not None:
         return run("join", overrides, cfg, base)
-    if address is None or split_address(address, overrides)[0] is None:
+    if address is None or common.split_address(address, overrides)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
-    found, given = guest(address, overrides)
+    found, given = common.guest(address, overrides)
     return run("join", overrides, base=base, given=given, address=found, typed=_typed(overrides))
 
 
@@ -91,12 +83,12 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
 
     For a machine without an accelerator that stays: it keeps the state of the swarm and others can start from it.
     """
-    address, overrides = split_address(address, overrides)
+    address, overrides = common.split_address(address, overrides)
     if arguments["cfg"] is None and new == (address is not None):
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
     given: list[str] = []
     if address is not None:
-        found, given = guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
+        found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
     return run("host", overrides, given=given, **arguments)
 
@@ -105,13 +97,7 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
 @click.argument("address")
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl+C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option(
-    "--csv",
-    "table",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the contributions of every peer to FILE.",
-)
+@click.option("--csv", "table", type=PATH, metavar="FILE", help="Write the contributions of every peer to FILE.")
 def status(**arguments: Any) -> int:
     """Show what a swarm is doing, without joining it.
 
@@ -127,8 +113,8 @@ def status(**arguments: Any) -> int:
 
 @click.command(cls=Command)
 @click.argument("address")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; anyone there may look.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8471, show_default=True, help="Port; 0 is any free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; anyone there may look.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8471, help="Port; 0 is any free one.")
 def dashboard(**arguments: Any) -> int:
     """Show what a swarm is doing, live in a browser.
 
@@ -156,12 +142,12 @@ def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, bas
     One line per check: ok, warning, or failed with the remedy. Exit code 2 says that something here has to change, 3
     that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS brings the run's own settings.
     """
-    address, overrides = split_address(address, overrides)
+    address, overrides = common.split_address(address, overrides)
     if cfg is not None:
         return run("doctor", overrides, cfg, base)
     found, given = None, list[str]()
     if address is not None:
-        found, given = guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
+        found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
     typed = _typed(overrides)
     return run("doctor", overrides, base=base, given=given, address=found, as_json=as_json, typed=typed)
 
@@ -171,7 +157,7 @@ def _typed(overrides: tuple[str, ...]) -> frozenset[str]:
 
 
 @click.command()
-@click.argument("file", required=False, default="run.key", type=click.Path(path_type=Path))
+@click.argument("file", required=False, default="run.key", type=PATH)
 def keygen(**arguments: Any) -> int:
     """Make the key of a closed run, and print its public half.
 
@@ -185,22 +171,19 @@ def keygen(**arguments: Any) -> int:
     return implementation("keygen")(**arguments)
 
 
-def _owner(function: Function) -> Function:
+def _owner(function: common.Function) -> common.Function:
     """Adds what every command of a run's owner has."""
-    key = click.option("--key", required=True, type=click.Path(path_type=Path), help="File with the run's private key.")
+    key = click.option("--key", required=True, type=PATH, help="File with the run's private key.")
     return click.option("--run", required=True, metavar="RUN_ID", help="run.id of the run.")(key(function))
 
 
 @click.command()
 @_owner
-@click.option("--expires", default="7d", show_default=True, metavar="TIME", help="30m, 12h, 7d, 2w.")
+@click.option("--expires", default="7d", metavar="TIME", help="30m, 12h, 7d, 2w.")
 @click.option(
-    "--role",
-    type=click.Choice(["worker", "host", "observer"]),
-    default="worker",
-    show_default=True,
+    "--role", type=click.Choice(["worker", "host", "observer"]), default="worker",
     help="worker: all; host: holds fragments, contributes nothing; observer: looks on.",
-)
+)  # fmt: skip
 @click.option("--bind", metavar="PEER_ID", help="Only this peer can use it.  [default: the first that does]")
 @click.argument("address", required=False)
 def invite(**arguments: Any) -> int:

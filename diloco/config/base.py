@@ -26,7 +26,10 @@ _Settings = TypeVar("_Settings", bound="Settings")
 class Settings(BaseModel):
     """Frozen and strict: an unknown key, a number as text or a boolean as number is an error, never a guess."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(),
+        use_attribute_docstrings=True,  # the text below a setting is its description
+    )  # fmt: skip
 
     @classmethod
     def parse(cls: type[_Settings], values: Mapping[str, Any]) -> _Settings:

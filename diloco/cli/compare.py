@@ -58,7 +58,7 @@ def show(runs: Sequence[Run], console: Console, loss: float | None = None) -> No
         f"to {reached:.4f}" if reached is not None else "to loss": [
             _time(None if reached is None else time_to_loss(one, reached)) for one in runs
         ],
-        "exit": [_exit(one.exit) for one in runs],
+        "exit": [{None: "unfinished", 4: "4 diverged"}.get(one.exit, str(one.exit)) for one in runs],
     }
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in columns:
@@ -85,7 +85,3 @@ def _time(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.1f} s" if value < 100 else human_seconds(value)
-
-
-def _exit(code: int | None) -> str:
-    return "unfinished" if code is None else f"{code} diverged" if code == 4 else str(code)

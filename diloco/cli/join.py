@@ -156,17 +156,15 @@ class _Arrival:
         if message is None or (isinstance(message, Ready) and not message.advice):
             return  # a guest need not invite others
         if self._stages.name is not None and isinstance(message, Stage):
-            self._arrive(message)
+            self._stages.go_to(message.stage)
+            if message.stage == "state":
+                received = f"{human_bytes(message.received)} received"
+                self._stages.show(received, message.received / max(message.wanted, 1))
         if self._stages.name is not None and isinstance(message, Status):
             if message.state in ("training", "leaving", "done", "left"):
                 self._contribute(message)
             return
         self._view.update(message)
-
-    def _arrive(self, message: Stage) -> None:
-        self._stages.go_to(message.stage)
-        if message.stage == "state":
-            self._stages.show(f"{human_bytes(message.received)} received", message.received / max(message.wanted, 1))
 
     def _contribute(self, message: Status) -> None:
         self._stages.go_to("first contribution")

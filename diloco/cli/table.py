@@ -25,14 +25,14 @@ from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message,
 from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count, human_seconds, plain
 
-__all__ = ["LiveView", "fitting", "invitation", "say_who_can_join", "state_style"]
+__all__ = ["STATE_STYLES", "LiveView", "fitting", "invitation", "say_who_can_join"]
 
 LINE_EVERY_S = 10.0  # between lines of a peer whose version does not change
 
 _COLUMNS = ("peer", "state", "version", "step", "loss", "held-out", "tok/s", "sent", "received")
 _DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes first
 
-_STYLES = {
+STATE_STYLES = {
     "starting": "dim",
     "waiting": "yellow",
     "training": "green",
@@ -185,7 +185,7 @@ class LiveView:
         table = Table(title=Text(self._title), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
         for name in columns:
             # A width of its own, so that the table does not jump when a state changes.
-            width = max(map(len, _STYLES)) if name == "state" else None
+            width = max(map(len, STATE_STYLES)) if name == "state" else None
             table.add_column(name, justify="left" if name in ("peer", "state") else "right", min_width=width)
         shown = rows if len(rows) <= room else rows[: room - 1]
         for row in shown:
@@ -204,7 +204,7 @@ class LiveView:
     def _cells(self, row: _Row) -> dict[str, Text]:
         return {
             "peer": Text(row.peer),
-            "state": Text(row.status.state, style=_STYLES.get(row.status.state, "")),
+            "state": Text(row.status.state, style=STATE_STYLES.get(row.status.state, "")),
             "version": Text(self._of(row)),
             "step": Text("-" if row.status.inner_step is None else str(row.status.inner_step)),
             "loss": Text(_loss(row.status.loss)),
@@ -264,11 +264,6 @@ def fitting(console: Console, tables: Iterable[Table]) -> Table:
         if Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width:
             break
     return table
-
-
-def state_style(state: str) -> str:
-    """How a state is coloured."""
-    return _STYLES.get(state, "")
 
 
 def _loss(value: float | None) -> str:

@@ -77,8 +77,7 @@ class Grant:
     def from_bytes(cls, raw: bytes) -> tuple[Grant, bytes]:
         """Reads untrusted bytes; returns the grant, its signature not yet verified, and the bytes that follow it.
 
-        Raises:
-            PayloadError: the bytes are no grant, or a grant of another version.
+        Raises PayloadError: the bytes are no grant, or a grant of another version.
         """
         if len(raw) < _HEAD.size or raw[0] != VERSION:
             raise PayloadError(f"it has version {raw[0]}, this diloco reads {VERSION}" if raw else "it is empty")

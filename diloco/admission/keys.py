@@ -37,8 +37,7 @@ class RunKey:
     def create(cls, path: Path) -> RunKey:
         """Make a key and write it to a file that only its owner can read.
 
-        Raises:
-            ConfigError: the file exists or cannot be written.
+        Raises ConfigError: the file exists or cannot be written.
         """
         key = cls(new_key())
         text = key._private.private_bytes(
@@ -58,8 +57,7 @@ class RunKey:
     def read(cls, path: Path, setting: str = "swarm.key_path") -> RunKey:
         """The key in a file that `create` (or openssl) wrote.
 
-        Raises:
-            ConfigError: the file is unreadable or holds no run key; the text names `setting`.
+        Raises ConfigError: the file is unreadable or holds no run key; the text names `setting`.
         """
         try:
             with path.open("rb") as file:

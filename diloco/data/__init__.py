@@ -44,8 +44,7 @@ class Stream(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Continues after the last batch before `state` was taken; exactly so if data and shards are unchanged.
 
-        Raises:
-            CheckpointError: `state` is not a position of this kind of stream.
+        Raises CheckpointError: `state` is not a position of this kind of stream.
         """
         ...
 
@@ -87,8 +86,7 @@ class Dataset(Protocol):
     def holdout(self, sequences: int) -> Tensor:
         """The first `sequences` held-out sequences (or all, if there are fewer): (N, T) int64, equal on every peer.
 
-        Raises:
-            DataError: the held-out documents do not fill one sequence.
+        Raises DataError: the held-out documents do not fill one sequence.
         """
         ...
 
@@ -96,8 +94,7 @@ class Dataset(Protocol):
 def load(settings: DataConfig, seed: int) -> Dataset:
     """Opens the data of a run: reads and tokenises local text, or connects to the hub.
 
-    Raises:
-        DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
+    Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
     """
     tokenizer = load_tokenizer(settings.tokenizer)
     if settings.source == "hub":

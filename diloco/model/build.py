@@ -66,8 +66,7 @@ def build(
 def config_of(settings: ModelConfig) -> Any:
     """The transformers config (a `PreTrainedConfig`) of `settings`; allocates no weights.
 
-    Raises:
-        ConfigError: there is no causal LM of this type, or its config refuses a name or a value.
+    Raises ConfigError: there is no causal LM of this type, or its config refuses a name or a value.
     """
     library = transformers()
     names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports no model

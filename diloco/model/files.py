@@ -35,8 +35,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabul
     With a tokenizer, its files are written too, and generation stops at its end token. POSIX cannot exchange two
     directories: between two renames, an existing `directory` is absent for a moment.
 
-    Raises:
-        ConfigError: the directory cannot be written (permission, no space); its old content stays.
+    Raises ConfigError: the directory cannot be written (permission, no space); its old content stays.
     """
     target = Path(directory)
     try:
@@ -59,8 +58,7 @@ def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
     Reads local safetensors only: no download, no pickle, no code from the directory. Error texts begin with `key`, the
     setting that holds the path.
 
-    Raises:
-        CheckpointError: there is no such directory, it lacks the config or safetensors, or weights are missing.
+    Raises CheckpointError: there is no such directory, it lacks the config or safetensors, or weights are missing.
     """
     path = Path(directory)
     if not path.is_dir():

@@ -168,7 +168,7 @@ def test_only_loopback_counts_as_unseen() -> None:
 def test_prometheus_reads_the_swarm_and_that_it_is_lost() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from diloco.dashboard.prometheus import exposition
+    from diloco.dashboard.server import exposition
 
     clock = Clock()
     poller = Poller(FakeSwarm(3, dies_after_s=2, clock=clock), clock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from diloco.admission.invitation import Credential, Grant, Role, Token
-from diloco.admission.revocations import Revoked
+from diloco.admission.keys import Revoked
 from diloco.errors import PayloadError
 
 __all__ = ["Admission"]

@@ -14,7 +14,7 @@ import base64
 import binascii
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -172,9 +172,8 @@ def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "")
             f"--bind={peer} is no peer id; expected one such as QmXoypiz... or 12D3Koo..., as a peer prints"
         )
     invitation = new_key()
-    public = invitation.public_key().public_bytes_raw()
-    unsigned = Grant(key.public, public, role, expires_at, run_id, peer, b"")
-    grant = Grant(key.public, public, role, expires_at, run_id, peer, key.sign(_GRANT_CONTEXT + unsigned.to_bytes()))
+    unsigned = Grant(key.public, invitation.public_key().public_bytes_raw(), role, expires_at, run_id, peer, b"")
+    grant = replace(unsigned, signature=key.sign(_GRANT_CONTEXT + unsigned.to_bytes()))
     return Token(grant, invitation.private_bytes_raw())
 
 

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from diloco.cli.table import LiveView, say_who_can_join
 from diloco.config import Config
-from diloco.errors import DilocoError, SwarmError, UnsavedError
+from diloco.errors import DilocoError, SwarmError, UnsavedError, on_signals
 from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.reporting import Finished, Message, Ready, Status, read_message
@@ -236,9 +236,5 @@ def _signals(children: list[_Child]) -> Iterator[list[int]]:
         if len(received) > 1:
             os._exit(UnsavedError.exit_code)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_signals(stop):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.config import compose
 from diloco.config.sweeps import quoted
-from diloco.errors import ConfigError, DivergedError
+from diloco.errors import ConfigError, DivergedError, on_signals
 from diloco.rundir.compare import read_json
 from diloco.rundir.files import write_atomic
 
@@ -104,17 +104,15 @@ class Processes:
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.RLock()  # a signal may arrive while it is held
-        self._handlers: dict[int, Any] = {}
+        self._signals = on_signals(lambda *_: self.stop(signal.SIGINT))
         self.stopped = 0
 
     def __enter__(self) -> Processes:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, lambda number, frame: self.stop(signal.SIGINT))
+        self._signals.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._signals.__exit__(None, None, None)
         self._kill()
 
     def stop(self, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from diloco.cli.table import LiveView, say_who_can_join
 from diloco.config import Config
+from diloco.errors import on_signals
 from diloco.rundir.reporting import Ready, Said, json_lines, read_message
 from diloco.train.host import Host
 from diloco.train.run import run
@@ -50,19 +50,15 @@ def host(config: Config) -> int:
     console = Console()
     name = config.run.name or "host"
     stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with (
-            Host(config, name) as host,
-            LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
-        ):
-            say_who_can_join(console, config, host.manifest.run.key)
-            node, first = host.node, not config.swarm.initial_peers
-            addresses, advice = tuple(node.addresses), node.advice or ""
-            view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
-            while not stop.wait(0.5):
-                view.update(replace(host.status(), peer=name, time=time.time()))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with (
+        on_signals(lambda *_: stop.set()),
+        Host(config, name) as host,
+        LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
+    ):
+        say_who_can_join(console, config, host.manifest.run.key)
+        node, first = host.node, not config.swarm.initial_peers
+        addresses, advice = tuple(node.addresses), node.advice or ""
+        view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
+        while not stop.wait(0.5):
+            view.update(replace(host.status(), peer=name, time=time.time()))
     return 0

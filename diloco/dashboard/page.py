@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from nicegui import ui
@@ -22,8 +23,7 @@ FIGURES = [
     "outer step", "tokens applied", "loss", "tokens / s", "peers training", "components", "in flight", "discarded"
 ]  # fmt: skip
 WIDE = "max-sm:hidden"  # hides columns for which a phone has no room
-MODES = {None: ("brightness_auto", "as the system"), True: ("dark_mode", "dark"), False: ("light_mode", "light")}
-NEXT_MODE = {None: True, True: False, False: None}
+MODES = [(None, "brightness_auto", "as the system"), (True, "dark_mode", "dark"), (False, "light_mode", "light")]
 
 
 class PageContent:
@@ -122,17 +122,16 @@ def _head(content: PageContent) -> Callable[[], None]:
         button = ui.button().props('flat round dense aria-label="light or dark"')
     why = ui.label().classes("w-full text-sm text-red-600 break-all")
 
-    def show_mode() -> None:
-        icon, text = MODES[dark.value]
-        button.props(f"icon={icon}").tooltip(text)
+    modes = cycle(MODES)
 
     def switch() -> None:
-        dark.set_value(NEXT_MODE[dark.value])
+        mode, icon, text = next(modes)
+        dark.set_value(mode)
         button.clear()
-        show_mode()
+        button.props(f"icon={icon}").tooltip(text)
 
     button.on_click(switch)
-    show_mode()
+    switch()
 
     def update() -> None:
         snapshot, text = content.poller.snapshot, content.state()

@@ -8,7 +8,6 @@ document that another holds out, because the hash of the document decides.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -44,7 +43,11 @@ def documents(settings: DataConfig) -> Iterator[bytes]:
 
 def open_stream(builder: str, **options: Any) -> Any:
     """`datasets.load_dataset(builder, ..., streaming=True)`, silent: an `IterableDataset`. Use inside `reading`."""
-    return _datasets().load_dataset(builder, streaming=True, **options)
+    import datasets as module  # type: ignore[import-untyped, unused-ignore]  # late, because it takes a second
+
+    module.logging.set_verbosity(module.logging.CRITICAL)
+    module.disable_progress_bars()
+    return module.load_dataset(builder, streaming=True, **options)
 
 
 def text_of(row: Mapping[str, Any], field: str) -> bytes:
@@ -173,13 +176,3 @@ def _table(settings: DataConfig) -> Iterator[bytes]:
         for row in open_stream(settings.source, data_files=files, split="train"):
             if text := text_of(row, settings.field):
                 yield text
-
-
-@functools.cache
-def _datasets() -> Any:
-    """`datasets`, without its progress bars and log lines. Imported late, because that takes a second."""
-    import datasets as module  # type: ignore[import-untyped, unused-ignore]
-
-    module.logging.set_verbosity(module.logging.CRITICAL)
-    module.disable_progress_bars()
-    return module

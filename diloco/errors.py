@@ -24,17 +24,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DilocoError",
-    "DivergedError",
-    "PayloadError",
-    "SwarmError",
-    "UnsavedError",
-    "guard",
-    "on_signals",
-]
+    "CheckpointError", "ConfigError", "DataError", "DilocoError", "DivergedError", "PayloadError", "SwarmError",
+    "UnsavedError", "guard", "on_signals",
+]  # fmt: skip
 
 
 class DilocoError(Exception):

@@ -38,21 +38,14 @@ _GRANT_CONTEXT, _PROOF_CONTEXT = b"diloco grant\0", b"diloco credential\0"
 
 @dataclass(frozen=True)
 class Grant:
-    """What the owner of a run allows to the holder of the private half of `invitation_key`.
+    """What the owner of a run allows to the holder of the private half of `invitation_key`."""
 
-    Attributes:
-        run_key, invitation_key: public keys (32 bytes each).
-        role: the most powerful role that it allows.
-        expires_at: Unix time, in whole seconds.
-        peer: the only peer that may use it; if empty, the first peer that uses it keeps it.
-    """
-
-    run_key: bytes
-    invitation_key: bytes
-    role: Role
-    expires_at: int
+    run_key: bytes  # public, 32 bytes
+    invitation_key: bytes  # public, 32 bytes
+    role: Role  # the most powerful role that it allows
+    expires_at: int  # Unix time, in whole seconds
     run_id: str
-    peer: str
+    peer: str  # the only peer that may use it; if empty, the first peer that uses it keeps it
     signature: bytes
 
     @property

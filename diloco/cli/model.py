@@ -58,7 +58,9 @@ def export(source: Path, out: Path) -> int:
     if run_dir is None:
         raise CheckpointError(f"{source} is no run directory: there is no config.yaml in it; name the run.dir of a run")
     config = compose([], base=run_dir / "config.yaml")
-    checkpoint = _newest(run_dir / "checkpoints")
+    peers = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
+    newest = [one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None]
+    checkpoint = max(newest, key=lambda one: one.step, default=None)
     if checkpoint is None and (run_dir / "model").is_dir():
         shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
         click.echo(f"{out}: the model of {run_dir}")
@@ -68,11 +70,6 @@ def export(source: Path, out: Path) -> int:
     _write(config, checkpoint, out)
     click.echo(f"{out}: outer step {checkpoint.step} of run {config.run.id}")
     return 0
-
-
-def _newest(directory: Path) -> Checkpoint | None:
-    found = [CheckpointStore(place, keep=1).load_latest() for place in sorted(directory.glob("*")) if place.is_dir()]
-    return max((one for one in found if one is not None), key=lambda one: one.step, default=None)
 
 
 def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:

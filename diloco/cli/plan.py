@@ -61,11 +61,12 @@ def _settings(advice: Recommendation) -> list[str]:
 
 def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, link: Link) -> list[str]:
     numel, step_s, target = report["parameters"], report["step_s"], report["target"]
+    sizes = [(name, codec(name).nbytes(numel)) for name in codecs]
     head = [
         ("model", f"{report['model']}, {numel:,} parameters"),
         ("peers", f"{exchange.peers}, exchanging every {exchange.sync_every} inner steps"),
         ("inner step", f"{step_s:.4g} s, {'measured here' if report['step_measured'] else 'as given'}"),
-        ("up, down", " and ".join(_encoded(name, numel) for name in codecs)),
+        ("up, down", " and ".join(f"{name} {size:,} B ({size / numel:.4g} per parameter)" for name, size in sizes)),
     ]
     lines = [*head, *arithmetic(exchange, link, step_s, target)]
     width = max(len(name) for name, _ in lines)
@@ -84,8 +85,3 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
     else:
         text += ["", f"reaches {target:.4g}" if reached else f"does not reach {target:.4g}; choose outer=diloco"]
     return text
-
-
-def _encoded(name: str, numel: int) -> str:
-    nbytes = codec(name).nbytes(numel)
-    return f"{name} {nbytes:,} B ({nbytes / numel:.4g} per parameter)"

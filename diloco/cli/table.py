@@ -27,23 +27,17 @@ from diloco.text import human_bytes, human_count, human_seconds, plain
 
 __all__ = ["STATE_STYLES", "LiveView", "fitting", "invitation", "say_who_can_join"]
 
+Clock = Callable[[], float]
+
 LINE_EVERY_S = 10.0  # between lines of a peer whose version does not change
 
 _COLUMNS = ("peer", "state", "version", "step", "loss", "held-out", "tok/s", "sent", "received")
 _DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes first
 
 STATE_STYLES = {
-    "starting": "dim",
-    "waiting": "yellow",
-    "training": "green",
-    "exchanging": "cyan",
-    "evaluating": "magenta",
-    "leaving": "yellow",
-    "left": "dim",
-    "done": "bold green",
-    "failed": "bold red",
-    "killed": "bold red",
-}
+    "starting": "dim", "waiting": "yellow", "training": "green", "exchanging": "cyan", "evaluating": "magenta",
+    "leaving": "yellow", "left": "dim", "done": "bold green", "failed": "bold red", "killed": "bold red",
+}  # fmt: skip
 _FROM = {
     "loopback": "on this machine only; swarm=network lets others in",
     "LAN": "in this network; for elsewhere forward the port and set swarm.announce=[/ip4/PUBLIC_IP/tcp/PORT]",
@@ -72,12 +66,7 @@ class LiveView:
     """
 
     def __init__(
-        self,
-        console: Console,
-        peers: Sequence[str],
-        total_steps: int | None,
-        title: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, peers: Sequence[str], total_steps: int | None, title: str, clock: Clock = time.monotonic
     ) -> None:
         self._console = console
         self._total = total_steps

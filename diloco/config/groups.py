@@ -18,15 +18,8 @@ from diloco.config.explain import Expected
 from diloco.config.peer_local import DataPlace, RunPlace
 
 __all__ = [
-    "BudgetConfig",
-    "DataConfig",
-    "DataRecipe",
-    "InnerConfig",
-    "ModelConfig",
-    "OuterConfig",
-    "RunConfig",
-    "RunIdentity",
-]
+    "BudgetConfig", "DataConfig", "DataRecipe", "InnerConfig", "ModelConfig", "OuterConfig", "RunConfig", "RunIdentity",
+]  # fmt: skip
 
 # What `diloco/outer` implements. A new codec, merge rule or outer optimizer is a new name in one of these.
 WideCodec = Literal["fp32", "fp16"]  # more than a byte per value

@@ -13,16 +13,9 @@ from diloco.config.base import Directory, Multiaddr, Name, NotEmpty, PeerAddress
 from diloco.config.explain import Expected
 
 __all__ = [
-    "CheckpointConfig",
-    "DataPlace",
-    "EvalConfig",
-    "LocalConfig",
-    "RunPlace",
-    "SimConfig",
-    "SwarmConfig",
-    "TrainConfig",
+    "CheckpointConfig", "DataPlace", "EvalConfig", "LocalConfig", "RunPlace", "SimConfig", "SwarmConfig", "TrainConfig",
     "WandbConfig",
-]
+]  # fmt: skip
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 TokenText = Annotated[

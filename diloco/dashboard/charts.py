@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from diloco.protocol.snapshot import PeerRound, Snapshot
+from diloco.protocol.snapshot import LossPoint, PeerRound, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
 
 __all__ = [
@@ -35,27 +35,22 @@ def loss_by_tokens(snapshot: Snapshot) -> Options:
     unit, size = next((one for one in UNITS if most >= one[1]), ("", 1))
     x = [point.tokens / size for point in points]
     axis = {"type": "value", "name": f"{unit} tokens applied".lstrip(), "max": most / size or None}
-    return _loss(x, [(p.loss, p.low, p.high) for p in points], axis)
+    return _loss(x, points, axis)
 
 
 def loss_by_time(snapshot: Snapshot) -> Options:
     """Loss over time: all points."""
     x = [round(point.at * 1000) for point in snapshot.loss]
-    return _loss(x, [(p.loss, p.low, p.high) for p in snapshot.loss], {"type": "time"})
+    return _loss(x, snapshot.loss, {"type": "time"})
 
 
-def _loss(x: Sequence[float], losses: Sequence[tuple[float, float, float]], axis: Options) -> Options:
+def _loss(x: Sequence[float], points: Sequence[LossPoint], axis: Options) -> Options:
     """Three lines: the mean over the peers, and thinner the lowest and the highest peer."""
 
-    def line(name: str, index: int, width: float, opacity: float) -> Options:
-        return {
-            "name": name,
-            "type": "line",
-            "showSymbol": len(x) == 1,
-            "lineStyle": {"width": width, "opacity": opacity},
-            "itemStyle": {"color": COLOURS[0]},
-            "data": [[at, round(loss[index], 4)] for at, loss in zip(x, losses, strict=True)],
-        }
+    def line(name: str, field: str, width: float, opacity: float) -> Options:
+        data = [[at, round(getattr(point, field), 4)] for at, point in zip(x, points, strict=True)]
+        style = {"lineStyle": {"width": width, "opacity": opacity}, "itemStyle": {"color": COLOURS[0]}}
+        return {"name": name, "type": "line", "showSymbol": len(x) == 1, **style, "data": data}
 
     label = {"color": QUIET, "hideOverlap": True, "showMaxLabel": None if axis["type"] == "time" else False}
     return {
@@ -72,7 +67,7 @@ def _loss(x: Sequence[float], losses: Sequence[tuple[float, float, float]], axis
             "nameTextStyle": {"color": QUIET},
         },
         "yAxis": {"type": "value", "scale": True, "axisLabel": {"color": QUIET}, "splitLine": FAINT_LINE},
-        "series": [line("mean", 0, 2, 1.0), line("lowest", 1, 1, 0.35), line("highest", 2, 1, 0.35)],
+        "series": [line("mean", "loss", 2, 1.0), line("lowest", "low", 1, 0.35), line("highest", "high", 1, 0.35)],
     }
 
 

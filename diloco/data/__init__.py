@@ -52,14 +52,9 @@ class Stream(Protocol):
 class Dataset(Protocol):
     """Text of one source, tokenised and split."""
 
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def sequence_length(self) -> int: ...
-    @property
-    def description(self) -> str:
-        """One line for the log: the source and its size."""
-        ...
+    tokenizer: Tokenizer
+    sequence_length: int
+    description: str  # one line for the log: the source and its size
 
     def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> Stream:
         """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.

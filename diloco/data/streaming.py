@@ -126,17 +126,12 @@ class HubStream:
 
     def state(self) -> dict[str, Any]:
         return {
-            "kind": "hub",
-            "epoch": self._epoch,
-            "visit": self._visit,
-            "document": self._document,
+            "kind": "hub", "epoch": self._epoch, "visit": self._visit, "document": self._document,
             "documents_in_epoch": self._documents_in_epoch,
-            "stride": self._stride,
-            "shard": self._shard,
-            "shards": self._shards,
+            "stride": self._stride, "shard": self._shard, "shards": self._shards,
             "file": None if self._file is None else copy.deepcopy(self._file.state_dict()),
             "waiting": self._packer.waiting(),
-        }
+        }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
         try:

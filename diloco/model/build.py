@@ -35,10 +35,8 @@ def build(
     The weights depend only on `seed` and the installed torch. The global RNG state has no influence and stays as it is.
     Give `vocab_size` (of the tokenizer) and `sequence_length` (in tokens) to check that the model fits the data.
 
-    Raises:
-        ConfigError: no such model type, an unknown name or impossible value in the config, or a model too small for
-            the data.
-        CheckpointError: `model.path` is not a directory with a readable safetensors checkpoint.
+    Raises ConfigError for an unknown model type or name, an impossible value, or a model too small for the data, and
+    CheckpointError if `model.path` is not a directory with a readable safetensors checkpoint.
     """
     if settings.path is not None:
         loaded: Any = load(settings.path, key="model.path")

@@ -50,12 +50,6 @@ class _Child:
     ready: bool = False
     summary: Summary | None = None
 
-    def hear(self, message: Message) -> None:
-        """Remembers the messages that decide how the run ends."""
-        if isinstance(message, Finished):
-            self.summary = message.summary
-        self.ready = self.ready or isinstance(message, Ready)
-
     def complaint(self) -> str | None:
         """The one-line error that the peer ended with."""
         lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
@@ -103,7 +97,9 @@ def _follow(children: list[_Child], said: queue.Queue[tuple[_Child, Message | No
     while running:
         child, message = said.get()
         if message is not None:
-            child.hear(message)
+            child.ready = child.ready or isinstance(message, Ready)
+            if isinstance(message, Finished):
+                child.summary = message.summary
             view.update(message)
             continue
         running.discard(child.name)

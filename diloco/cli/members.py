@@ -12,7 +12,6 @@ import sys
 import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from diloco.config import compose
@@ -111,7 +110,7 @@ class Processes:
         self._signals.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._signals.__exit__(None, None, None)
         self._kill()
 

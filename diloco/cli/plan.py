@@ -36,18 +36,12 @@ def run(
         advice = planning.recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)
     needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
     report = {
-        "model": config.model.name,
-        "parameters": numel,
-        "peers": exchange.peers,
-        "step_s": step_s,
-        "step_measured": measured,
-        "link": asdict(link),
-        "target": target,
-        "exchange": asdict(exchange),
-        "predicted": asdict(predict(exchange, link, step_s)),
+        "model": config.model.name, "parameters": numel, "peers": exchange.peers,
+        "step_s": step_s, "step_measured": measured, "link": asdict(link), "target": target,
+        "exchange": asdict(exchange), "predicted": asdict(predict(exchange, link, step_s)),
         "needed_bits_per_s": needed if math.isfinite(needed) else None,
         "recommended": None if advice is None else {"settings": _settings(advice), **asdict(advice)},
-    }
+    }  # fmt: skip
     click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_text(report, codecs, exchange, link)))
     return 0
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import click
@@ -142,10 +141,7 @@ def _run_all(members: Sequence[Member], directory: Path, base: Path | None, jobs
 
 
 class _Display:
-    """A bar on a terminal; elsewhere a line per member that has ended.
-
-    [ 12.3s] 3/12 02-lr0.7 done, held-out 2.310
-    """
+    """A bar on a terminal; elsewhere a line per ended member, such as `[ 12.3s] 3/12 02-lr0.7 done, held-out 2.310`."""
 
     def __init__(self, total: int, done: int) -> None:
         console = Console()
@@ -165,7 +161,7 @@ class _Display:
             click.echo(f"{self._done} of {self._total} members have ended before")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
@@ -257,11 +253,10 @@ def _with_hydra(
         click.echo(f"{sweeper} chooses {', '.join(f'{axis.key}={axis.text}' for axis in axes)} in {place}")
         return 0
     prepare_run_directory(place)
-    texts = tuple(fixed)
 
     def task(number: int, chosen: tuple[tuple[str, str], ...]) -> float:
         """The held-out loss; infinite where it diverged, and no number where it failed."""
-        arguments = (*texts, *(f"{key}={value}" for key, value in chosen))
+        arguments = (*fixed, *(f"{key}={value}" for key, value in chosen))
         return _measured(_member(command, arguments, chosen, str(number), config, 1), place, base)
 
     with exclusive(place):

@@ -124,11 +124,8 @@ def hydra_multirun(
         "--multirun",
         *([f"hydra/sweeper={sweeper}"] if sweeper not in ("grid", "basic") else []),
         *([f"hydra/launcher={launcher}"] if launcher else []),
-        f"hydra.sweep.dir={quoted(directory)}",
-        "hydra.sweep.subdir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
+        *(f"hydra.sweep.dir={quoted(directory)}", "hydra.sweep.subdir=.", "hydra.output_subdir=null"),
+        *("hydra/job_logging=none", "hydra/hydra_logging=none"),
         *options,
         *(f"{axis.key.replace('.', '__')}={axis.text}" for axis in axes),
     ]

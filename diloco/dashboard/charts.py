@@ -86,26 +86,16 @@ def fragment_map(snapshot: Snapshot) -> Options:
         }
         for index, syncer in enumerate(sorted(held))
     ]
-    return {
-        "animation": False,
-        "tooltip": {"formatter": "fragment {b}"},
-        "series": [
-            {
-                "type": "treemap",
-                "animation": False,
-                "animationDurationUpdate": 0,
-                "data": tiles,
-                "roam": False,
-                "nodeClick": False,
-                "breadcrumb": {"show": False},
-                **dict.fromkeys(("left", "right", "top", "bottom"), 0),
-                "upperLabel": {"show": True, "height": 18, "color": QUIET},
-                "label": {"color": "#fff", "overflow": "truncate"},
-                "itemStyle": {"borderColor": "transparent", "borderWidth": 1, "gapWidth": 1},
-                "levels": [{"itemStyle": {"borderWidth": 0, "gapWidth": 3}, "upperLabel": {"show": False}}],
-            }
-        ],
-    }
+    treemap = {
+        "type": "treemap", "data": tiles, "animation": False, "animationDurationUpdate": 0,
+        "roam": False, "nodeClick": False, "breadcrumb": {"show": False},
+        **dict.fromkeys(("left", "right", "top", "bottom"), 0),
+        "upperLabel": {"show": True, "height": 18, "color": QUIET},
+        "label": {"color": "#fff", "overflow": "truncate"},
+        "itemStyle": {"borderColor": "transparent", "borderWidth": 1, "gapWidth": 1},
+        "levels": [{"itemStyle": {"borderWidth": 0, "gapWidth": 3}, "upperLabel": {"show": False}}],
+    }  # fmt: skip
+    return {"animation": False, "tooltip": {"formatter": "fragment {b}"}, "series": [treemap]}
 
 
 def timeline(snapshot: Snapshot) -> Options:
@@ -122,18 +112,13 @@ def timeline(snapshot: Snapshot) -> Options:
     bars = [_bars(rounds[peer], begin) for peer in peers]
     series = [
         {
-            "name": name,
-            "type": "bar",
-            "stack": "round",
-            "barCategoryGap": "30%",
+            "name": name, "type": "bar", "stack": "round", "barCategoryGap": "30%",
             "itemStyle": {"color": PHASES.get(name, "transparent")},
-            "tooltip": {"show": bool(name)},
-            "silent": not name,
+            "tooltip": {"show": bool(name)}, "silent": not name,
             "data": [round(row[index], 3) for row in bars],
         }
         for index, name in enumerate(["", *PHASES] * ROUNDS)
-    ]
-    labels = {"color": QUIET, "formatter": "{value} s"}
+    ]  # fmt: skip
     return {
         "animation": False,
         "grid": {"left": 76, "right": 16, "top": 32, "bottom": 40},
@@ -142,7 +127,7 @@ def timeline(snapshot: Snapshot) -> Options:
         "xAxis": {
             "type": "value",
             "max": round(max(end - begin, 0.001), 3),
-            "axisLabel": {**labels, "showMaxLabel": False, "hideOverlap": True},
+            "axisLabel": {"color": QUIET, "formatter": "{value} s", "showMaxLabel": False, "hideOverlap": True},
             "splitLine": FAINT_LINE,
         },
         "yAxis": {

@@ -26,7 +26,6 @@ class Source(Protocol):
 
     async def ask(self) -> Snapshot:
         """A snapshot of the swarm as it is now. Raises `DilocoError` if no peer answers."""
-        ...
 
     async def close(self) -> None: ...
 

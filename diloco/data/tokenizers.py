@@ -30,23 +30,18 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int | None:
         """The token after every document; None if the vocabulary has no such token, and then none is inserted."""
-        ...
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 becomes U+FFFD or stays as it is."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text, without special tokens; invalid UTF-8 becomes U+FFFD."""
-        ...
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
         """The length in bytes of the text that `tokens` stand for."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Writes the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
-        ...
 
 
 def load_tokenizer(name: str) -> Tokenizer:

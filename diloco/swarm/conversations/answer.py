@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from diloco.errors import PayloadError
-from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
 from diloco.protocol.messages.watching import DialBack, ManifestRequest, Probe, SnapshotRequest
-from diloco.protocol.penalties import Offence, offences
+from diloco.protocol.penalties import Limiter, Offence, offences
 from diloco.swarm.conversations import contribution, manifest, units, watch
 from diloco.swarm.conversations.anchor import AnchorDonor
 from diloco.swarm.conversations.context import Context

@@ -11,12 +11,11 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from typing import Any
 
 from diloco.config import WIRE_VERSION
-from diloco.protocol.address_book import AddressBook
-from diloco.protocol.membership import Member
+from diloco.protocol.membership import AddressBook, Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
 from diloco.protocol.peer import Peer
@@ -27,7 +26,6 @@ from diloco.protocol.snapshot import (
     MAX_PEER_ROUNDS,
     MAX_PEERS,
     SHORT,
-    Contributions,
     Event,
     FragmentRow,
     LedgerTotals,
@@ -185,7 +183,7 @@ class Recorder:
             applied=applied,
             discarded=discarded,
             in_flight=processed - applied - discarded,
-            contributions=[Contributions(**asdict(row)) for row in protocol.accounts.contributions()[:MAX_PEERS]],
+            contributions=protocol.accounts.contributions()[:MAX_PEERS],
         )
 
 

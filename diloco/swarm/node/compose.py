@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diloco.outer.replica import Replica
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
 from diloco.protocol.peer import Peer
 from diloco.swarm.conversations.context import Context, OnEvent
@@ -64,4 +65,4 @@ def _restore(protocol: Peer, options: NodeOptions) -> None:
     for fragment, term in enumerate(saved.terms):
         protocol.leases.see_term(fragment, term)
     protocol.accounts.restore_shares(saved.shares)
-    protocol.accounts.restore_data_cursor((saved.units[0], union(saved.units[1])))
+    protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))

@@ -17,21 +17,16 @@ Every text is one line: the key as typed, the value, the remedy. Any other excep
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 __all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DilocoError",
-    "DivergedError",
-    "PayloadError",
-    "SwarmError",
-    "UnsavedError",
-    "guard",
-]
+    "CheckpointError", "ConfigError", "DataError", "DilocoError", "DivergedError", "PayloadError", "SwarmError",
+    "UnsavedError", "guard", "on_signals",
+]  # fmt: skip
 
 
 class DilocoError(Exception):
@@ -111,3 +106,14 @@ def guard(function: Callable[[], int | None]) -> int:
 def _complain(text: str) -> None:
     sys.stderr.write(f"diloco: error: {' '.join(text.split())}\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Calls `handler` for Ctrl+C and SIGTERM inside the block; it may be used in the main thread only."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

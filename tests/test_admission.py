@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from diloco.admission import ROLES, Admission, Credential, Grant, Revoked, Role, RunKey, Token, issue
 from diloco.admission.gatekeeper import MAX_OBSERVERS, TOLERANCE_S
 from diloco.admission.invitation import MAX_CHARACTERS
-from diloco.admission.keys import new_key
-from diloco.admission.revocations import MAX_REVOKED
+from diloco.admission.keys import MAX_REVOKED, new_key
 from diloco.errors import ConfigError, PayloadError
 
 KEY, OTHER_KEY = RunKey(new_key()), RunKey(new_key())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diloco import __version__
+from diloco.cli.commands.common import WORKERS
 from diloco.cli.main import cli, main
 from diloco.config import Config, choices, compose
 from diloco.errors import SwarmError
@@ -38,10 +39,13 @@ ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotW
 
 
 class Recorder(SimpleNamespace):
-    """Stands for every module that runs a command: keeps what it was called with."""
+    """Stands for every module that runs a command, under any name: keeps what it was called with."""
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     result: int | Exception
+
+    def __getattr__(self, name: str) -> Any:
+        return self.run
 
     def run(self, *arguments: Any, **options: Any) -> int:
         self.calls.append((arguments, options))
@@ -60,7 +64,8 @@ class Recorder(SimpleNamespace):
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     module = Recorder(calls=[], result=0)
     for command in COMMANDS:
-        monkeypatch.setitem(sys.modules, f"diloco.cli.{command}", module)
+        name = WORKERS.get(command, command).partition(".")[0]
+        monkeypatch.setitem(sys.modules, f"diloco.cli.{name}", module)
     return module
 
 

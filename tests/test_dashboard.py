@@ -18,6 +18,7 @@ from fake_swarm import FRAGMENTS, FakeSwarm, peer_id, snapshot
 from swarm_helpers import Command, command, eventually, free_port
 
 from diloco.cli import dashboard as cli_dashboard
+from diloco.config.address import scope
 from diloco.dashboard import charts
 from diloco.dashboard.poller import SAMPLE_S, SAMPLES, Poller
 from diloco.errors import ConfigError
@@ -156,9 +157,8 @@ def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) ->
 
 
 def test_only_loopback_counts_as_unseen() -> None:
-    assert [cli_dashboard._loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "box")] == [
-        True, True, True, False, False,
-    ]  # fmt: skip
+    hosts = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "box")
+    assert [scope(f"/ip/{host}") == "loopback" for host in hosts] == [True, True, True, False, False]
 
 
 # --- Prometheus -------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_only_loopback_counts_as_unseen() -> None:
 def test_prometheus_reads_the_swarm_and_that_it_is_lost() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from diloco.dashboard.prometheus import exposition
+    from diloco.dashboard.server import exposition
 
     clock = Clock()
     poller = Poller(FakeSwarm(3, dies_after_s=2, clock=clock), clock)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from diloco import data
 from diloco.config import DataConfig
 from diloco.data.memory import LeasedStream, MemoryStream
-from diloco.data.packing import Packer, is_held_out, token_dtype
-from diloco.data.shuffle import permuted
+from diloco.data.packing import Packer, is_held_out, permuted, token_dtype
 from diloco.data.sources import documents
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import CheckpointError, DataError
@@ -216,7 +215,7 @@ def test_leased_units_in_order_are_the_list_that_shards_are_cut_from(batch_size:
         at += wanted
         return [(at - wanted, at - wanted // 2), (at - wanted // 2, at)]
 
-    leased = LeasedStream(array, batch_size, 5, take, MemoryStream(array, batch_size, 5, 3, None))
+    leased = LeasedStream(array, batch_size, 5, 3, take)
     assert rows_of(leased, number) == rows_of(MemoryStream(array, batch_size, 5, 0, 1), number)
 
 
@@ -225,7 +224,7 @@ def test_without_units_training_goes_on_in_an_order_of_its_own_which_resumes() -
 
     def stream(units: list[list[tuple[int, int]] | None]) -> LeasedStream:
         left = iter(units)
-        return LeasedStream(array, 3, 5, lambda wanted: next(left), MemoryStream(array, 3, 5, 8, None))
+        return LeasedStream(array, 3, 5, 8, lambda wanted: next(left))
 
     own, common = rows_of(MemoryStream(array, 3, 5, 8, None), 3), rows_of(MemoryStream(array, 1, 5, 0, 1), 43)
     one = stream(units)

@@ -11,8 +11,7 @@ import pytest
 from hivemind.p2p import PeerID
 
 from diloco.admission import Admission, Revoked, RunKey, issue
-from diloco.admission.keys import new_key
-from diloco.admission.revocations import MAX_REVOKED
+from diloco.admission.keys import MAX_REVOKED, new_key
 from diloco.errors import ConfigError
 from diloco.protocol.messages import Message, Refusal, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES

@@ -16,9 +16,9 @@ from rich.console import Console
 from swarm_helpers import SMOKE, Crowd, command, eventually, free_port, together
 
 from diloco.admission.keys import RunKey
-from diloco.cli.invite import invitation
 from diloco.cli.main import main
 from diloco.cli.stages import Stages
+from diloco.cli.table import invitation
 from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
 from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need, sequence_bytes

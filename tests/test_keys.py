@@ -15,7 +15,7 @@ from rich.console import Console
 from diloco.admission import Token
 from diloco.cli import keys
 from diloco.cli.main import main
-from diloco.cli.notice import say_who_can_join
+from diloco.cli.table import say_who_can_join
 from diloco.config import compose
 from diloco.config.address import Address
 from diloco.rundir.reporting import log_lines

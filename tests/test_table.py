@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from diloco.cli.table import LiveView, human_bytes, human_count, human_seconds
+from diloco.cli.table import LiveView
+from diloco.text import human_bytes, human_count, human_seconds
 
 
 class Clock:

@@ -4,11 +4,6 @@
     token           holds    the grant and the private half of the invitation key: this is the invitation
     invitation key  signs    a peer id and a role; grant and signature are the credential that a peer shows to others
 
-- `keys.py`         the run key as a file
-- `invitation.py`   grants, tokens and credentials: to bytes and back
-- `revocations.py`  the owner's signed list of revoked invitations and peers
-- `gatekeeper.py`   `Admission`: what one peer concludes from these
-
 A token is a secret, because it holds the invitation key: its user shows it to nobody. A credential is no secret. It is
 bound to one libp2p identity, which the transport authenticates, and an eavesdropper cannot use it.
 
@@ -21,7 +16,6 @@ from __future__ import annotations
 
 from diloco.admission.gatekeeper import Admission
 from diloco.admission.invitation import ROLES, Credential, Grant, Role, Token, issue
-from diloco.admission.keys import RunKey
-from diloco.admission.revocations import Revoked
+from diloco.admission.keys import Revoked, RunKey
 
 __all__ = ["ROLES", "Admission", "Credential", "Grant", "Revoked", "Role", "RunKey", "Token", "issue"]

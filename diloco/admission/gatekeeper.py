@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from diloco.admission.invitation import Credential, Grant, Role, Token
-from diloco.admission.revocations import Revoked
+from diloco.admission.keys import Revoked
 from diloco.errors import PayloadError
 
 __all__ = ["Admission"]
@@ -15,10 +15,7 @@ MAX_OBSERVERS = 256  # admitted at a time; an observer may come with a new ident
 
 
 class Admission:
-    """One peer's record of who has been admitted to a closed run.
-
-    Args:
-        token: this peer's own invitation; it names the run and the run key.
+    """One peer's record of who has been admitted to the closed run of `token`, this peer's own invitation.
 
     A peer is admitted by a valid credential, until the credential expires or is revoked. Untrusted input never raises:
     `admit` returns a reason to refuse, `revoke` returns False.
@@ -43,7 +40,9 @@ class Admission:
         reason = self._objection(peer, credential, now)
         if reason is None:
             self._admitted[peer] = credential
-            self._forget_observers()
+            observers = [one for one, credential in self._admitted.items() if credential.role == "observer"]
+            for one in observers[:-MAX_OBSERVERS]:
+                del self._admitted[one]
         return reason
 
     def witness(self, peer: str, text: str, now: float) -> None:
@@ -115,11 +114,6 @@ class Admission:
         if self.revoked.names(grant.token_id, peer):
             return "the owner of the run has revoked the invitation of this peer; ask for a new one"
         return None
-
-    def _forget_observers(self) -> None:
-        observers = [peer for peer, credential in self._admitted.items() if credential.role == "observer"]
-        for peer in observers[:-MAX_OBSERVERS]:
-            del self._admitted[peer]
 
 
 def _ago(seconds: float) -> str:

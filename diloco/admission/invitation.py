@@ -14,7 +14,7 @@ import base64
 import binascii
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -38,21 +38,14 @@ _GRANT_CONTEXT, _PROOF_CONTEXT = b"diloco grant\0", b"diloco credential\0"
 
 @dataclass(frozen=True)
 class Grant:
-    """What the owner of a run allows to the holder of the private half of `invitation_key`.
+    """What the owner of a run allows to the holder of the private half of `invitation_key`."""
 
-    Attributes:
-        run_key, invitation_key: public keys (32 bytes each).
-        role: the most powerful role that it allows.
-        expires_at: Unix time, in whole seconds.
-        peer: the only peer that may use it; if empty, the first peer that uses it keeps it.
-    """
-
-    run_key: bytes
-    invitation_key: bytes
-    role: Role
-    expires_at: int
+    run_key: bytes  # public, 32 bytes
+    invitation_key: bytes  # public, 32 bytes
+    role: Role  # the most powerful role that it allows
+    expires_at: int  # Unix time, in whole seconds
     run_id: str
-    peer: str
+    peer: str  # the only peer that may use it; if empty, the first peer that uses it keeps it
     signature: bytes
 
     @property
@@ -77,8 +70,7 @@ class Grant:
     def from_bytes(cls, raw: bytes) -> tuple[Grant, bytes]:
         """Reads untrusted bytes; returns the grant, its signature not yet verified, and the bytes that follow it.
 
-        Raises:
-            PayloadError: the bytes are no grant, or a grant of another version.
+        Raises PayloadError: the bytes are no grant, or a grant of another version.
         """
         if len(raw) < _HEAD.size or raw[0] != VERSION:
             raise PayloadError(f"it has version {raw[0]}, this diloco reads {VERSION}" if raw else "it is empty")
@@ -173,9 +165,8 @@ def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "")
             f"--bind={peer} is no peer id; expected one such as QmXoypiz... or 12D3Koo..., as a peer prints"
         )
     invitation = new_key()
-    public = invitation.public_key().public_bytes_raw()
-    unsigned = Grant(key.public, public, role, expires_at, run_id, peer, b"")
-    grant = Grant(key.public, public, role, expires_at, run_id, peer, key.sign(_GRANT_CONTEXT + unsigned.to_bytes()))
+    unsigned = Grant(key.public, invitation.public_key().public_bytes_raw(), role, expires_at, run_id, peer, b"")
+    grant = replace(unsigned, signature=key.sign(_GRANT_CONTEXT + unsigned.to_bytes()))
     return Token(grant, invitation.private_bytes_raw())
 
 

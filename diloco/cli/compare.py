@@ -14,10 +14,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.table import human_bytes, human_count, human_seconds
 from diloco.errors import ConfigError
 from diloco.rundir.compare import Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
 from diloco.rundir.files import finite, prepare_run_directory
+from diloco.text import human_bytes, human_count, human_seconds
 
 __all__ = ["run", "show"]
 
@@ -58,7 +58,7 @@ def show(runs: Sequence[Run], console: Console, loss: float | None = None) -> No
         f"to {reached:.4f}" if reached is not None else "to loss": [
             _time(None if reached is None else time_to_loss(one, reached)) for one in runs
         ],
-        "exit": [_exit(one.exit) for one in runs],
+        "exit": [{None: "unfinished", 4: "4 diverged"}.get(one.exit, str(one.exit)) for one in runs],
     }
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in columns:
@@ -72,19 +72,9 @@ def show(runs: Sequence[Run], console: Console, loss: float | None = None) -> No
 
 
 def _record(one: Run, loss: float | None) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "directory": str(one.directory),
-        "loss": one.loss,
-        "perplexity": one.perplexity,
-        "tokens": one.tokens,
-        "virtual_s": one.virtual_s,
-        "wall_s": one.wall_s,
-        "bytes_sent": one.bytes_sent,
-        "utilization": one.utilization,
-        "time_to_loss_s": None if loss is None else time_to_loss(one, loss),
-        "exit": one.exit,
-    }
+    names = ("name", "loss", "perplexity", "tokens", "virtual_s", "wall_s", "bytes_sent", "utilization", "exit")
+    reached_s = None if loss is None else time_to_loss(one, loss)
+    return {name: getattr(one, name) for name in names} | {"directory": str(one.directory), "time_to_loss_s": reached_s}
 
 
 def _number(value: float | None, form: str) -> str:
@@ -95,7 +85,3 @@ def _time(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.1f} s" if value < 100 else human_seconds(value)
-
-
-def _exit(code: int | None) -> str:
-    return "unfinished" if code is None else f"{code} diverged" if code == 4 else str(code)

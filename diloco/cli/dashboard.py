@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
-import ipaddress
 import socket
 
 import click
 
-from diloco.config.address import Address
+from diloco.config.address import Address, scope
 from diloco.errors import ConfigError
 from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.visit.visitor import Visitor, light_hivemind
@@ -22,9 +22,7 @@ NEEDS = {"nicegui": "nicegui", "prometheus_client": "prometheus-client"}
 def run(address: str, host: str, port: int) -> int:
     """Serve the page until Ctrl+C, which ends in 0.
 
-    Raises:
-        ConfigError: the extra is not installed, or nobody can listen there.
-        SwarmError: nobody answers at the address.
+    Raises ConfigError if the extra is missing or nobody can listen there, SwarmError if nobody answers at the address.
     """
     place = Address.parse(address)
     missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
@@ -33,17 +31,15 @@ def run(address: str, host: str, port: int) -> int:
     port = _free(host, port)
     light_hivemind()
     snapshot = asyncio.run(_first(place))
-    if not _loopback(host):
+    if scope(f"/ip/{host}") != "loopback":
         click.echo(f"diloco: warning: --host={host} shows the swarm to everyone who reaches this machine", err=True)
     shown = f"[{host}]" if ":" in host else host
     click.echo(f"http://{shown}:{port}  shows {snapshot.run.run_id}; Ctrl+C ends it")
 
     from diloco.dashboard.server import serve
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         serve(Visitor(place.peers, place.token), host, port, f"diloco: {snapshot.run.run_id}")
-    except KeyboardInterrupt:
-        pass
     return 0
 
 
@@ -65,10 +61,3 @@ def _free(host: str, port: int) -> int:
         raise ConfigError(
             f"--host={host} --port={port} cannot be listened on: {error.strerror}; choose another --port, or 0 for any"
         ) from None
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

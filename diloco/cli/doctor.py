@@ -36,10 +36,9 @@ def run(config: Config, address: Address | None, as_json: bool, typed: Collectio
             for check in doctor.checks():
                 checks.append(check)
                 if not as_json:
-                    line = Text(f"{check.verdict:<8}", style=_STYLES[check.verdict]) + Text(
-                        f"{check.name:<12}", style="bold"
-                    )
-                    console.print(line + Text(check.text, style="default"), soft_wrap=True)
+                    verdict = (f"{check.verdict:<8}", _STYLES[check.verdict])
+                    name, text = (f"{check.name:<12}", "bold"), (check.text, "default")
+                    console.print(Text.assemble(verdict, name, text), soft_wrap=True)
                     if check.remedy:
                         console.print(Text(f"{'':<20}{check.remedy}"), soft_wrap=True)
     failed = [check for check in checks if check.verdict == "failed"]

@@ -19,11 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from diloco.cli.stages import Stages
-from diloco.cli.table import LiveView, human_bytes, human_count
+from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.config.address import Address
 from diloco.errors import SwarmError
 from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
+from diloco.text import human_bytes, human_count
 
 __all__ = ["run"]
 
@@ -48,16 +49,10 @@ def run(config: Config, address: Address, typed: Collection[str]) -> int:
 
 def _prepare(config: Config, address: Address, typed: Collection[str], stages: Stages, stack: ExitStack) -> Config:
     """Checks everything that can be wrong before anything big is fetched."""
-    from diloco.fit.volunteer import (
-        fit_to_machine,
-        lock_peer_directory,
-        move_aside,
-        remember_addresses,
-        volunteer_config,
-    )
+    from diloco.fit import volunteer
     from diloco.swarm.visit.look import check_clock, parse_manifest
 
-    directory = stack.enter_context(lock_peer_directory(config.swarm.identity_path))
+    directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
     imports.start()
     found = _look(config, address, directory.identity, stages)
@@ -65,9 +60,9 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     manifest = parse_manifest(found.manifest_text)
     warning = check_clock(found)
     seeds = found.addresses or list(address.peers)
-    remember_addresses(manifest.run.id, found.addresses)
+    volunteer.remember_addresses(manifest.run.id, found.addresses)
     stages.show(f"{manifest.run.id}: {manifest.model.name} on {manifest.data.source}, {manifest.outer.method}")
-    config = volunteer_config(config, manifest, typed, directory, seeds)
+    config = volunteer.volunteer_config(config, manifest, typed, directory, seeds)
     stages.go_to("machine")
     stages.show("loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
@@ -76,7 +71,7 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     machine = inspect_machine(config.train.device, config.train.threads)
     batch_size = config.inner.batch_size
     micro_batch = fit_micro_batch(memory_need(config, machine), machine, batch_size)
-    config = fit_to_machine(config, machine, micro_batch, typed)
+    config = volunteer.fit_to_machine(config, machine, micro_batch, typed)
     parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
     second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
     stages.show(
@@ -85,7 +80,7 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     )
     if warning is not None:
         Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
-    move_aside(config)
+    volunteer.move_aside(config)
     return config
 
 
@@ -121,7 +116,7 @@ def _import_the_rest() -> None:
     """Imports what training needs, while the swarm is asked; training raises whatever fails here."""
     try:
         importlib.import_module("diloco.train.run")
-        library = importlib.import_module("diloco.model.library").transformers()
+        library = importlib.import_module("diloco.model.files").transformers()
         library.AutoModelForCausalLM  # noqa: B018 (access imports it)
     except Exception:
         return
@@ -161,17 +156,15 @@ class _Arrival:
         if message is None or (isinstance(message, Ready) and not message.advice):
             return  # a guest need not invite others
         if self._stages.name is not None and isinstance(message, Stage):
-            self._arrive(message)
+            self._stages.go_to(message.stage)
+            if message.stage == "state":
+                received = f"{human_bytes(message.received)} received"
+                self._stages.show(received, message.received / max(message.wanted, 1))
         if self._stages.name is not None and isinstance(message, Status):
             if message.state in ("training", "leaving", "done", "left"):
                 self._contribute(message)
             return
         self._view.update(message)
-
-    def _arrive(self, message: Stage) -> None:
-        self._stages.go_to(message.stage)
-        if message.stage == "state":
-            self._stages.show(f"{human_bytes(message.received)} received", message.received / max(message.wanted, 1))
 
     def _contribute(self, message: Status) -> None:
         self._stages.go_to("first contribution")

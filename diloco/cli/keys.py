@@ -18,7 +18,6 @@ __all__ = ["invite", "keygen", "revoke"]
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 LONGEST_S = 10 * 366 * 86400
-KEY = "--key"
 
 
 def keygen(file: Path) -> int:
@@ -35,7 +34,7 @@ def keygen(file: Path) -> int:
 def invite(key: Path, run: str, expires: str, role: Role, bind: str | None, address: str | None) -> int:
     """Prints a token on stdout, or with an address the whole link; its id, role and end on stderr."""
     expires_at = int(time.time()) + seconds_of(expires)
-    token = issue(RunKey.read(key, KEY), run, role, expires_at, bind or "")
+    token = issue(RunKey.read(key, "--key"), run, role, expires_at, bind or "")
     text = token.to_text()
     click.echo(text if address is None else str(Address(Address.parse(address).resolved().peers, text)))
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires_at))
@@ -46,7 +45,7 @@ def invite(key: Path, run: str, expires: str, role: Role, bind: str | None, addr
 
 def revoke(key: Path, run: str, address: str, what: Sequence[str]) -> int:
     """Revokes token ids, peer ids, tokens and links; returns when a peer has taken the list."""
-    owner, peers = RunKey.read(key, KEY), Address.parse(address).peers
+    owner, peers = RunKey.read(key, "--key"), Address.parse(address).peers
     token_ids = {found for one in what if (found := _token_id(one)) is not None}
     peer_ids = {one for one in what if _token_id(one) is None}
     before = Revoked.remembered(owner, key, run)

@@ -11,6 +11,7 @@ this process is killed, the pipe closes and the peer leaves by itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -27,10 +28,9 @@ from typing import IO
 
 from rich.console import Console
 
-from diloco.cli.notice import say_who_can_join
-from diloco.cli.table import LiveView
+from diloco.cli.table import LiveView, say_who_can_join
 from diloco.config import Config
-from diloco.errors import DilocoError, SwarmError, UnsavedError
+from diloco.errors import DilocoError, SwarmError, UnsavedError, on_signals
 from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.reporting import Finished, Message, Ready, Status, read_message
@@ -50,12 +50,6 @@ class _Child:
     ready: bool = False
     summary: Summary | None = None
 
-    def hear(self, message: Message) -> None:
-        """Remembers the messages that decide how the run ends."""
-        if isinstance(message, Finished):
-            self.summary = message.summary
-        self.ready = self.ready or isinstance(message, Ready)
-
     def complaint(self) -> str | None:
         """The one-line error that the peer ended with."""
         lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
@@ -67,15 +61,11 @@ def run(config: Config) -> int:
     """Start the peers, show them, gather what they leave; returns the exit code."""
     prepare_run_directory(config.run.dir)
     with exclusive(config.run.dir):
-        _check_resumable(config)
+        # Before config.yaml is replaced; each peer checks its own checkpoint again.
+        manifest = config.run.dir / "manifest.json"
+        if manifest.is_file() and any((config.run.dir / "checkpoints").glob("*/step-*")):
+            check_same_run(config, manifest.read_text())
         return _run(config)
-
-
-def _check_resumable(config: Config) -> None:
-    """Checks the run directory before config.yaml is replaced; each peer checks its own checkpoint again."""
-    manifest = config.run.dir / "manifest.json"
-    if manifest.is_file() and any((config.run.dir / "checkpoints").glob("*/step-*")):
-        check_same_run(config, manifest.read_text())
 
 
 def _run(config: Config) -> int:
@@ -107,7 +97,9 @@ def _follow(children: list[_Child], said: queue.Queue[tuple[_Child, Message | No
     while running:
         child, message = said.get()
         if message is not None:
-            child.hear(message)
+            child.ready = child.ready or isinstance(message, Ready)
+            if isinstance(message, Finished):
+                child.summary = message.summary
             view.update(message)
             continue
         running.discard(child.name)
@@ -132,10 +124,9 @@ def _conclude(config: Config, children: list[_Child], stopped: bool, wall_s: flo
     if not summaries and complaint is None and not stopped:
         raise SwarmError(f"every peer was killed; run the same command again to go on from {run_dir}/checkpoints")
     if any(summary.outer_steps for summary in summaries):
-        manifest_hash = config.manifest().hash()
-        mode = config.outer.method
+        run_id, manifest_hash, mode = config.run.id, config.manifest().hash(), config.outer.method
         summary = merge_peer_summaries(
-            summaries, run_id=config.run.id, manifest_hash=manifest_hash, mode=mode, wall_s=wall_s, exit=code
+            summaries, run_id=run_id, manifest_hash=manifest_hash, mode=mode, wall_s=wall_s, exit=code
         )
         write_summary(run_dir / "summary.json", summary)
         if summary.contributions:
@@ -169,30 +160,22 @@ def _tell_result(config: Config, summary: Summary, stopped: bool, console: Conso
 
 @contextlib.contextmanager
 def _peer(
-    config: Config,
-    base: Path,
-    index: int,
-    names: list[str],
-    said: queue.Queue[tuple[_Child, Message | None]],
+    config: Config, base: Path, index: int, names: list[str], said: queue.Queue[tuple[_Child, Message | None]]
 ) -> Iterator[_Child]:
     """Starts one peer process, which never outlives this context."""
     name, count = names[index], len(names)
     log = config.run.dir / "logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // count)
-    overrides = [
-        f"run.name={name}",
-        "run.report=true",
-        f"run.lead={str(index == 0).lower()}",
-        f"data.shard={index}",
-        f"data.shards={count}",
-        f"train.threads={threads}",
-    ]
+    overrides = [f"run.name={name}", "run.report=true", f"run.lead={str(index == 0).lower()}"]
+    overrides += [f"data.shard={index}", f"data.shards={count}", f"train.threads={threads}"]
     if config.local.step_delay_s:
         overrides.append(f"train.step_delay_s={config.local.step_delay_s[index]}")
     environment = dict(os.environ)
     if config.outer.method == "data_parallel":
-        environment |= _rendezvous(index, count)
+        # By these torch.distributed's processes find each other; torchrun would set the same.
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(count)}
     else:
         overrides.append(f"swarm.min_peers={max(config.swarm.min_peers, count)}")
         if index > 0 and not config.swarm.initial_peers:
@@ -229,22 +212,11 @@ def _listen(child: _Child, output: IO[str], said: queue.Queue[tuple[_Child, Mess
     said.put((child, None))
 
 
-_port: list[int] = []
-
-
-def _rendezvous(rank: int, size: int) -> dict[str, str]:
-    """The environment by which torch.distributed's processes find each other, as torchrun would set it."""
-    if not _port:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            _port.append(probe.getsockname()[1])
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_port[0]),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-    }
+@functools.cache  # the peers of one run share it
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -260,9 +232,5 @@ def _signals(children: list[_Child]) -> Iterator[list[int]]:
         if len(received) > 1:
             os._exit(UnsavedError.exit_code)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_signals(stop):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -17,21 +17,17 @@ from itertools import chain
 import click
 
 from diloco import __version__
-from diloco.cli.commands.model import evaluate, export, generate
-from diloco.cli.commands.owner import invite, keygen, revoke
-from diloco.cli.commands.peers import host, join, local, train
-from diloco.cli.commands.study import compare, plan, simulate, sweep
-from diloco.cli.commands.watch import dashboard, doctor, status
+from diloco.cli.commands import alone, swarm
 from diloco.errors import ConfigError, guard
 
 __all__ = ["cli", "main"]
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Train": (local, train, join, host),
-    "Look at a swarm": (status, dashboard, doctor),
-    "Use a model": (generate, evaluate, export),
-    "Choose settings": (plan, simulate, sweep, compare),
-    "Close a run": (keygen, invite, revoke),
+    "Train": (swarm.local, swarm.train, swarm.join, swarm.host),
+    "Look at a swarm": (swarm.status, swarm.dashboard, swarm.doctor),
+    "Use a model": (alone.generate, alone.evaluate, alone.export),
+    "Choose settings": (alone.plan, alone.simulate, alone.sweep, alone.compare),
+    "Close a run": (swarm.keygen, swarm.invite, swarm.revoke),
 }
 
 
@@ -66,7 +62,7 @@ class _Sections(click.Group):
 @click.group(
     cls=_Sections,
     commands=list(chain(*SECTIONS.values())),
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(__version__, prog_name="diloco")
 def cli() -> None:

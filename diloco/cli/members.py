@@ -12,14 +12,15 @@ import sys
 import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from diloco.config import compose
-from diloco.errors import ConfigError, DivergedError
+from diloco.config.sweeps import quoted
+from diloco.errors import ConfigError, DivergedError, on_signals
+from diloco.rundir.compare import read_json
 from diloco.rundir.files import write_atomic
 
-__all__ = ["Member", "Processes", "ended_before", "read_json", "read_members"]
+__all__ = ["Member", "Processes", "ended_before", "read_members"]
 
 PROGRAM = (sys.executable, "-m", "diloco")
 
@@ -46,14 +47,15 @@ class Member:
     def arguments(self, directory: Path, base: Path | None) -> list[str]:
         """The command line of the process."""
         start = [] if base is None else ["--config", str(base)]
-        return [self.command, *start, *self.overrides, f"run.dir={_quoted(directory / self.name)}"]
+        place = str(directory / self.name)
+        shown = place if re.fullmatch(r"[\w./-]+", place) else quoted(directory / self.name)
+        return [self.command, *start, *self.overrides, f"run.dir={shown}"]
 
 
 def ended_before(place: Path, member: Member, base: Path | None) -> Member:
     """The member as an earlier sweep left it: ended, or still to be run.
 
-    Raises:
-        ConfigError: the directory holds a run with other settings.
+    Raises ConfigError if the directory holds a run with other settings.
     """
     theirs = _settings(None, place / "config.yaml")
     if theirs is not None and theirs != _settings(member, base):
@@ -91,19 +93,6 @@ def _settings(member: Member | None, base: Path | None) -> dict[str, Any] | None
     return content
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
-        if isinstance(content, dict):
-            return content
-    return {}
-
-
-def _quoted(path: Path) -> str:
-    text = str(path)
-    return text if re.fullmatch(r"[\w./-]+", text) else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
 class Processes:
     """The running members. As a context manager it catches Ctrl+C and SIGTERM and passes them on.
 
@@ -114,29 +103,30 @@ class Processes:
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.RLock()  # a signal may arrive while it is held
-        self._handlers: dict[int, Any] = {}
+        self._signals = on_signals(lambda *_: self.stop(signal.SIGINT))
         self.stopped = 0
 
     def __enter__(self) -> Processes:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, lambda number, frame: self.stop(signal.SIGINT))
+        self._signals.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        for process in list(self._running):
-            _kill(process)
+    def __exit__(self, *_: object) -> None:
+        self._signals.__exit__(None, None, None)
+        self._kill()
 
     def stop(self, number: int) -> None:
         """Starts no more members and sends the signal to the running ones; a second call kills them."""
         with self._lock:
             self.stopped += 1
+            if self.stopped > 1:
+                return self._kill()
             for process in list(self._running):
-                if self.stopped > 1:
-                    _kill(process)
-                else:
-                    process.send_signal(number)
+                process.send_signal(number)
+
+    def _kill(self) -> None:
+        for process in list(self._running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def run(self, member: Member, directory: Path, base: Path | None) -> Member:
         """Runs one member to its end, and leaves member.json."""
@@ -161,11 +151,6 @@ class Processes:
         ended = replace(member, exit=code, interrupted=self.stopped > 0)
         _write_member(place, ended)
         return ended
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _write_member(place: Path, member: Member) -> None:

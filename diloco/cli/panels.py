@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import compress
 
 from rich.console import Console, Group, RenderableType
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.table import state_style
-from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
-from diloco.protocol.snapshot import FragmentRow, PeerRow, Round, Snapshot
+from diloco.cli.table import STATE_STYLES, fitting
+from diloco.dashboard.charts import contribution_rows, event_rows, fragment_rows
+from diloco.protocol.phase_seconds import PHASES
+from diloco.protocol.snapshot import PeerRow, Round, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
 
 __all__ = ["render"]
@@ -37,13 +38,12 @@ def render(snapshot: Snapshot, console: Console, rows: int = 1000, lost: str | N
     """Everything that `diloco status` shows; at most so many rows of peers, fragments and contributions each."""
     names = snapshot.names()
     parts: list[RenderableType] = [_head(snapshot, lost), _loss(snapshot, console.width)]
-    parts.append(_peers(snapshot, names, console, rows))
-    parts.append(_fragments(snapshot.fragments, names, console, rows))
+    parts += [_peers(snapshot, names, console, rows), _fragments(snapshot, console, rows)]
     if snapshot.rounds:
         parts.append(_rounds(snapshot, console))
-    parts.append(_ledger(snapshot, names, console, rows))
+    parts.append(_ledger(snapshot, console, rows))
     if snapshot.events:
-        parts.append(_events(snapshot, names, console.width))
+        parts.append(_events(snapshot, console.width))
     return Group(*(item for part in parts for item in (part, Text())))
 
 
@@ -77,22 +77,11 @@ def _loss(snapshot: Snapshot, width: int) -> Text:
 
 
 def _peers(snapshot: Snapshot, names: Mapping[str, str], console: Console, rows: int) -> Table:
-    columns = [
-        Column("peer", left=True),
-        Column("id", 1, left=True),
-        Column("state", left=True),
-        Column("device", 2, left=True),
-        Column("lag", 7),
-        Column("step", 4),
-        Column("steps/s", 8),
-        Column("loss", 9),
-        Column("busy", 5),
-        Column("tokens", 10),
-        Column("sent", 6),
-        Column("received", 3),
-        Column("seen"),
-    ]
-    return _table("peers", columns, snapshot.peers, lambda row: _peer_cells(row, names), console, rows)
+    columns = [Column("peer", left=True), Column("id", 1, left=True), Column("state", left=True)]
+    columns += [Column("device", 2, left=True), Column("lag", 7), Column("step", 4), Column("steps/s", 8)]
+    columns += [Column("loss", 9), Column("busy", 5), Column("tokens", 10), Column("sent", 6), Column("received", 3)]
+    columns.append(Column("seen"))
+    return _table("peers", columns, [_peer_cells(row, names) for row in snapshot.peers], console, rows)
 
 
 def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
@@ -100,13 +89,13 @@ def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
     return [
         names[row.peer_id],
         row.short_id,
-        Text(role + row.state, style=state_style(row.state)),
+        Text(role + row.state, style=STATE_STYLES.get(row.state, "")),
         row.device or "-",
         Text(str(row.version_lag), style="yellow" if row.version_lag else ""),
         f"{row.inner_step}/{row.target_steps}" if row.target_steps else "-",
         f"{row.steps_per_s:.2f}" if row.steps_per_s else "-",
         "-" if row.loss is None else f"{row.loss:.2f}",
-        _busy(row.seconds),
+        "-" if row.seconds is None or not row.seconds.total else f"{row.seconds.utilization:.0%}",
         human_count(row.tokens),
         human_bytes(row.bytes_sent),
         human_bytes(row.bytes_received),
@@ -114,25 +103,16 @@ def _peer_cells(row: PeerRow, names: Mapping[str, str]) -> list[Cell]:
     ]
 
 
-def _busy(seconds: PhaseSeconds | None) -> str:
-    return "-" if seconds is None or not seconds.total else f"{seconds.utilization:.0%}"
-
-
-def _fragments(fragments: Sequence[FragmentRow], names: Mapping[str, str], console: Console, rows: int) -> Table:
-    columns = [
-        Column("fragment"), Column("syncer", left=True), Column("term"), Column("version"), Column("backup", left=True)
-    ]  # fmt: skip
-
-    def cells(row: FragmentRow) -> list[Cell]:
-        syncer = Text("nobody", style="red") if row.syncer is None else _called(row.syncer, names)
-        backup = Text("none", style="yellow") if row.backup is None else _called(row.backup, names)
-        return [str(row.fragment), syncer, str(row.term), str(row.version), backup]
-
-    return _table("fragments", columns, fragments, cells, console, rows)
-
-
-def _called(peer: str, names: Mapping[str, str]) -> str:
-    return names.get(peer, peer[-6:])
+def _fragments(snapshot: Snapshot, console: Console, rows: int) -> Table:
+    columns = [Column("fragment"), Column("syncer", left=True), Column("term"), Column("version")]
+    columns.append(Column("backup", left=True))
+    cells = [[Text(str(cell)) for cell in row.values()] for row in fragment_rows(snapshot)]
+    for row, shown in zip(snapshot.fragments, cells, strict=True):
+        if row.syncer is None:
+            shown[1].style = "red"
+        if row.backup is None:
+            shown[4] = Text("none", style="yellow")
+    return _table("fragments", columns, cells, console, rows)
 
 
 def _rounds(snapshot: Snapshot, console: Console) -> Table:
@@ -147,71 +127,47 @@ def _rounds(snapshot: Snapshot, console: Console) -> Table:
         return [str(row.version), str(row.live), str(row.participating), merged, str(row.staleness), *spent, ago]
 
     newest = [row for row in snapshot.rounds if row.fragment == 0][-ROUNDS:]
-    return _table("rounds", columns, newest, cells, console, ROUNDS)
+    return _table("rounds", columns, [cells(row) for row in newest], console, ROUNDS)
 
 
-def _ledger(snapshot: Snapshot, names: Mapping[str, str], console: Console, rows: int) -> RenderableType:
+def _ledger(snapshot: Snapshot, console: Console, rows: int) -> RenderableType:
     ledger = snapshot.ledger
     counts = [
         f"{human_count(getattr(ledger, name))} {name.replace('_', ' ')}"
         for name in ("processed", "applied", "discarded", "in_flight")
     ]
     head = Text("ledger", style="bold").append("  " + "  ".join(counts) + "  tokens", style="not bold")
-    total = max(1, sum(row.tokens for row in ledger.contributions))
     columns = [Column("peer", left=True), Column("tokens"), Column("share"), Column("outer steps")]
     columns += [Column("payload"), Column("versions", 1)]
-    table = _table(
-        "contributions",
-        columns,
-        ledger.contributions,
-        lambda row: [
-            names.get(row.peer_id, row.name or row.peer_id[-6:]),
-            human_count(row.tokens),
-            f"{row.tokens / total:.0%}",
-            str(row.outer_steps),
-            human_bytes(row.bytes),
-            f"{row.first_version} to {row.last_version}",
-        ],
-        console,
-        rows,
-    )
-    return Group(head, Text(), table)
+    names = ("peer", "tokens", "share", "steps", "bytes", "versions")
+    cells: list[list[Cell]] = [[str(row[name]) for name in names] for row in contribution_rows(snapshot)]
+    return Group(head, Text(), _table("contributions", columns, cells, console, rows))
 
 
-def _events(snapshot: Snapshot, names: Mapping[str, str], width: int) -> Text:
+def _events(snapshot: Snapshot, width: int) -> Text:
     text = Text("events", style="bold")
-    for event in snapshot.events[-EVENTS:]:
-        line = event.text
-        for peer, name in names.items():
-            line = line.replace(peer, name)
-        ago = human_seconds(max(0.0, snapshot.run.at - event.at))
-        shown = f"{ago:>7} ago  {event.kind} {line}"
+    for row in reversed(event_rows(snapshot)[:EVENTS]):
+        shown = f"{row['ago']:>7} ago  {row['kind']} {row['text']}"
         text.append("\n" + (shown if len(shown) <= width else shown[: width - 1] + "…"), style="not bold")
     return text
 
 
 def _table(
-    title: str,
-    columns: Sequence[Column],
-    rows: Sequence[object],
-    cells: Callable[..., list[Cell]],
-    console: Console,
-    limit: int,
+    title: str, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], console: Console, limit: int
 ) -> Table:
     """Without the columns that the terminal has no room for, and the rows after the limit."""
-    shown = [cells(row) for row in rows[:limit]]
-    kept = list(columns)
-    unlimited = console.options.update(width=10_000)
-    while True:
+    optional = [column for column in columns if column.importance is not None]
+    optional.sort(key=lambda column: column.importance or 0)
+
+    def table(without: Sequence[Column]) -> Table:
         table = Table(title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-        for column in kept:
+        kept = [column not in without for column in columns]
+        for column in compress(columns, kept):
             table.add_column(column.title, justify="left" if column.left else "right", header_style="dim")
-        for row in shown:
-            chosen = [cell for cell, column in zip(row, columns, strict=True) if column in kept]
-            table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in chosen])
+        for row in rows[:limit]:
+            table.add_row(*[cell if isinstance(cell, Text) else Text(cell) for cell in compress(row, kept)])
         if len(rows) > limit:
             table.add_row(Text(f"{len(rows) - limit} more", style="dim"))
-        optional = [column for column in kept if column.importance is not None]
-        if not optional or Measurement.get(console, unlimited, table).maximum <= console.width:
-            return table
-        kept.remove(min(optional, key=lambda column: column.importance or 0))
+        return table
+
+    return fitting(console, (table(optional[:number]) for number in range(len(optional) + 1)))

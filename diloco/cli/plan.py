@@ -12,27 +12,14 @@ import click
 from diloco.config import Config
 from diloco.fit.measure import parameters_of, step_seconds
 from diloco.outer.codecs import codec
-from diloco.train.planning import (
-    HIGHEST_H,
-    Exchange,
-    Link,
-    Recommendation,
-    arithmetic,
-    needed_bits_per_s,
-    predict,
-    recommend,
-)
+from diloco.train import planning
+from diloco.train.planning import Exchange, Link, Recommendation, arithmetic, needed_bits_per_s, predict
 
 __all__ = ["run"]
 
 
 def run(
-    config: Config,
-    step_s: float | None,
-    bits_per_s: float,
-    latency_ms: float,
-    target: float,
-    as_json: bool,
+    config: Config, step_s: float | None, bits_per_s: float, latency_ms: float, target: float, as_json: bool
 ) -> int:
     """Print the plan; an inner step that is not given is measured on this machine."""
     link = Link(bits_per_s, latency_ms / 1000)
@@ -46,57 +33,34 @@ def run(
     exchange = Exchange.of(outer, numel, config.local.peers)
     advice = None
     if not parallel and predict(exchange, link, step_s).utilization < target:
-        advice = recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)
-    report = _report(config, numel, step_s, measured, link, target, exchange, advice)
+        advice = planning.recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)
+    needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
+    report = {
+        "model": config.model.name, "parameters": numel, "peers": exchange.peers,
+        "step_s": step_s, "step_measured": measured, "link": asdict(link), "target": target,
+        "exchange": asdict(exchange), "predicted": asdict(predict(exchange, link, step_s)),
+        "needed_bits_per_s": needed if math.isfinite(needed) else None,
+        "recommended": None if advice is None else {"settings": _settings(advice), **asdict(advice)},
+    }  # fmt: skip
     click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_text(report, codecs, exchange, link)))
     return 0
 
 
-def _report(
-    config: Config,
-    numel: int,
-    step_s: float,
-    measured: bool,
-    link: Link,
-    target: float,
-    exchange: Exchange,
-    advice: Recommendation | None,
-) -> dict[str, Any]:
-    needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
-    return {
-        "model": config.model.name,
-        "parameters": numel,
-        "peers": exchange.peers,
-        "step_s": step_s,
-        "step_measured": measured,
-        "link": asdict(link),
-        "target": target,
-        "exchange": asdict(exchange),
-        "predicted": asdict(predict(exchange, link, step_s)),
-        "needed_bits_per_s": needed if math.isfinite(needed) else None,
-        "recommended": None if advice is None else {"settings": _settings(advice), **asdict(advice)},
-    }
-
-
 def _settings(advice: Recommendation) -> list[str]:
     exchange = advice.exchange
-    settings = [
-        f"outer.sync_every={exchange.sync_every}",
-        f"outer.fragments={exchange.fragments}",
-        f"outer.overlap={exchange.overlap}",
-        f"outer.codec_up={advice.codec_up}",
-        f"outer.codec_down={advice.codec_down}",
-    ]
+    settings = [f"outer.{name}={getattr(exchange, name)}" for name in ("sync_every", "fragments", "overlap")]
+    settings += [f"outer.codec_up={advice.codec_up}", f"outer.codec_down={advice.codec_down}"]
     return [*settings, "outer.staggered=true"] if exchange.staggered else settings
 
 
 def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, link: Link) -> list[str]:
     numel, step_s, target = report["parameters"], report["step_s"], report["target"]
+    sizes = [(name, codec(name).nbytes(numel)) for name in codecs]
     head = [
         ("model", f"{report['model']}, {numel:,} parameters"),
         ("peers", f"{exchange.peers}, exchanging every {exchange.sync_every} inner steps"),
         ("inner step", f"{step_s:.4g} s, {'measured here' if report['step_measured'] else 'as given'}"),
-        ("up, down", " and ".join(_encoded(name, numel) for name in codecs)),
+        ("up, down", " and ".join(f"{name} {size:,} B ({size / numel:.4g} per parameter)" for name, size in sizes)),
     ]
     lines = [*head, *arithmetic(exchange, link, step_s, target)]
     width = max(len(name) for name, _ in lines)
@@ -110,13 +74,8 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
         text += [f"  {name:<{width}}  {value}" for name, value in arithmetic(chosen, link, step_s, target)]
         if chosen.overlap > exchange.overlap:
             text.append("with overlap, outer.mixing=0.5 and outer.lr=0.4 are what Streaming DiLoCo uses")
-        if chosen.sync_every > max(HIGHEST_H, exchange.sync_every):
-            text.append(f"so many inner steps between exchanges cost loss: DiLoCo uses {HIGHEST_H}")
+        if chosen.sync_every > max(planning.HIGHEST_H, exchange.sync_every):
+            text.append(f"so many inner steps between exchanges cost loss: DiLoCo uses {planning.HIGHEST_H}")
     else:
         text += ["", f"reaches {target:.4g}" if reached else f"does not reach {target:.4g}; choose outer=diloco"]
     return text
-
-
-def _encoded(name: str, numel: int) -> str:
-    nbytes = codec(name).nbytes(numel)
-    return f"{name} {nbytes:,} B ({nbytes / numel:.4g} per parameter)"

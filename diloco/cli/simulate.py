@@ -10,7 +10,7 @@ from rich.console import Console
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.rundir.reporting import Said, read_message
-from diloco.sim.run import Simulated, simulate
+from diloco.sim.run import simulate
 
 __all__ = ["run"]
 
@@ -35,11 +35,6 @@ def run(config: Config) -> int:
     clock = time.monotonic if console.is_terminal else lambda: at_s
     with LiveView(console, names, config.budget.outer_steps, title, clock) as view:
         outcome = simulate(config, listen)
-    _tell_result(config, outcome, console)
-    return outcome.summary.exit
-
-
-def _tell_result(config: Config, outcome: Simulated, console: Console) -> None:
     summary = outcome.summary
     limit = f" of {config.budget.outer_steps}" if config.budget.outer_steps else ""
     loss = "" if summary.eval.loss is None else f"held-out loss {summary.eval.loss:.3f} nats per token, "
@@ -50,3 +45,4 @@ def _tell_result(config: Config, outcome: Simulated, console: Console) -> None:
         highlight=False,
     )
     console.print(f"{config.run.dir}: summary.json, metrics.jsonl, events.jsonl, loss.png", highlight=False)
+    return summary.exit

@@ -15,6 +15,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from diloco.text import plain
+
 __all__ = ["Stages"]
 
 BAR_WIDTH = 24
@@ -88,7 +90,7 @@ class Stages:
     def show(self, text: str, done: float = 0.0) -> None:
         """Sets the text of the stage under way, and its progress from 0 to 1."""
         if 0 <= self._at < len(self._stages):
-            self._stages[self._at].text = "".join(c if c.isprintable() else " " for c in text)
+            self._stages[self._at].text = plain(text)
             self._stages[self._at].done = min(1.0, done)
 
     def render(self) -> RenderableType:

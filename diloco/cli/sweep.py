@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import click
@@ -28,11 +27,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from diloco.cli.compare import show
-from diloco.cli.members import Member, Processes, ended_before, read_json, read_members
+from diloco.cli.members import Member, Processes, ended_before, read_members
 from diloco.config import Config, compose, refuse_ignored
 from diloco.config.sweeps import Axis, grid, hydra_multirun, parse_axes, require_plugin
 from diloco.errors import ConfigError, DilocoError, UnsavedError
-from diloco.rundir.compare import plot_runs, read_runs
+from diloco.rundir.compare import plot_runs, read_json, read_runs
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 
 __all__ = ["run"]
@@ -50,9 +49,8 @@ def run(
 ) -> int:
     """Checks, runs and compares the members; returns the exit code, which is 0 even when some diverged.
 
-    Raises:
-        ConfigError: before anything is written: a member has invalid settings, or a plugin is missing.
-        DilocoError: at the end, with the exit code of the first member that failed.
+    Raises ConfigError before anything is written, if a member has invalid settings or a plugin is missing, and
+    DilocoError at the end, with the exit code of the first member that failed.
     """
     parsed = parse_axes(overrides)
     for one in parsed:
@@ -82,39 +80,32 @@ def run(
 
 def _checked(command: str, arguments: Sequence[str], base: Path | None) -> Config:
     config = compose(arguments, base=base)
-    refuse_ignored(config, command, [one for one in arguments if not one.lstrip("+").startswith("run.dir=")])
+    refuse_ignored(config, command, _without_place(arguments))
     return config
 
 
-# -- the members -------------------------------------------------------------------------------------------------------
+def _without_place(overrides: Sequence[str]) -> list[str]:
+    return [one for one in overrides if not one.lstrip("+").startswith("run.dir=")]
 
 
 def _directory(overrides: Sequence[str], config: Config) -> Path:
-    typed = any(text.lstrip("+").startswith("run.dir=") for text in overrides)
+    typed = len(_without_place(overrides)) < len(overrides)
     return config.run.dir if typed else Path("runs") / f"{config.run.id}-sweep"
 
 
 def _member(
-    command: str,
-    arguments: tuple[str, ...],
-    chosen: tuple[tuple[str, str], ...],
-    number: str,
-    config: Config,
-    jobs: int,
+    command: str, arguments: tuple[str, ...], chosen: Sequence[tuple[str, str]], number: str, config: Config, jobs: int
 ) -> Member:
     """A member with its own name, run.id (for wandb) and share of the cores."""
     values = "_".join(f"{key.rpartition('.')[2]}{value}" for key, value in chosen)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{number}-{values}" if values else number)[:80].rstrip("-")
-    mine = [text for text in arguments if not text.lstrip("+").startswith("run.dir=")]
+    mine = _without_place(arguments)
     if not any(key == "run.id" for key, _ in chosen):
         mine.append(f"run.id={config.run.id[: 63 - len(number)]}-{number}")
     if jobs > 1 and config.train.threads is None:
         processes = jobs * (config.local.peers if command == "local" else 1)
         mine.append(f"train.threads={max(1, (os.cpu_count() or 1) // processes)}")
     return Member(name, command, tuple(mine))
-
-
-# -- running them ------------------------------------------------------------------------------------------------------
 
 
 def _run_all(members: Sequence[Member], directory: Path, base: Path | None, jobs: int) -> list[Member]:
@@ -150,24 +141,16 @@ def _run_all(members: Sequence[Member], directory: Path, base: Path | None, jobs
 
 
 class _Display:
-    """A bar on a terminal; elsewhere a line per member that has ended.
-
-    [ 12.3s] 3/12 02-lr0.7 done, held-out 2.310
-    """
+    """A bar on a terminal; elsewhere a line per ended member, such as `[ 12.3s] 3/12 02-lr0.7 done, held-out 2.310`."""
 
     def __init__(self, total: int, done: int) -> None:
-        self._console = Console()
+        console = Console()
         self._total, self._done = total, done
         self._began_at = time.monotonic()
         self._names: list[str] = []
-        columns = (
-            TextColumn("members"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-        )
-        self._progress = Progress(*columns, console=self._console) if self._console.is_terminal else None
+        columns = (TextColumn("members"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        description = TextColumn("{task.description}")
+        self._progress = Progress(*columns, description, console=console) if console.is_terminal else None
         self._task = TaskID(0)
 
     def __enter__(self) -> _Display:
@@ -178,7 +161,7 @@ class _Display:
             click.echo(f"{self._done} of {self._total} members have ended before")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
@@ -205,24 +188,18 @@ class _Display:
             self._progress.update(self._task, completed=self._done, description=", ".join(self._names))
 
 
-# -- the results -------------------------------------------------------------------------------------------------------
-
-
 def _conclude(command: str, overrides: Sequence[str], members: Sequence[Member], directory: Path) -> int:
-    content = {
-        "command": command,
-        "overrides": list(overrides),
-        "members": [
-            {
-                "name": one.name,
-                "overrides": list(one.overrides),
-                "state": one.state,
-                "exit": one.exit,
-                "result": _result(directory / one.name),
-            }
-            for one in members
-        ],
-    }
+    records = [
+        {
+            "name": one.name,
+            "overrides": list(one.overrides),
+            "state": one.state,
+            "exit": one.exit,
+            "result": _result(directory / one.name),
+        }
+        for one in members
+    ]
+    content = {"command": command, "overrides": list(overrides), "members": records}
     write_atomic(directory / "sweep.json", json.dumps(content, indent=2) + "\n")
     started = [directory / one.name for one in members if one.state != "pending"]
     if started:
@@ -251,9 +228,6 @@ def _result(place: Path) -> dict[str, Any] | None:
     return {name: value for name, value in read_json(place / "summary.json").items() if name in wanted} or None
 
 
-# -- Hydra -------------------------------------------------------------------------------------------------------------
-
-
 def _with_hydra(
     command: str,
     parsed: Sequence[str | Axis],
@@ -279,11 +253,10 @@ def _with_hydra(
         click.echo(f"{sweeper} chooses {', '.join(f'{axis.key}={axis.text}' for axis in axes)} in {place}")
         return 0
     prepare_run_directory(place)
-    texts = tuple(fixed)
 
     def task(number: int, chosen: tuple[tuple[str, str], ...]) -> float:
         """The held-out loss; infinite where it diverged, and no number where it failed."""
-        arguments = (*texts, *(f"{key}={value}" for key, value in chosen))
+        arguments = (*fixed, *(f"{key}={value}" for key, value in chosen))
         return _measured(_member(command, arguments, chosen, str(number), config, 1), place, base)
 
     with exclusive(place):

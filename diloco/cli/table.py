@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -18,48 +18,41 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli.invite import invitation
-from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message
+from diloco.config import Config
+from diloco.config.address import scope
+from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message, who_can_join
 from diloco.rundir.summary import Summary
 from diloco.text import human_bytes, human_count, human_seconds, plain
 
-__all__ = ["LiveView", "human_bytes", "human_count", "human_seconds", "state_style"]
+__all__ = ["STATE_STYLES", "LiveView", "fitting", "invitation", "say_who_can_join"]
+
+Clock = Callable[[], float]
 
 LINE_EVERY_S = 10.0  # between lines of a peer whose version does not change
 
 _COLUMNS = ("peer", "state", "version", "step", "loss", "held-out", "tok/s", "sent", "received")
 _DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes first
 
-_STYLES = {
-    "starting": "dim",
-    "waiting": "yellow",
-    "training": "green",
-    "exchanging": "cyan",
-    "evaluating": "magenta",
-    "leaving": "yellow",
-    "left": "dim",
-    "done": "bold green",
-    "failed": "bold red",
-    "killed": "bold red",
+STATE_STYLES = {
+    "starting": "dim", "waiting": "yellow", "training": "green", "exchanging": "cyan", "evaluating": "magenta",
+    "leaving": "yellow", "left": "dim", "done": "bold green", "failed": "bold red", "killed": "bold red",
+}  # fmt: skip
+_FROM = {
+    "loopback": "on this machine only; swarm=network lets others in",
+    "LAN": "in this network; for elsewhere forward the port and set swarm.announce=[/ip4/PUBLIC_IP/tcp/PORT]",
+    "public": "from anywhere",
 }
 _SETTLED = frozenset({"training", "waiting", "leaving", "done"})  # the outer step and its evaluation are over
 
 
 @dataclass
 class _Row:
-    """The latest state of a peer."""
+    """A peer, what is known of its state, and its last line."""
 
     peer: str
-    state: str = "starting"
-    version: int | None = None
-    inner_step: int | None = None
-    loss: float | None = None
-    eval_loss: float | None = None
-    tokens_per_s: float | None = None
-    bytes_sent: float | None = None
-    bytes_received: float | None = None
+    line_at: float
     line_version: int | None = None
-    line_at: float = 0.0
+    status: Status = field(default_factory=lambda: Status(state="starting"))
 
 
 class LiveView:
@@ -72,33 +65,25 @@ class LiveView:
     """
 
     def __init__(
-        self,
-        console: Console,
-        peers: Sequence[str],
-        total_steps: int | None,
-        title: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, peers: Sequence[str], total_steps: int | None, title: str, clock: Clock = time.monotonic
     ) -> None:
         self._console = console
         self._total = total_steps
         self._title = title
         self._clock = clock
         self._began = clock()
-        self._rows = {peer: _Row(peer, line_at=self._began) for peer in peers}
+        self._rows = {peer: _Row(peer, self._began) for peer in peers}
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
-        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if self._fancy else None
-
-    @property
-    def _fancy(self) -> bool:
-        return self._console.is_terminal and not self._console.is_dumb_terminal
+        fancy = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if fancy else None
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -109,7 +94,7 @@ class LiveView:
             self._show_ready(message)
         elif isinstance(message, Status | Finished):
             peer = plain(message.peer)
-            row = self._rows.setdefault(peer, _Row(peer, line_at=self._clock()))
+            row = self._rows.setdefault(peer, _Row(peer, self._clock()))
             if isinstance(message, Status):
                 self._fill(row, message)
             else:
@@ -140,61 +125,55 @@ class LiveView:
             self._console.print(Text(line, style="dim"), soft_wrap=True)
 
     def _fill(self, row: _Row, status: Status) -> None:
-        row.state = plain(status.state) or row.state
-        for name in ("version", "inner_step", "loss", "eval_loss", "tokens_per_s", "bytes_sent", "bytes_received"):
-            value = getattr(status, name)
-            if value is not None:
-                setattr(row, name, value)
+        known = {name: value for name, value in vars(status).items() if value is not None}
+        row.status = replace(row.status, **known | {"state": plain(status.state) or row.status.state})
         if self._total is None:
             self._total = status.outer_steps
-        if self._first is None and row.version is not None and row.state == "training":
-            self._first = (self._clock(), row.version)
+        if self._first is None and row.status.version is not None and row.status.state == "training":
+            self._first = (self._clock(), row.status.version)
 
     def _finish(self, row: _Row, summary: Summary) -> None:
         [peer] = summary.peers
-        row.state = "done" if summary.exit == 0 else "failed"
-        row.version, row.inner_step = summary.outer_steps, peer.steps
-        row.eval_loss = row.eval_loss if summary.eval.loss is None else summary.eval.loss
-        row.bytes_sent = peer.bytes_sent or row.bytes_sent
-        row.bytes_received = peer.bytes_received or row.bytes_received
-
-    # --- Lines --------------------------------------------------------------------------------------------------------
+        row.status = replace(
+            row.status,
+            state="done" if summary.exit == 0 else "failed",
+            version=summary.outer_steps,
+            inner_step=peer.steps,
+            eval_loss=row.status.eval_loss if summary.eval.loss is None else summary.eval.loss,
+            bytes_sent=peer.bytes_sent or row.status.bytes_sent,
+            bytes_received=peer.bytes_received or row.status.bytes_received,
+        )
 
     def _line(self, row: _Row, always: bool) -> None:
         now = self._clock()
-        stepped = row.version != row.line_version and row.state in _SETTLED
+        stepped = row.status.version != row.line_version and row.status.state in _SETTLED
         if not always and not stepped and now - row.line_at < LINE_EVERY_S:
             return
-        row.line_version, row.line_at = row.version, now
+        row.line_version, row.line_at = row.status.version, now
         click.echo(
-            f"[{now - self._began:5.1f}s] {row.peer} v{self._of(row)} loss {_loss(row.loss)} "
-            f"held-out {_loss(row.eval_loss)} {human_count(row.tokens_per_s)} tok/s "
-            f"{human_bytes(row.bytes_sent)} sent {row.state}",
+            f"[{now - self._began:5.1f}s] {row.peer} v{self._of(row)} loss {_loss(row.status.loss)} "
+            f"held-out {_loss(row.status.eval_loss)} {human_count(row.status.tokens_per_s)} tok/s "
+            f"{human_bytes(row.status.bytes_sent)} sent {row.status.state}",
             file=self._console.file,
         )
 
     def _of(self, row: _Row) -> str:
-        version = "-" if row.version is None else str(row.version)
+        version = "-" if row.status.version is None else str(row.status.version)
         return version if self._total is None else f"{version}/{self._total}"
-
-    # --- Terminal -----------------------------------------------------------------------------------------------------
 
     def render(self) -> RenderableType:
         """The table, without the columns and rows that the terminal has no room for, over the progress bar."""
         rows = list(self._rows.values())  # the refreshing thread must not see it grow
-        unlimited = self._console.options.update(width=10_000)
-        for number in range(len(_DISPENSABLE) + 1):
-            table = self._table(rows, max(1, self._console.height - 6), _DISPENSABLE[:number])
-            if Measurement.get(self._console, unlimited, table).maximum <= self._console.width:
-                break
-        return Group(table, self._progress(rows))
+        room = max(1, self._console.height - 6)
+        tables = (self._table(rows, room, _DISPENSABLE[:number]) for number in range(len(_DISPENSABLE) + 1))
+        return Group(fitting(self._console, tables), self._progress(rows))
 
     def _table(self, rows: Sequence[_Row], room: int, without: Sequence[str]) -> Table:
         columns = [name for name in _COLUMNS if name not in without]
         table = Table(title=Text(self._title), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
         for name in columns:
             # A width of its own, so that the table does not jump when a state changes.
-            width = max(map(len, _STYLES)) if name == "state" else None
+            width = max(map(len, STATE_STYLES)) if name == "state" else None
             table.add_column(name, justify="left" if name in ("peer", "state") else "right", min_width=width)
         shown = rows if len(rows) <= room else rows[: room - 1]
         for row in shown:
@@ -203,30 +182,29 @@ class LiveView:
         if len(shown) < len(rows):
             table.add_row(f"{len(rows) - len(shown)} more", style="dim")
         if len(rows) > 1:
-            together = _Row("together", state="")
-            together.tokens_per_s = _sum(row.tokens_per_s for row in rows)
-            together.bytes_sent = _sum(row.bytes_sent for row in rows)
-            together.bytes_received = _sum(row.bytes_received for row in rows)
-            cells = self._cells(together) | dict.fromkeys(("version", "step", "loss", "held-out"), Text())
+            names = ("tokens_per_s", "bytes_sent", "bytes_received")
+            sums: dict[str, Any] = {name: _sum(getattr(row.status, name) for row in rows) for name in names}
+            cells = self._cells(_Row("together", 0.0, status=Status(**sums)))
+            cells |= dict.fromkeys(("version", "step", "loss", "held-out"), Text())
             table.add_row(*[cells[name] for name in columns], style="dim")
         return table
 
     def _cells(self, row: _Row) -> dict[str, Text]:
         return {
             "peer": Text(row.peer),
-            "state": Text(row.state, style=_STYLES.get(row.state, "")),
+            "state": Text(row.status.state, style=STATE_STYLES.get(row.status.state, "")),
             "version": Text(self._of(row)),
-            "step": Text("-" if row.inner_step is None else str(row.inner_step)),
-            "loss": Text(_loss(row.loss)),
-            "held-out": Text(_loss(row.eval_loss)),
-            "tok/s": Text(human_count(row.tokens_per_s)),
-            "sent": Text(human_bytes(row.bytes_sent)),
-            "received": Text(human_bytes(row.bytes_received)),
+            "step": Text("-" if row.status.inner_step is None else str(row.status.inner_step)),
+            "loss": Text(_loss(row.status.loss)),
+            "held-out": Text(_loss(row.status.eval_loss)),
+            "tok/s": Text(human_count(row.status.tokens_per_s)),
+            "sent": Text(human_bytes(row.status.bytes_sent)),
+            "received": Text(human_bytes(row.status.bytes_received)),
         }
 
     def _progress(self, rows: Sequence[_Row]) -> RenderableType:
         now = self._clock()
-        done = max((row.version or 0 for row in rows), default=0)
+        done = max((row.status.version or 0 for row in rows), default=0)
         texts = [f"{done}/{self._total or '?'}", f"{human_seconds(now - self._began)} elapsed"]
         texts.append(f"{self._remaining(now, done)} left")
         label = "outer steps"
@@ -247,9 +225,33 @@ class LiveView:
         return human_seconds((now - since) / (done - version) * (self._total - done)) if done > version else "-"
 
 
-def state_style(state: str) -> str:
-    """How a state is coloured."""
-    return _STYLES.get(state, "")
+def say_who_can_join(console: Console, config: Config, run_key: str | None) -> None:
+    """One line: red for a run that is open to the network, quiet for one that is not, none without a swarm."""
+    notice = who_can_join(config, run_key)
+    if notice is not None:
+        text, is_warning = notice
+        console.print(text, style="bold red" if is_warning else "dim", highlight=False)
+
+
+def invitation(addresses: Sequence[str], command: str = "diloco join") -> list[str]:
+    """Lines to print for a swarm that has begun: the best address as a whole command, then the others by interface.
+
+    `command` is `diloco invite ...` for a closed run: its owner makes a link for each volunteer.
+    """
+    if not addresses:
+        return ["nobody can join through this peer, which listens nowhere"]
+    best, *others = addresses
+    what = "others join with this" if command == "diloco join" else "this makes a link by which one volunteer joins"
+    lines = [f"{what} ({scope(best)}: {_FROM[scope(best)]}):", f"{command} {best}"]
+    return lines + [f"or, {scope(other)}: {command} {other}" for other in others[:4]]
+
+
+def fitting(console: Console, tables: Iterable[Table]) -> Table:
+    """The first table that is no wider than the console, or else the last one."""
+    for table in tables:
+        if Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width:
+            break
+    return table
 
 
 def _loss(value: float | None) -> str:

@@ -7,28 +7,17 @@ of each kind, so that a function which takes the run-owned class cannot see the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from diloco.config.explain import Expected, explain
 from diloco.errors import ConfigError
 
-__all__ = [
-    "Directory",
-    "Multiaddr",
-    "Name",
-    "NotEmpty",
-    "PeerAddress",
-    "PeerLocal",
-    "RunOwned",
-    "Settings",
-    "Tuple",
-]
+__all__ = ["Directory", "Multiaddr", "Name", "NotEmpty", "PeerAddress", "PeerLocal", "RunOwned", "Settings", "Tuple"]
 
 
 _Settings = TypeVar("_Settings", bound="Settings")
@@ -37,7 +26,10 @@ _Settings = TypeVar("_Settings", bound="Settings")
 class Settings(BaseModel):
     """Frozen and strict: an unknown key, a number as text or a boolean as number is an error, never a guess."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(),
+        use_attribute_docstrings=True,  # the text below a setting is its description
+    )  # fmt: skip
 
     @classmethod
     def parse(cls: type[_Settings], values: Mapping[str, Any]) -> _Settings:
@@ -68,34 +60,10 @@ def _to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _is_name(value: str) -> str:
-    # A name becomes a file name and a DHT key, so it holds nothing that a shell or a path treats specially.
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
-        raise PydanticCustomError("format", "not a name")
-    return value
-
-
-def _is_multiaddr(value: str) -> str:
-    if not re.fullmatch(r"(/[A-Za-z0-9._:%-]+)+", value):
-        raise PydanticCustomError("format", "not a multiaddr")
-    return value
-
-
-def _is_peer_address(value: str) -> str:
-    if value.startswith("@") and len(value) > 1:  # a file into which a peer writes its address
-        return value
-    if "/p2p/" not in _is_multiaddr(value):
-        raise PydanticCustomError("format", "no peer id")
-    return value
-
-
 def _to_path(value: Any) -> Any:
     if value == "":  # Path("") would silently be the current directory
         raise PydanticCustomError("format", "empty path")
     return Path(value) if isinstance(value, str) else value
-
-
-Directory = Annotated[Path, BeforeValidator(_to_path), Expected("a directory")]
 
 
 def _is_filled(value: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -104,18 +72,22 @@ def _is_filled(value: tuple[Any, ...]) -> tuple[Any, ...]:
     return value
 
 
-NotEmpty = AfterValidator(_is_filled)
+_PART = "/[A-Za-z0-9._:%-]+"
+
+Directory = Annotated[Path, BeforeValidator(_to_path), Expected("a directory")]
 Tuple = BeforeValidator(_to_tuple)
+NotEmpty = AfterValidator(_is_filled)
+# A name becomes a file name and a DHT key, so it holds nothing that a shell or a path treats specially.
 Name = Annotated[
     str,
     BeforeValidator(_to_text),
-    AfterValidator(_is_name),
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
     Expected("1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"),
 ]
-Multiaddr = Annotated[str, AfterValidator(_is_multiaddr), Expected("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
+Multiaddr = Annotated[str, Field(pattern=f"^({_PART})+$"), Expected("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
 PeerAddress = Annotated[
     str,
-    AfterValidator(_is_peer_address),
+    Field(pattern=f"^(@.+|({_PART})*/p2p({_PART})+)$"),  # @FILE: into which a peer writes its address
     Expected(
         "an address with a peer id, such as /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..., as a peer prints it, or @FILE"
     ),

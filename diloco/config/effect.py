@@ -46,11 +46,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         ),
     ),
     "train": (_REAL_TIME, _ONE_PEER),
-    "join": (
-        _REAL_TIME,
-        _ONE_PEER,
-        Ignored("swarm.initial_peers", "which is given the ADDRESS"),
-    ),
+    "join": (_REAL_TIME, _ONE_PEER, Ignored("swarm.initial_peers", "which is given the ADDRESS")),
     "host": (
         _REAL_TIME,
         _ONE_PEER,
@@ -108,7 +104,10 @@ def refuse_ignored(config: Config, command: str, overrides: Sequence[str]) -> No
     `command` is one of `COMMANDS`, `overrides` are the arguments as the user typed them. A choice such as
     `swarm=network` is refused when nothing reads any of the settings that it holds.
     """
-    ignored = dict(_ignored(config, command))
+    entries = (entry._replace(reason=f"with diloco {command}, {entry.reason}") for entry in COMMANDS[command])
+    ignored = {  # the command's own reason comes last and counts
+        one: entry for entry in (*_beside(config), *entries) for key in entry.keys.split() for one in _covered(key)
+    }
     groups = choices()
     found = []
     for override in overrides:
@@ -131,14 +130,6 @@ def refuse_run_owned(overrides: Sequence[str], allowed: Collection[str] = ()) ->
         chosen = key in ("model", "data", "inner", "outer", "experiment")
         if key not in allowed and (chosen or any(key == one or key.startswith(f"{one}.") for one in owned)):
             raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
-
-
-def _ignored(config: Config, command: str) -> Iterator[tuple[str, Ignored]]:
-    """Yields (setting, why) for every setting that nothing reads; the command's own reason comes last and counts."""
-    commands = (entry._replace(reason=f"with diloco {command}, {entry.reason}") for entry in COMMANDS[command])
-    for entry in (*_beside(config), *commands):
-        for key in entry.keys.split():
-            yield from ((one, entry) for one in _covered(key))
 
 
 def _covered(key: str) -> list[str]:

@@ -29,9 +29,6 @@ class Expected:
     text: str
 
 
-# -- what there is ----------------------------------------------------------------------------------------------------
-
-
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yields (dotted key, field) of every setting below `model`, in the order of the schema."""
     for name, field in model.model_fields.items():
@@ -77,17 +74,9 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
 
 def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
     for item in metadata:
-        if isinstance(item, Gt):
-            yield f"> {item.gt:.10g}"
-        elif isinstance(item, Ge):
-            yield f">= {item.ge:.10g}"
-        elif isinstance(item, Lt):
-            yield f"< {item.lt:.10g}"
-        elif isinstance(item, Le):
-            yield f"<= {item.le:.10g}"
-
-
-# -- what went wrong --------------------------------------------------------------------------------------------------
+        for kind, name, sign in ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<=")):
+            if isinstance(item, kind):
+                yield f"{sign} {getattr(item, name):.10g}"
 
 
 def show(value: Any, limit: int = 80) -> str:
@@ -145,7 +134,10 @@ def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, 
         text = show(str(first["ctx"]["error"]), limit=400)
     else:
         value = (typed or {}).get(key) or show(first["input"])
-        text = f"{show(key)}={value} is {_complaint(first['type'])}; expected {_wanted(key, keys)}"
+        wrong = {"literal_error": "not a choice"}.get(first["type"], "not valid")
+        if first["type"].startswith(("greater_than", "less_than")):
+            wrong = "out of range"
+        text = f"{show(key)}={value} is {wrong}; expected {_wanted(key, keys)}"
     return f"{text} (and {len(others)} more)" if others else text
 
 
@@ -153,12 +145,6 @@ def _wanted(key: str, keys: Mapping[str, Any]) -> str:
     return next(
         (expected(field) for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), "a group of settings"
     )
-
-
-def _complaint(kind: str) -> str:
-    if kind.startswith(("greater_than", "less_than")):
-        return "out of range"
-    return "not a choice" if kind == "literal_error" else "not valid"
 
 
 def _abbreviates(short: str, word: str) -> bool:

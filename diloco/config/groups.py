@@ -18,15 +18,8 @@ from diloco.config.explain import Expected
 from diloco.config.peer_local import DataPlace, RunPlace
 
 __all__ = [
-    "BudgetConfig",
-    "DataConfig",
-    "DataRecipe",
-    "InnerConfig",
-    "ModelConfig",
-    "OuterConfig",
-    "RunConfig",
-    "RunIdentity",
-]
+    "BudgetConfig", "DataConfig", "DataRecipe", "InnerConfig", "ModelConfig", "OuterConfig", "RunConfig", "RunIdentity",
+]  # fmt: skip
 
 # What `diloco/outer` implements. A new codec, merge rule or outer optimizer is a new name in one of these.
 WideCodec = Literal["fp32", "fp16"]  # more than a byte per value
@@ -49,9 +42,8 @@ RunKeyText = Annotated[
 class RunIdentity(RunOwned):
     id: Name = Field(description="Name of the run; peers of another run are refused.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the initial weights and of the order of the data.")
-    key: RunKeyText | None = Field(
-        None, description="Public key of a run that admits invited peers only; null: whoever reaches it can join."
-    )
+    key: RunKeyText | None = None
+    """Public key of a run that admits invited peers only; null: whoever reaches it can join."""
 
 
 class RunConfig(RunPlace, RunIdentity):
@@ -61,12 +53,10 @@ class RunConfig(RunPlace, RunIdentity):
 class BudgetConfig(RunOwned):
     """When the run ends: the first limit that is reached."""
 
-    outer_steps: int | None = Field(
-        None, ge=1, le=10**15, description="Outer steps after which the run ends; null is no limit."
-    )
-    tokens: int | None = Field(
-        None, ge=1, le=10**18, description="Tokens of all peers after which the run ends; null is no limit."
-    )
+    outer_steps: int | None = Field(None, ge=1, le=10**15)
+    """Outer steps after which the run ends; null is no limit."""
+    tokens: int | None = Field(None, ge=1, le=10**18)
+    """Tokens of all peers after which the run ends; null is no limit."""
 
     @model_validator(mode="after")
     def _ends(self) -> BudgetConfig:
@@ -81,9 +71,8 @@ class ModelConfig(RunOwned):
     name: Name = Field(description="Name of the model in logs and summaries.")
     model_type: Name = Field("llama", description="transformers model type that model.config belongs to.")
     path: str | None = Field(None, description="Directory of a Hugging Face checkpoint to start from.")
-    config: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Keyword arguments of the transformers config; any of them can be overridden."
-    )
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the transformers config; any of them can be overridden."""
 
     @field_validator("config", mode="before")
     @classmethod
@@ -110,16 +99,14 @@ class ModelConfig(RunOwned):
 
 
 class DataRecipe(RunOwned):
-    source: Literal["stdlib", "text", "json", "parquet", "hub"] = Field(
-        description="stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset."
-    )
+    source: Literal["stdlib", "text", "json", "parquet", "hub"]
+    """stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset."""
     sequence_length: int = Field(128, ge=2, le=1 << 20, description="Tokens of one packed sequence.")
     tokenizer: str = Field("bytes", min_length=1, description="'bytes', a directory, or a Hugging Face name.")
     field: str = Field("text", min_length=1, description="Column that holds the text (json, parquet, hub).")
     holdout: float = Field(0.02, gt=0, le=0.5, description="Part of the documents kept for evaluation, by hash.")
-    name: str | None = Field(
-        None, min_length=1, description="Dataset on the Hugging Face hub, such as allenai/c4 (hub)."
-    )
+    name: str | None = Field(None, min_length=1)
+    """Dataset on the Hugging Face hub, such as allenai/c4 (hub)."""
     subset: str | None = Field(None, min_length=1, description="Configuration of the dataset, such as en (hub).")
     split: str = Field("train", min_length=1, description="Split of the dataset (hub).")
 
@@ -155,9 +142,8 @@ class DataConfig(DataPlace, DataRecipe):
 class InnerConfig(RunOwned):
     """The optimizer that every peer runs on its own batches."""
 
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="The inner optimizer; its state is never averaged. muon: on matrices inside the model."
-    )
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """The inner optimizer; its state is never averaged. muon: on matrices inside the model."""
     lr: float = Field(gt=0, le=10, description="Peak learning rate of the inner optimizer.")
     batch_size: int = Field(ge=1, le=1 << 20, description="Sequences per inner step and peer.")
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Tuple] = Field(
@@ -166,96 +152,65 @@ class InnerConfig(RunOwned):
     weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay.")
     clip: float = Field(1.0, gt=0, le=1e6, description="Largest norm of the gradient; a larger one is scaled down.")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
-    warmup_steps: int = Field(
-        0, ge=0, le=10**15, description="Inner steps in which the learning rate rises from 0 to inner.lr."
-    )
+    warmup_steps: int = Field(0, ge=0, le=10**15)
+    """Inner steps in which the learning rate rises from 0 to inner.lr."""
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of inner.lr (cosine).")
 
 
 class OuterConfig(RunOwned):
     """What happens every `sync_every` inner steps. Ask the properties, not the settings, which mode a run is in."""
 
-    method: Literal["diloco", "data_parallel"] = Field(
-        description="diloco: pseudo-gradients and outer steps; data_parallel: gradients averaged in every inner step."
-    )
-    sync_every: int = Field(
-        ge=1,
-        le=1 << 30,
-        description="H, inner steps per outer step (with data_parallel: per evaluation and budget step).",
-    )
+    method: Literal["diloco", "data_parallel"]
+    """diloco: pseudo-gradients and outer steps; data_parallel: gradients averaged in every inner step."""
+    sync_every: int = Field(ge=1, le=1 << 30)
+    """H, inner steps per outer step (with data_parallel: per evaluation and budget step)."""
     fragments: int = Field(1, ge=1, le=65536, description="Parts of the model, each with a syncer of its own.")
-    pattern: Literal["contiguous", "strided"] = Field(
-        "contiguous", description="contiguous: fragments of equal size; strided: whole layers, dealt round-robin."
-    )
+    pattern: Literal["contiguous", "strided"] = "contiguous"
+    """contiguous: fragments of equal size; strided: whole layers, dealt round-robin."""
     staggered: bool = Field(False, description="Fragments are due one after another, sync_every/fragments steps apart.")
-    overlap: int = Field(
-        0,
-        ge=0,
-        le=1 << 20,
-        description="Inner steps between sending a pseudo-gradient and adopting the update; sync_every: a round late.",
-    )
-    eager: bool = Field(
-        False, description="With an update a round late, this peer's own pseudo-gradient acts at once (for itself)."
-    )
-    mixing: float = Field(
-        0.0, ge=0, lt=1, description="Part of the local parameters that is kept when an update is adopted."
-    )
-    quorum: int | None = Field(
-        None, ge=1, le=100_000, description="Contributions that close a version; null waits for every live peer."
-    )
+    overlap: int = Field(0, ge=0, le=1 << 20)
+    """Inner steps between sending a pseudo-gradient and adopting the update; sync_every: a round late."""
+    eager: bool = False
+    """With an update a round late, this peer's own pseudo-gradient acts at once (for itself)."""
+    mixing: float = Field(0.0, ge=0, lt=1)
+    """Part of the local parameters that is kept when an update is adopted."""
+    quorum: int | None = Field(None, ge=1, le=100_000)
+    """Contributions that close a version; null waits for every live peer."""
     grace_s: float = Field(0.0, ge=0, le=86400, description="Seconds that the others have once the quorum is there.")
-    grace_slack: float = Field(
-        0.0, ge=0, lt=1, description="Instead of grace_s: this part of what outer.overlap leaves to wait for others."
-    )
-    staleness_limit: int = Field(
-        0,
-        ge=0,
-        le=10_000,
-        description="Versions that may be published between a contribution's base and its merge.",
-    )
-    staleness_exponent: float = Field(
-        0.0, ge=0, le=10, description="A contribution that is s versions late counts (1 + s) ** -staleness_exponent."
-    )
-    weights: Literal["tokens", "uniform", "tokens2_per_step"] = Field(
-        "tokens", description="What a contribution weighs in the mean."
-    )
-    merge: Average = Field(
-        "mean", description="mean: weighted mean; rda: mean direction with the mean norm, piece by piece."
-    )
+    grace_slack: float = Field(0.0, ge=0, lt=1)
+    """Instead of grace_s: this part of what outer.overlap leaves to wait for others."""
+    staleness_limit: int = Field(0, ge=0, le=10_000)
+    """Versions that may be published between a contribution's base and its merge."""
+    staleness_exponent: float = Field(0.0, ge=0, le=10)
+    """A contribution that is s versions late counts (1 + s) ** -staleness_exponent."""
+    weights: Literal["tokens", "uniform", "tokens2_per_step"] = "tokens"
+    """What a contribution weighs in the mean."""
+    merge: Average = "mean"
+    """mean: weighted mean; rda: mean direction with the mean norm, piece by piece."""
     robust: Literal["auto", "none", Judge] = Field(
         "auto",
         description="Of more than 3 contributions: clip: long ones shortened, reversed ones left out; auto: clip where "
         "payloads are small; none: all count as they are.",
     )
-    clip_factor: float = Field(
-        3.0, ge=1, le=1e6, description="Times the median norm that a contribution may have (robust: auto, clip)."
-    )
-    trim: float = Field(
-        0.25, gt=0, lt=0.5, description="Part of the values left out at each end (robust: trimmed_mean)."
-    )
-    spot_check: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Part of the contributions whose loss is computed before and after; what raises it is left out.",
-    )
-    optimizer: OuterOptimizerName = Field(
-        "nesterov", description="nesterov: a step per version; the others: momentum once in `delay` contributions."
-    )
+    clip_factor: float = Field(3.0, ge=1, le=1e6)
+    """Times the median norm that a contribution may have (robust: auto, clip)."""
+    trim: float = Field(0.25, gt=0, lt=0.5)
+    """Part of the values left out at each end (robust: trimmed_mean)."""
+    spot_check: float = Field(0.0, ge=0, le=1)
+    """Part of the contributions whose loss is computed before and after; what raises it is left out."""
+    optimizer: OuterOptimizerName = "nesterov"
+    """nesterov: a step per version; the others: momentum once in `delay` contributions."""
     lr: float = Field(0.7, gt=0, le=10, description="Outer (Nesterov) learning rate.")
-    lr_by_peers: dict[str, float] = Field(
-        default_factory=dict, description="Learning rates by number of contributors, such as {1: 0.4, 8: 0.8}."
-    )
+    lr_by_peers: dict[str, float] = Field(default_factory=dict)
+    """Learning rates by number of contributors, such as {1: 0.4, 8: 0.8}."""
     momentum: float = Field(0.9, ge=0, lt=1, description="Outer (Nesterov) momentum.")
     momentum_warmup: int = Field(0, ge=0, le=10**9, description="Outer steps in which the momentum rises to its value.")
-    delay: int | None = Field(
-        None, ge=1, le=100_000, description="Contributions per momentum step; null is the number of active peers."
-    )
+    delay: int | None = Field(None, ge=1, le=100_000)
+    """Contributions per momentum step; null is the number of active peers."""
     delay_c: float = Field(0.0, ge=0, le=1, description="Part of the momentum in each of these contributions (c).")
     dylu: bool = Field(False, description="Slower peers take fewer inner steps, so that all exchange at one rate.")
-    error_feedback: float = Field(
-        0.0, ge=0, le=1, description="Decay of what codec_up lost and is sent in later rounds; 0 forgets it."
-    )
+    error_feedback: float = Field(0.0, ge=0, le=1)
+    """Decay of what codec_up lost and is sent in later rounds; 0 forgets it."""
     codec_up: CodecUp = Field("int8", description="Encoding of the pseudo-gradients that peers send.")
     codec_down: CodecDown = Field("int8", description="Encoding of the updates that syncers publish.")
 
@@ -281,7 +236,7 @@ class OuterConfig(RunOwned):
 
     @model_validator(mode="after")
     def _consistent(self) -> OuterConfig:
-        for problem in _contradictions(self):
+        for problem in (*_contradictions_of_rounds(self), *_contradictions_of_updates(self)):
             raise ValueError(problem)
         return self
 
@@ -309,14 +264,8 @@ class OuterConfig(RunOwned):
         return self.optimizer in get_args(WindowedOptimizer)
 
 
-def _contradictions(outer: OuterConfig) -> Iterator[str]:
-    """What cannot be meant, one line each."""
-    yield from _contradictions_of_rounds(outer)
-    yield from _contradictions_of_updates(outer)
-
-
 def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
-    """When contributions are due, and which a version waits for."""
+    """What cannot be meant, one line each: when contributions are due, and which a version waits for."""
     if outer.round_late and (outer.staggered or not outer.barrier or outer.mixing):
         yield (
             f"outer.overlap={outer.overlap}, a whole round, goes with neither outer.staggered, outer.quorum nor "
@@ -351,7 +300,7 @@ def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
 
 
 def _contradictions_of_updates(outer: OuterConfig) -> Iterator[str]:
-    """What a contribution counts, and what a version is made of."""
+    """The same: what a contribution counts, and what a version is made of."""
     if outer.codec_up == "topk" and outer.momentum:
         yield f"outer.momentum={outer.momentum} does not go with outer.codec_up=topk; set outer.momentum=0"
     if outer.robust in get_args(OwnJudge):

@@ -83,11 +83,12 @@ class Manifest(RunOwned):
 
     def differences(self, other: Manifest) -> list[str]:
         """One text per setting that differs, such as `outer.lr: 0.7 here, 0.4 there`; empty for equal hashes."""
-        here, there = (dict(flatten(manifest.model_dump(mode="json"))) for manifest in (self, other))
+        trees = [manifest.model_dump(mode="json") for manifest in (self, other)]
+        here, there = ({key: show(value) for key, value in flatten(tree)} for tree in trees)
         return [
-            f"{key}: {_side(here, key)} here, {_side(there, key)} there"
+            f"{key}: {here.get(key, 'not set')} here, {there.get(key, 'not set')} there"
             for key in sorted(here.keys() | there.keys())
-            if _side(here, key) != _side(there, key)
+            if here.get(key) != there.get(key)
         ]
 
 
@@ -115,10 +116,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _side(leaves: Mapping[str, Any], key: str) -> str:
-    return show(leaves[key]) if key in leaves else "not set"
 
 
 def _no_constant(name: str) -> None:

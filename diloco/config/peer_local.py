@@ -13,46 +13,33 @@ from diloco.config.base import Directory, Multiaddr, Name, NotEmpty, PeerAddress
 from diloco.config.explain import Expected
 
 __all__ = [
-    "CheckpointConfig",
-    "DataPlace",
-    "EvalConfig",
-    "LocalConfig",
-    "RunPlace",
-    "SimConfig",
-    "SwarmConfig",
-    "TrainConfig",
+    "CheckpointConfig", "DataPlace", "EvalConfig", "LocalConfig", "RunPlace", "SimConfig", "SwarmConfig", "TrainConfig",
     "WandbConfig",
-]
+]  # fmt: skip
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 TokenText = Annotated[
     str, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
 ]
 SimEvent = Annotated[
-    str,
-    Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"),
-    Expected("crash:PEER@SECOND, leave:... or join:..."),
+    str, Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"), Expected("crash:PEER@SECOND, leave:... or join:...")
 ]
 SimAttack = Annotated[
-    str,
-    Field(pattern=r"^(flip|scale):\d+x\d+(\.\d+)?$"),
-    Expected("flip:PEERxFACTOR or scale:PEERxFACTOR"),
+    str, Field(pattern=r"^(flip|scale):\d+x\d+(\.\d+)?$"), Expected("flip:PEERxFACTOR or scale:PEERxFACTOR")
 ]
 
 
 class RunPlace(PeerLocal):
     dir: Directory = Field(description="Run directory; a run found there is resumed.")
     name: Name | None = Field(None, description="Display name of this peer; null derives one from its identity.")
-    lead: bool = Field(
-        True, description="Evaluate, and write model/ and the summary; one peer of a run directory does."
-    )
+    lead: bool = True
+    """Evaluate, and write model/ and the summary; one peer of a run directory does."""
     report: bool = Field(False, description="Write status as JSON lines on stdout, for a supervising process.")
 
 
 class DataPlace(PeerLocal):
-    path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple] | None = Field(
-        None, description="File, directory or list of them with this peer's data (text, json, parquet)."
-    )
+    path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple] | None = None
+    """File, directory or list of them with this peer's data (text, json, parquet)."""
     shard: int | None = Field(None, ge=0, description="Which of data.shards parts this peer reads; null derives it.")
     shards: int | None = Field(None, ge=1, description="Parts that the data is cut into; null derives it.")
 
@@ -72,9 +59,8 @@ class LocalConfig(PeerLocal):
     """`diloco local`: several peers on this machine."""
 
     peers: int = Field(4, ge=1, le=1024, description="Peers that `diloco local` starts.")
-    step_delay_s: Annotated[tuple[Seconds, ...], Tuple] = Field(
-        (), description="Seconds slept per inner step, one per peer, to stand for slow hardware; [] is none."
-    )
+    step_delay_s: Annotated[tuple[Seconds, ...], Tuple] = ()
+    """Seconds slept per inner step, one per peer, to stand for slow hardware; [] is none."""
 
     @model_validator(mode="after")
     def _one_delay_per_peer(self) -> LocalConfig:
@@ -89,63 +75,44 @@ class LocalConfig(PeerLocal):
 class SimConfig(PeerLocal):
     """`diloco simulate`: what stands for time and for the network."""
 
-    step_s: Annotated[tuple[Seconds, ...], Tuple, NotEmpty] = Field(
-        (1.0,), description="Virtual seconds of an inner step, one for all peers or one per peer."
-    )
-    jitter: float = Field(
-        0.0,
-        ge=0,
-        le=2,
-        description="Random spread of each inner step's seconds: they are multiplied by exp(N(0, jitter)).",
-    )
-    bandwidth: float | None = Field(
-        None, gt=0, le=1e15, description="Bytes per second of each peer's link, each way; null is no limit."
-    )
+    step_s: Annotated[tuple[Seconds, ...], Tuple, NotEmpty] = Field((1.0,))
+    """Virtual seconds of an inner step, one for all peers or one per peer."""
+    jitter: float = Field(0.0, ge=0, le=2)
+    """Random spread of each inner step's seconds: they are multiplied by exp(N(0, jitter))."""
+    bandwidth: float | None = Field(None, gt=0, le=1e15)
+    """Bytes per second of each peer's link, each way; null is no limit."""
     latency_s: float = Field(0.0, ge=0, le=60, description="Seconds on the way from peer to peer.")
     loss: float = Field(0.0, ge=0, lt=1, description="Chance that a bulk stream breaks.")
-    events: Annotated[tuple[SimEvent, ...], Tuple] = Field(
-        (), description="What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second)."
-    )
-    attack: Annotated[tuple[SimAttack, ...], Tuple] = Field(
-        (), description="Peers that lie throughout: flip:3x10 sends -10 times what it learned, scale:3x10 10 times."
-    )
+    events: Annotated[tuple[SimEvent, ...], Tuple] = ()
+    """What happens when, such as crash:3@120, leave:1@90, join:4@60 (peer @ virtual second)."""
+    attack: Annotated[tuple[SimAttack, ...], Tuple] = ()
+    """Peers that lie throughout: flip:3x10 sends -10 times what it learned, scale:3x10 10 times."""
 
 
 class SwarmConfig(PeerLocal):
     """How this peer finds the others and is found."""
 
-    initial_peers: Annotated[tuple[PeerAddress, ...], Tuple] = Field(
-        (), description="Addresses of peers of the swarm to join; [] starts a new swarm."
-    )
-    listen: Annotated[tuple[Multiaddr, ...], Tuple, NotEmpty] = Field(
-        ("/ip4/127.0.0.1/tcp/0",), description="Multiaddrs to listen on; port 0 is any free port."
-    )
-    announce: Annotated[tuple[Multiaddr, ...], Tuple] = Field(
-        (), description="Multiaddrs to tell others, if they differ from swarm.listen (NAT, forwarded ports)."
-    )
-    reachable: Literal["auto", "yes", "no"] = Field(
-        "auto",
-        description="Whether others can connect to this peer; auto has one of them try. no: it trains, holds nothing.",
-    )
-    identity_path: str | None = Field(
-        None, min_length=1, description="File with this peer's private key, made if missing; null is a new identity."
-    )
-    token: TokenText | None = Field(
-        None, repr=False, description="Invitation of this peer to a closed run, or @FILE with it; it is a secret."
-    )
-    key_path: str | None = Field(
-        None, min_length=1, description="File with the run's private key, for its owner: this peer invites itself."
-    )
-    min_peers: int = Field(
-        1, ge=1, le=100_000, description="Peers, this one included, that must be there before inner step 1."
-    )
-    upload_limit: float | None = Field(
-        None, gt=0, le=1e12, description="Bytes per second that this peer sends of payload; null is no limit."
-    )
+    initial_peers: Annotated[tuple[PeerAddress, ...], Tuple] = ()
+    """Addresses of peers of the swarm to join; [] starts a new swarm."""
+    listen: Annotated[tuple[Multiaddr, ...], Tuple, NotEmpty] = Field(("/ip4/127.0.0.1/tcp/0",))
+    """Multiaddrs to listen on; port 0 is any free port."""
+    announce: Annotated[tuple[Multiaddr, ...], Tuple] = ()
+    """Multiaddrs to tell others, if they differ from swarm.listen (NAT, forwarded ports)."""
+    reachable: Literal["auto", "yes", "no"] = "auto"
+    """Whether others can connect to this peer; auto has one of them try. no: it trains, holds nothing."""
+    identity_path: str | None = Field(None, min_length=1)
+    """File with this peer's private key, made if missing; null is a new identity."""
+    token: TokenText | None = Field(None, repr=False)
+    """Invitation of this peer to a closed run, or @FILE with it; it is a secret."""
+    key_path: str | None = Field(None, min_length=1)
+    """File with the run's private key, for its owner: this peer invites itself."""
+    min_peers: int = Field(1, ge=1, le=100_000)
+    """Peers, this one included, that must be there before inner step 1."""
+    upload_limit: float | None = Field(None, gt=0, le=1e12)
+    """Bytes per second that this peer sends of payload; null is no limit."""
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
-    inner_state: Literal["donor", "cold"] = Field(
-        "donor", description="A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."
-    )
+    inner_state: Literal["donor", "cold"] = "donor"
+    """A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."""
 
     @field_serializer("token", when_used="json")
     def _keep_secret(self, token: str | None) -> str | None:
@@ -159,9 +126,8 @@ class TrainConfig(PeerLocal):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$"), Expected("auto, cpu, cuda or cuda:N")] = (
         Field("auto", description="auto takes the first free accelerator, else the CPU.")
     )
-    micro_batch: int | None = Field(
-        None, ge=1, le=1 << 20, description="Sequences computed at a time; null takes the batch whole, or what fits."
-    )
+    micro_batch: int | None = Field(None, ge=1, le=1 << 20)
+    """Sequences computed at a time; null takes the batch whole, or what fits."""
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of the inner steps; weights stay fp32.")
     step_delay_s: Seconds = Field(0.0, description="Seconds slept per inner step, to stand for slow hardware.")
@@ -182,6 +148,5 @@ class WandbConfig(PeerLocal):
     mode: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
     project: str = Field("diloco", min_length=1, description="wandb project.")
     entity: str | None = Field(None, min_length=1, description="wandb team or user; null is your default.")
-    aggregate: bool = Field(
-        False, description="Log the whole swarm as one run, as this peer sees it, instead of a run per peer."
-    )
+    aggregate: bool = False
+    """Log the whole swarm as one run, as this peer sees it, instead of a run per peer."""

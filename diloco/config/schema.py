@@ -6,7 +6,6 @@ not do what their author hopes; the command prints them once.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from typing import TypeVar
@@ -14,51 +13,32 @@ from typing import TypeVar
 from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, model_validator
 
+from diloco.config import groups, peer_local
+from diloco.config.address import scope
 from diloco.config.base import RunOwned, Settings
 from diloco.config.explain import explain
-from diloco.config.groups import (
-    BudgetConfig,
-    DataConfig,
-    DataRecipe,
-    InnerConfig,
-    ModelConfig,
-    OuterConfig,
-    RunConfig,
-    RunIdentity,
-)
 from diloco.config.manifest import Manifest, check_model_fits_data
-from diloco.config.peer_local import (
-    CheckpointConfig,
-    EvalConfig,
-    LocalConfig,
-    SimConfig,
-    SwarmConfig,
-    TrainConfig,
-    WandbConfig,
-)
 from diloco.errors import ConfigError
 
 __all__ = ["Config"]
-
-_LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/|/dns4?/localhost/")
 
 
 class Config(Settings):
     """The whole configuration of one peer; `compose` builds it from `configs/` and the command line."""
 
-    run: RunConfig
-    budget: BudgetConfig
-    local: LocalConfig = Field(default_factory=LocalConfig)
-    model: ModelConfig
-    data: DataConfig
-    inner: InnerConfig
-    outer: OuterConfig
-    swarm: SwarmConfig = Field(default_factory=SwarmConfig)
-    sim: SimConfig = Field(default_factory=SimConfig)
-    train: TrainConfig = Field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    eval: EvalConfig = Field(default_factory=EvalConfig)
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    run: groups.RunConfig
+    budget: groups.BudgetConfig
+    local: peer_local.LocalConfig = Field(default_factory=peer_local.LocalConfig)
+    model: groups.ModelConfig
+    data: groups.DataConfig
+    inner: groups.InnerConfig
+    outer: groups.OuterConfig
+    swarm: peer_local.SwarmConfig = Field(default_factory=peer_local.SwarmConfig)
+    sim: peer_local.SimConfig = Field(default_factory=peer_local.SimConfig)
+    train: peer_local.TrainConfig = Field(default_factory=peer_local.TrainConfig)
+    checkpoint: peer_local.CheckpointConfig = Field(default_factory=peer_local.CheckpointConfig)
+    eval: peer_local.EvalConfig = Field(default_factory=peer_local.EvalConfig)
+    wandb: peer_local.WandbConfig = Field(default_factory=peer_local.WandbConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -68,7 +48,7 @@ class Config(Settings):
     @property
     def only_here(self) -> bool:
         """Whether nobody on another machine can connect to this peer."""
-        return all(_LOOPBACK.search(address) for address in self.swarm.listen)
+        return all(scope(address) == "loopback" for address in self.swarm.listen)
 
     @property
     def joining_command(self) -> str:
@@ -80,10 +60,10 @@ class Config(Settings):
     def manifest(self) -> Manifest:
         """The run-owned half."""
         return Manifest(
-            run=_half(RunIdentity, self.run),
+            run=_half(groups.RunIdentity, self.run),
             budget=self.budget,
             model=self.model,
-            data=_half(DataRecipe, self.data),
+            data=_half(groups.DataRecipe, self.data),
             inner=self.inner,
             outer=self.outer,
         )
@@ -133,7 +113,7 @@ def _doubtful(config: Config) -> Iterator[str]:
             f"data.tokenizer=bytes uses 256 of model.config.vocab_size={vocabulary}; "
             "choose model=tiny or another data.tokenizer"
         )
-    elsewhere = any(not _LOOPBACK.search(one) for one in swarm.initial_peers if not one.startswith("@"))
+    elsewhere = any(scope(one) != "loopback" for one in swarm.initial_peers if not one.startswith("@"))
     if elsewhere and config.only_here:
         yield (
             "swarm.initial_peers is on another machine but swarm.listen only on this one; "

@@ -10,20 +10,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from diloco.config.compose import choices
 from diloco.config.explain import show
 from diloco.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["Axis", "grid", "hydra_multirun", "parse_axes", "require_plugin"]
+__all__ = ["Axis", "grid", "hydra_multirun", "parse_axes", "quoted", "require_plugin"]
 
 MOST_MEMBERS = 10_000
 PLUGINS = {"optuna": "hydra_optuna_sweeper", "submitit": "hydra_submitit_launcher"}
@@ -41,8 +37,7 @@ class Axis(NamedTuple):
 def parse_axes(overrides: Sequence[str]) -> list[str | Axis]:
     """The arguments in their order, those with several values as axes.
 
-    Raises:
-        ConfigError: a swept key is given twice, or its list of values is empty.
+    Raises ConfigError for a swept key that is given twice, and for an empty list of values.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -110,10 +105,7 @@ def hydra_multirun(
     """Lets a sweeper of Hydra choose values of the axes and its launcher call `task(number, chosen)` with them.
 
     Hydra sees the axes only, under names without dots; `task` returns what the sweeper minimises. `options` are
-    arguments for Hydra, such as `hydra.sweeper.n_trials=20`.
-
-    Raises:
-        ConfigError: Hydra refuses the sweeper, the launcher or their options.
+    arguments for Hydra, such as `hydra.sweeper.n_trials=20`. Raises ConfigError for what Hydra refuses.
     """
     import hydra
     from hydra.core.config_store import ConfigStore
@@ -132,19 +124,24 @@ def hydra_multirun(
         "--multirun",
         *([f"hydra/sweeper={sweeper}"] if sweeper not in ("grid", "basic") else []),
         *([f"hydra/launcher={launcher}"] if launcher else []),
-        f"hydra.sweep.dir={_quoted(directory)}",
-        "hydra.sweep.subdir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
+        *(f"hydra.sweep.dir={quoted(directory)}", "hydra.sweep.subdir=.", "hydra.output_subdir=null"),
+        *("hydra/job_logging=none", "hydra/hydra_logging=none"),
         *options,
         *(f"{axis.key.replace('.', '__')}={axis.text}" for axis in axes),
     ]
-    with _command_line(arguments):
-        try:
-            hydra.main(config_path=None, config_name="diloco_sweep", version_base="1.3")(member)()
-        except HydraException as error:
-            raise ConfigError(f"--sweeper={sweeper}: {show(str(error).splitlines()[0], limit=200)}") from None
+    # hydra.main reads its arguments from the process, and hides errors unless told not to.
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["diloco", *arguments], "1"
+    try:
+        hydra.main(config_path=None, config_name="diloco_sweep", version_base="1.3")(member)()
+    except HydraException as error:
+        raise ConfigError(f"--sweeper={sweeper}: {show(str(error).splitlines()[0], limit=200)}") from None
+    finally:
+        sys.argv = before
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full
 
 
 def _axis(key: str, text: str, override: Any) -> Axis:
@@ -164,20 +161,6 @@ def _axis(key: str, text: str, override: Any) -> Axis:
     return Axis(key, text, values)
 
 
-def _quoted(directory: Path) -> str:
+def quoted(directory: Path) -> str:
+    """A path as a value in Hydra's grammar."""
     return "'" + str(directory).replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-@contextmanager
-def _command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """`hydra.main` reads its arguments from the process, and hides errors unless told not to."""
-    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["diloco", *arguments], "1"
-    try:
-        yield
-    finally:
-        sys.argv = before
-        if full is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full

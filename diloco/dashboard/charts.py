@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from diloco.protocol.snapshot import PeerRound, Snapshot
+from diloco.protocol.snapshot import LossPoint, PeerRound, Snapshot
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
 
 __all__ = [
-    "contribution_rows",
-    "event_rows",
-    "fragment_map",
-    "fragment_rows",
-    "loss_by_time",
-    "loss_by_tokens",
-    "peer_rows",
+    "contribution_rows", "event_rows", "fragment_map", "fragment_rows", "loss_by_time", "loss_by_tokens", "peer_rows",
     "timeline",
-]
+]  # fmt: skip
 
 COLOURS = ["#3b82f6", "#10b981", "#f59e0b", "#8b5cf6", "#ef4444", "#06b6d4", "#ec4899", "#84cc16", "#f97316", "#6366f1"]
 PHASES = {"compute": "#10b981", "wait": "#f59e0b", "exchange": "#8b5cf6"}
 QUIET = "#808892"  # readable on white and on black
-FAINT = "rgba(128, 136, 146, 0.25)"
+FAINT_LINE = {"lineStyle": {"color": "rgba(128, 136, 146, 0.25)"}}
 ROUNDS = 4  # per peer in the timeline
 EVENTS = 60
 BARS = 16
@@ -41,49 +35,39 @@ def loss_by_tokens(snapshot: Snapshot) -> Options:
     unit, size = next((one for one in UNITS if most >= one[1]), ("", 1))
     x = [point.tokens / size for point in points]
     axis = {"type": "value", "name": f"{unit} tokens applied".lstrip(), "max": most / size or None}
-    return _loss(x, [(p.loss, p.low, p.high) for p in points], axis)
+    return _loss(x, points, axis)
 
 
 def loss_by_time(snapshot: Snapshot) -> Options:
     """Loss over time: all points."""
     x = [round(point.at * 1000) for point in snapshot.loss]
-    return _loss(x, [(p.loss, p.low, p.high) for p in snapshot.loss], {"type": "time"})
+    return _loss(x, snapshot.loss, {"type": "time"})
 
 
-def _loss(x: Sequence[float], losses: Sequence[tuple[float, float, float]], axis: Options) -> Options:
+def _loss(x: Sequence[float], points: Sequence[LossPoint], axis: Options) -> Options:
     """Three lines: the mean over the peers, and thinner the lowest and the highest peer."""
 
-    def line(name: str, index: int, width: float, opacity: float) -> Options:
-        return {
-            "name": name,
-            "type": "line",
-            "showSymbol": len(x) == 1,
-            "lineStyle": {"width": width, "opacity": opacity},
-            "itemStyle": {"color": COLOURS[0]},
-            "data": [[at, round(loss[index], 4)] for at, loss in zip(x, losses, strict=True)],
-        }
+    def line(name: str, field: str, width: float, opacity: float) -> Options:
+        data = [[at, round(getattr(point, field), 4)] for at, point in zip(x, points, strict=True)]
+        style = {"lineStyle": {"width": width, "opacity": opacity}, "itemStyle": {"color": COLOURS[0]}}
+        return {"name": name, "type": "line", "showSymbol": len(x) == 1, **style, "data": data}
 
     label = {"color": QUIET, "hideOverlap": True, "showMaxLabel": None if axis["type"] == "time" else False}
-    quiet = {"axisLabel": label, "axisLine": {"lineStyle": {"color": FAINT}}}
     return {
         "animation": False,
         "grid": {"left": 44, "right": 16, "top": 16, "bottom": 44},
         "tooltip": {"trigger": "axis"},
         "xAxis": {
             **axis,
-            **quiet,
+            "axisLabel": label,
+            "axisLine": FAINT_LINE,
+            "splitLine": {"show": False},
             "nameLocation": "middle",
             "nameGap": 28,
             "nameTextStyle": {"color": QUIET},
-            "splitLine": {"show": False},
         },
-        "yAxis": {
-            "type": "value",
-            "scale": True,
-            "axisLabel": {"color": QUIET},
-            "splitLine": {"lineStyle": {"color": FAINT}},
-        },
-        "series": [line("mean", 0, 2, 1.0), line("lowest", 1, 1, 0.35), line("highest", 2, 1, 0.35)],
+        "yAxis": {"type": "value", "scale": True, "axisLabel": {"color": QUIET}, "splitLine": FAINT_LINE},
+        "series": [line("mean", "loss", 2, 1.0), line("lowest", "low", 1, 0.35), line("highest", "high", 1, 0.35)],
     }
 
 
@@ -92,40 +76,26 @@ def fragment_map(snapshot: Snapshot) -> Options:
     names = snapshot.names()
     held: dict[str, list[Row]] = {}
     for row in snapshot.fragments:
-        syncer = "nobody" if row.syncer is None else names.get(row.syncer, row.syncer[-6:])
-        held.setdefault(syncer, []).append({"name": f"{row.fragment}  v{row.version}", "value": 1})
-    order = sorted(held)
+        tile = {"name": f"{row.fragment}  v{row.version}", "value": 1}
+        held.setdefault(_called(row.syncer, names), []).append(tile)
     tiles = [
         {
             "name": syncer,
             "children": held[syncer],
             "itemStyle": {"color": "#dc2626" if syncer == "nobody" else COLOURS[index % len(COLOURS)]},
         }
-        for index, syncer in enumerate(order)
+        for index, syncer in enumerate(sorted(held))
     ]
-    return {
-        "animation": False,
-        "tooltip": {"formatter": "fragment {b}"},
-        "series": [
-            {
-                "type": "treemap",
-                "animation": False,
-                "animationDurationUpdate": 0,
-                "data": tiles,
-                "roam": False,
-                "nodeClick": False,
-                "breadcrumb": {"show": False},
-                "left": 0,
-                "right": 0,
-                "top": 0,
-                "bottom": 0,
-                "upperLabel": {"show": True, "height": 18, "color": QUIET},
-                "label": {"color": "#fff", "overflow": "truncate"},
-                "itemStyle": {"borderColor": "transparent", "borderWidth": 1, "gapWidth": 1},
-                "levels": [{"itemStyle": {"borderWidth": 0, "gapWidth": 3}, "upperLabel": {"show": False}}],
-            }
-        ],
-    }
+    treemap = {
+        "type": "treemap", "data": tiles, "animation": False, "animationDurationUpdate": 0,
+        "roam": False, "nodeClick": False, "breadcrumb": {"show": False},
+        **dict.fromkeys(("left", "right", "top", "bottom"), 0),
+        "upperLabel": {"show": True, "height": 18, "color": QUIET},
+        "label": {"color": "#fff", "overflow": "truncate"},
+        "itemStyle": {"borderColor": "transparent", "borderWidth": 1, "gapWidth": 1},
+        "levels": [{"itemStyle": {"borderWidth": 0, "gapWidth": 3}, "upperLabel": {"show": False}}],
+    }  # fmt: skip
+    return {"animation": False, "tooltip": {"formatter": "fragment {b}"}, "series": [treemap]}
 
 
 def timeline(snapshot: Snapshot) -> Options:
@@ -142,18 +112,13 @@ def timeline(snapshot: Snapshot) -> Options:
     bars = [_bars(rounds[peer], begin) for peer in peers]
     series = [
         {
-            "name": name,
-            "type": "bar",
-            "stack": "round",
-            "barCategoryGap": "30%",
+            "name": name, "type": "bar", "stack": "round", "barCategoryGap": "30%",
             "itemStyle": {"color": PHASES.get(name, "transparent")},
-            "tooltip": {"show": bool(name)},
-            "silent": not name,
+            "tooltip": {"show": bool(name)}, "silent": not name,
             "data": [round(row[index], 3) for row in bars],
         }
         for index, name in enumerate(["", *PHASES] * ROUNDS)
-    ]
-    labels = {"color": QUIET, "formatter": "{value} s"}
+    ]  # fmt: skip
     return {
         "animation": False,
         "grid": {"left": 76, "right": 16, "top": 32, "bottom": 40},
@@ -162,14 +127,14 @@ def timeline(snapshot: Snapshot) -> Options:
         "xAxis": {
             "type": "value",
             "max": round(max(end - begin, 0.001), 3),
-            "axisLabel": {**labels, "showMaxLabel": False, "hideOverlap": True},
-            "splitLine": {"lineStyle": {"color": FAINT}},
+            "axisLabel": {"color": QUIET, "formatter": "{value} s", "showMaxLabel": False, "hideOverlap": True},
+            "splitLine": FAINT_LINE,
         },
         "yAxis": {
             "type": "category",
             "data": [names[peer] for peer in peers],
             "axisLabel": {"color": QUIET, "width": 64, "overflow": "truncate", "interval": 0},
-            "axisLine": {"lineStyle": {"color": FAINT}},
+            "axisLine": FAINT_LINE,
         },
         "series": series,
     }
@@ -189,10 +154,8 @@ def _bars(rows: Sequence[PeerRound], begin: float) -> list[float]:
 def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[Row]:
     """Rows of the table of peers; `paces(peer_id)` returns its recent tokens per second, from old to new."""
     names = snapshot.names()
-    rows = []
-    for peer in snapshot.peers:
-        history = paces(peer.peer_id)
-        row = {
+    return [
+        {
             "id": peer.peer_id,
             "peer": names[peer.peer_id],
             "short_id": peer.short_id,
@@ -201,7 +164,7 @@ def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[R
             "lag": peer.version_lag,
             "step": f"{peer.inner_step}/{peer.target_steps}" if peer.target_steps else "-",
             "pace": round(peer.steps_per_s, 2),
-            "history": sparkline(history, BARS) if any(history) else "",
+            "history": sparkline(history, BARS) if any(history := paces(peer.peer_id)) else "",
             "loss": None if peer.loss is None else round(peer.loss, 3),
             "busy": "-" if peer.seconds is None or not peer.seconds.total else f"{peer.seconds.utilization:.0%}",
             "tokens": human_count(peer.tokens),
@@ -209,27 +172,21 @@ def peer_rows(snapshot: Snapshot, paces: Callable[[str], list[float]]) -> list[R
             "received": human_bytes(peer.bytes_received),
             "seen": f"{peer.last_seen_s:.0f} s" if peer.last_seen_s > LATE_S else "now",
         }
-        rows.append(row)
-    return rows
+        for peer in snapshot.peers
+    ]
 
 
 def fragment_rows(snapshot: Snapshot) -> list[Row]:
     """Rows of the table of fragments, with names of peers for their ids."""
     names = snapshot.names()
-
-    def called(peer: str | None) -> str:
-        return "nobody" if peer is None else names.get(peer, peer[-6:])
-
     return [
-        {
-            "fragment": row.fragment,
-            "syncer": called(row.syncer),
-            "term": row.term,
-            "version": row.version,
-            "backup": called(row.backup),
-        }
+        row.model_dump() | {"syncer": _called(row.syncer, names), "backup": _called(row.backup, names)}
         for row in snapshot.fragments
     ]
+
+
+def _called(peer: str | None, names: Mapping[str, str]) -> str:
+    return "nobody" if peer is None else names.get(peer, peer[-6:])
 
 
 def contribution_rows(snapshot: Snapshot) -> list[Row]:

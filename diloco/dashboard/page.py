@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from nicegui import ui
@@ -17,9 +19,11 @@ __all__ = ["PageContent", "build"]
 EVERY_S = 1.0
 CARD = "w-full p-3 gap-1 min-w-0"
 LATE_S = 5.0
+FIGURES = [
+    "outer step", "tokens applied", "loss", "tokens / s", "peers training", "components", "in flight", "discarded"
+]  # fmt: skip
 WIDE = "max-sm:hidden"  # hides columns for which a phone has no room
-MODES = {None: ("brightness_auto", "as the system"), True: ("dark_mode", "dark"), False: ("light_mode", "light")}
-NEXT_MODE = {None: True, True: False, False: None}
+MODES = [(None, "brightness_auto", "as the system"), (True, "dark_mode", "dark"), (False, "light_mode", "light")]
 
 
 class PageContent:
@@ -85,8 +89,8 @@ def build(content: PageContent) -> None:
         updates.append(_head(content))
         updates.append(_numbers(content))
         with ui.grid().classes("w-full gap-3 grid-cols-1 lg:grid-cols-2"):
-            for title, name in (("Loss by tokens", "loss_by_tokens"), ("Loss by time", "loss_by_time")):
-                updates.append(_chart(content, title, name, lambda content: 260))
+            updates.append(_chart(content, "Loss by tokens", "loss_by_tokens", lambda content: 260))
+            updates.append(_chart(content, "Loss by time", "loss_by_time", lambda content: 260))
             updates.append(_chart(content, "Fragments by syncer", "fragment_map", lambda content: 300))
             updates.append(_table(content, "Fragments", "fragments", FRAGMENTS, 7))
         updates.append(_table(content, "Peers", "peers", PEERS, 16))
@@ -118,17 +122,16 @@ def _head(content: PageContent) -> Callable[[], None]:
         button = ui.button().props('flat round dense aria-label="light or dark"')
     why = ui.label().classes("w-full text-sm text-red-600 break-all")
 
-    def show_mode() -> None:
-        icon, text = MODES[dark.value]
-        button.props(f"icon={icon}").tooltip(text)
+    modes = cycle(MODES)
 
     def switch() -> None:
-        dark.set_value(NEXT_MODE[dark.value])
+        mode, icon, text = next(modes)
+        dark.set_value(mode)
         button.clear()
-        show_mode()
+        button.props(f"icon={icon}").tooltip(text)
 
     button.on_click(switch)
-    show_mode()
+    switch()
 
     def update() -> None:
         snapshot, text = content.poller.snapshot, content.state()
@@ -147,18 +150,8 @@ def _head(content: PageContent) -> Callable[[], None]:
 
 def _numbers(content: PageContent) -> Callable[[], None]:
     labels: dict[str, ui.label] = {}
-    names = [
-        "outer step",
-        "tokens applied",
-        "loss",
-        "tokens / s",
-        "peers training",
-        "components",
-        "in flight",
-        "discarded",
-    ]
     with ui.grid().classes("w-full gap-2 grid-cols-2 sm:grid-cols-4 lg:grid-cols-8"):
-        for name in names:
+        for name in FIGURES:
             with ui.card().classes("p-2 gap-0 min-w-0"):
                 ui.label(name).classes("text-xs opacity-70")
                 labels[name] = ui.label("-").classes("text-lg font-medium tabular-nums whitespace-nowrap")
@@ -189,36 +182,25 @@ def _chart(content: PageContent, title: str, name: str, height: Callable[[PageCo
     return update
 
 
-Columns = list[tuple[str, str, bool]]
-"""Field, title, and whether a phone has room for it. Numbers are right-aligned."""
+@dataclass(frozen=True)
+class Columns:
+    """The fields of a table, and those for which a phone has room."""
 
-PEERS: Columns = [
-    ("peer", "peer", True),
-    ("short_id", "id", False),
-    ("state", "state", True),
-    ("device", "device", False),
-    ("lag", "lag", True),
-    ("step", "step", False),
-    ("pace", "steps/s", False),
-    ("history", "tokens/s, 2 min", False),
-    ("loss", "loss", True),
-    ("busy", "busy", False),
-    ("tokens", "tokens", False),
-    ("sent", "sent", False),
-    ("received", "received", False),
-    ("seen", "seen", True),
-]
-FRAGMENTS: Columns = [(name, name, name != "term") for name in ("fragment", "syncer", "term", "version", "backup")]
-CONTRIBUTIONS: Columns = [
-    ("peer", "peer", True),
-    ("tokens", "tokens", True),
-    ("share", "share", True),
-    ("steps", "outer steps", True),
-    ("bytes", "payload", False),
-    ("versions", "versions", False),
-]
-EVENTS: Columns = [("ago", "ago", True), ("kind", "event", True), ("text", "", True)]
-SORTABLE = {"peer", "short_id", "state", "device", "lag", "pace", "loss", "fragment", "syncer", "backup", "steps"}
+    wide: str
+    phone: str
+
+
+PEERS = Columns(
+    "peer short_id state device lag step pace history loss busy tokens sent received seen", "peer state lag loss seen"
+)
+FRAGMENTS = Columns("fragment syncer term version backup", "fragment syncer version backup")
+CONTRIBUTIONS = Columns("peer tokens share steps bytes versions", "peer tokens share steps")
+EVENTS = Columns("ago kind text", "ago kind text")
+TITLES = {
+    "short_id": "id", "pace": "steps/s", "history": "tokens/s, 2 min", "steps": "outer steps", "bytes": "payload",
+    "kind": "event", "text": "",
+}  # fmt: skip
+UNSORTED = {"history", "tokens", "sent", "received", "step", "bytes", "versions", "ago", "kind", "text"}
 # Quasar's template of a cell; colours that are readable on white and on black.
 STATE = """<q-td :props="props"><q-badge outline :color="{training: 'green', exchanging: 'cyan', starting: 'orange',
 ready: 'orange', leaving: 'grey', done: 'blue'}[props.value] || 'grey'">{{ props.value }}</q-badge></q-td>"""
@@ -226,25 +208,24 @@ LEFT = {"peer", "short_id", "state", "device", "syncer", "backup", "kind", "text
 
 
 def _table(content: PageContent, title: str, name: str, columns: Columns, page: int) -> Callable[[], None]:
+    phone = columns.phone.split()
     described = [
         {
             "name": field,
-            "label": label,
+            "label": TITLES.get(field, field),
             "field": field,
-            "align": "left" if field in LEFT else "right",
-            "sortable": name != "events"
-            and field not in ("history", "tokens", "sent", "received", "step", "bytes", "versions"),
-            "classes": f"{'' if phone else WIDE} {'text-primary tracking-tighter' if field == 'history' else ''}",
-            "headerClasses": "" if phone else WIDE,
+            "align": "left" if field in LEFT else "right",  # numbers on the right
+            "sortable": field not in UNSORTED,
+            "classes": ("" if field in phone else WIDE) + (" text-primary tracking-tighter" * (field == "history")),
+            "headerClasses": "" if field in phone else WIDE,
             "style": "white-space: normal; overflow-wrap: anywhere" if field == "text" else "",
         }
-        for field, label, phone in columns
+        for field in columns.wide.split()
     ]
     with ui.card().classes(CARD):
         ui.label(title).classes("text-sm font-medium")
-        table = ui.table(
-            rows=[], columns=described, row_key="id" if name != "fragments" else "fragment", pagination=page
-        )
+        key = "id" if name != "fragments" else "fragment"
+        table = ui.table(rows=[], columns=described, row_key=key, pagination=page)
         table.classes("w-full tabular-nums").props("dense flat hide-no-data :rows-per-page-options=[]")
         if name == "peers":
             table.add_slot("body-cell-state", STATE)

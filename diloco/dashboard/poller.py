@@ -26,35 +26,26 @@ class Source(Protocol):
 
     async def ask(self) -> Snapshot:
         """A snapshot of the swarm as it is now. Raises `DilocoError` if no peer answers."""
-        ...
 
-    async def close(self) -> None:
-        """Ends the connection to the swarm."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Poller:
     """The newest snapshot, and the pace of each peer over the last two minutes.
 
-    Attributes:
-        snapshot: the newest one; it stays when the swarm no longer answers.
-        number: the number of snapshots so far.
-        lost: why no peer answers; None while one does.
-        tokens_per_s: of the whole swarm; None before two samples.
-
     A `DilocoError` of the source does not end the polling.
     """
 
     def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
-        self.snapshot: Snapshot | None = None
-        self.number = 0
-        self.lost: str | None = None
+        self.snapshot: Snapshot | None = None  # the newest one; it stays when the swarm no longer answers
+        self.number = 0  # of snapshots so far
+        self.lost: str | None = None  # why no peer answers; None while one does
+        self.tokens_per_s: float | None = None  # of the whole swarm; None before two samples
         self._source = source
         self._clock = clock
         self._seen_at = clock()
         self._sampled: tuple[float, dict[str, int], int] | None = None
         self._paces: dict[str, deque[float]] = {}
-        self.tokens_per_s: float | None = None
 
     async def run(self) -> None:
         """Polls until cancelled, then closes the source."""

@@ -35,32 +35,23 @@ class Stream(Protocol):
 
     def __next__(self) -> Tensor:
         """The next batch: (B, T) int64 on the CPU."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch, as a JSON object."""
-        ...
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues after the last batch before `state` was taken; exactly so if data and shards are unchanged.
 
-        Raises:
-            CheckpointError: `state` is not a position of this kind of stream.
+        Raises CheckpointError: `state` is not a position of this kind of stream.
         """
-        ...
 
 
 class Dataset(Protocol):
     """Text of one source, tokenised and split."""
 
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def sequence_length(self) -> int: ...
-    @property
-    def description(self) -> str:
-        """One line for the log: the source and its size."""
-        ...
+    tokenizer: Tokenizer
+    sequence_length: int
+    description: str  # one line for the log: the source and its size
 
     def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> Stream:
         """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.
@@ -68,36 +59,30 @@ class Dataset(Protocol):
         With `shards=None` the number of peers is unknown: every `shard` number then has its own order over all data,
         and two peers may train on the same sequence.
         """
-        ...
 
     def leased(self, batch_size: int, take: TakeUnits, *, shard: int = 0) -> Stream:
         """Training batches of the ranges that `take` returns, from the numbered list that all peers of the run share.
 
         A source without numbered sequences (a hub stream) behaves like `batches` with `shards=None`.
         """
-        ...
 
     def sequences(self, numbers: Sequence[int]) -> Tensor | None:
         """Training sequences by their numbers in the list that all peers of the run share: (N, T) int64.
 
         None if the source has no numbered sequences (a hub stream).
         """
-        ...
 
     def holdout(self, sequences: int) -> Tensor:
         """The first `sequences` held-out sequences (or all, if there are fewer): (N, T) int64, equal on every peer.
 
-        Raises:
-            DataError: the held-out documents do not fill one sequence.
+        Raises DataError: the held-out documents do not fill one sequence.
         """
-        ...
 
 
 def load(settings: DataConfig, seed: int) -> Dataset:
     """Opens the data of a run: reads and tokenises local text, or connects to the hub.
 
-    Raises:
-        DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
+    Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
     """
     tokenizer = load_tokenizer(settings.tokenizer)
     if settings.source == "hub":

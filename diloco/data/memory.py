@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.packing import Packer, is_held_out
-from diloco.data.shuffle import permuted
+from diloco.data.packing import Packer, is_held_out, permuted
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import CheckpointError, DataError
 
@@ -74,8 +73,7 @@ class MemoryDataset:
         return MemoryStream(self.training, batch_size, self._seed, shard, shards)
 
     def leased(self, batch_size: int, take: TakeUnits, *, shard: int = 0) -> LeasedStream:
-        own = MemoryStream(self.training, batch_size, self._seed, shard, None)
-        return LeasedStream(self.training, batch_size, self._seed, take, own)
+        return LeasedStream(self.training, batch_size, self._seed, shard, take)
 
     def sequences(self, numbers: Sequence[int]) -> Tensor:
         return _sequences(self.training, np.asarray(numbers, dtype=np.int64), f"{self._seed}")
@@ -85,35 +83,6 @@ class MemoryDataset:
         count = min(sequences, len(self.held_out))
         chosen = permuted(np.arange(count), len(self.held_out), "holdout")
         return torch.from_numpy(self.held_out[chosen].astype(np.int64))
-
-
-class LeasedStream:
-    """Batches of the work units that the swarm leases to this peer.
-
-    While `take` returns None (the peer that hands out units has died, for example) training does not wait: the batch
-    comes from this peer's own order over all data. Leased units are not part of the state, because a peer that stops
-    gives them back.
-    """
-
-    def __init__(self, rows: NDArray[Any], batch_size: int, seed: int, take: TakeUnits, own: MemoryStream) -> None:
-        self._rows, self._batch_size, self._order = rows, batch_size, f"{seed}"
-        self._take, self._own = take, own
-
-    def __iter__(self) -> LeasedStream:
-        return self
-
-    def __next__(self) -> Tensor:
-        units = self._take(self._batch_size)
-        if units is None:
-            return next(self._own)
-        numbers = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in units])
-        return _sequences(self._rows, numbers, self._order)
-
-    def state(self) -> dict[str, Any]:
-        return self._own.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._own.restore(state)
 
 
 def _sequences(rows: NDArray[Any], numbers: NDArray[np.int64], order: str) -> Tensor:
@@ -164,3 +133,23 @@ class MemoryStream:
     @functools.cached_property
     def _digest(self) -> str:
         return f"{zlib.crc32(self._rows.data):08x}-{len(self._rows)}x{self._rows.shape[1]}"
+
+
+class LeasedStream(MemoryStream):
+    """Batches of the work units that the swarm leases to this peer.
+
+    While `take` returns None (the peer that hands out units has died, for example) training does not wait: the batch
+    comes from this peer's own order over all data. Leased units are not part of the state, because a peer that stops
+    gives them back.
+    """
+
+    def __init__(self, rows: NDArray[Any], batch_size: int, seed: int, shard: int, take: TakeUnits) -> None:
+        super().__init__(rows, batch_size, seed, shard, None)
+        self._common_order, self._take = f"{seed}", take
+
+    def __next__(self) -> Tensor:
+        units = self._take(self._batch_size)
+        if units is None:
+            return super().__next__()
+        numbers = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in units])
+        return _sequences(self._rows, numbers, self._common_order)

@@ -8,7 +8,6 @@ document that another holds out, because the hash of the document decides.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO
 from diloco.config import DataConfig
 from diloco.errors import DataError, DilocoError
 
-__all__ = ["documents", "open_stream", "reading", "text_of"]
+__all__ = ["check_reachable", "documents", "open_stream", "reading", "text_of"]
 
 # Generated tables and machine-specific constants, tests, and packages that are not part of the library.
 _STDLIB_SKIPPED = frozenset(
@@ -33,8 +32,7 @@ _SUFFIXES = {"json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".j
 def documents(settings: DataConfig) -> Iterator[bytes]:
     """The documents of a local source (`stdlib`, `text`, `json`, `parquet`).
 
-    Raises:
-        DataError: while iterating, if a file is missing, unreadable or not text, or has no such field.
+    Raises DataError while iterating, if a file is missing, unreadable or not text, or has no such field.
     """
     if settings.source == "stdlib":
         return _stdlib()
@@ -45,15 +43,15 @@ def documents(settings: DataConfig) -> Iterator[bytes]:
 
 def open_stream(builder: str, **options: Any) -> Any:
     """`datasets.load_dataset(builder, ..., streaming=True)`, silent: an `IterableDataset`. Use inside `reading`."""
-    return _datasets().load_dataset(builder, streaming=True, **options)
+    import datasets as module  # type: ignore[import-untyped, unused-ignore]  # late, because it takes a second
+
+    module.logging.set_verbosity(module.logging.CRITICAL)
+    module.disable_progress_bars()
+    return module.load_dataset(builder, streaming=True, **options)
 
 
 def text_of(row: Mapping[str, Any], field: str) -> bytes:
-    """The text of one row as UTF-8; empty for a null.
-
-    Raises:
-        DataError: there is no such field, or it does not hold text.
-    """
+    """The text of one row as UTF-8; empty for a null. Raises DataError if there is no such field with text."""
     if field not in row:
         raise DataError(f"data.field: {field!r} is no field of the data; its fields are {', '.join(sorted(row))}")
     value = row[field]
@@ -62,6 +60,33 @@ def text_of(row: Mapping[str, Any], field: str) -> bytes:
         kind = type(value).__name__
         raise DataError(f"data.field: {field!r} holds {kind}, not text; fields with text: {', '.join(texts) or 'none'}")
     return (value or "").encode("utf-8", errors="replace")
+
+
+def check_reachable(key: str, kind: str, name: str) -> None:
+    """Asks the hub once whether it has the `kind` ('dataset' or 'model') called `name`, the value of the setting `key`.
+
+    This comes before the hub's own client, which retries for 20 to 50 s without a network. Does not ask in offline mode
+    (HF_HUB_OFFLINE): there the client answers at once, from its cache.
+
+    Raises DataError: no network, no such name, or no permission.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        return
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    hub = huggingface_hub.HfApi()
+    try:
+        (hub.dataset_info if kind == "dataset" else hub.model_info)(name, timeout=10)
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        if isinstance(error, HfHubHTTPError | HFValidationError):
+            text = f"is no {kind} that the Hugging Face hub shows you ({why})"
+            remedy = "check the name, or log in with `hf auth login`"
+        else:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
+            text = f"cannot be fetched, the Hugging Face hub is not reachable ({why})"
+            remedy = "check the network, or use local files"
+        raise DataError(f"{key}: {name!r} {text}; {remedy}") from error
 
 
 @contextlib.contextmanager
@@ -151,13 +176,3 @@ def _table(settings: DataConfig) -> Iterator[bytes]:
         for row in open_stream(settings.source, data_files=files, split="train"):
             if text := text_of(row, settings.field):
                 yield text
-
-
-@functools.cache
-def _datasets() -> Any:
-    """`datasets`, without its progress bars and log lines. Imported late, because that takes a second."""
-    import datasets as module  # type: ignore[import-untyped, unused-ignore]
-
-    module.logging.set_verbosity(module.logging.CRITICAL)
-    module.disable_progress_bars()
-    return module

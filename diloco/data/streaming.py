@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.hub import check_reachable
 from diloco.data.memory import TakeUnits
-from diloco.data.packing import Packer, is_held_out
-from diloco.data.shuffle import permuted
-from diloco.data.sources import open_stream, reading, text_of
+from diloco.data.packing import Packer, is_held_out, permuted
+from diloco.data.sources import check_reachable, open_stream, reading, text_of
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import CheckpointError, DataError
 
@@ -48,24 +46,25 @@ class HubDataset:
         assert settings.name is not None
         self.tokenizer = tokenizer
         self.sequence_length = settings.sequence_length
-        self._settings = settings
-        self._seed = seed
+        self.settings = settings
+        self.seed = seed
         if not Path(settings.name).exists():
             check_reachable("data.name", "dataset", settings.name)
         with _reading_hub(settings):
-            self._rows = open_stream(settings.name, name=settings.subset, split=settings.split)
-            first = next(iter(self._rows), None)
+            # An IterableDataset; its "shards" are files.
+            self.rows = open_stream(settings.name, name=settings.subset, split=settings.split)
+            first = next(iter(self.rows), None)
         if first is None:
             raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")
         text_of(first, settings.field)
-        self._rows = self._rows.select_columns([settings.field])
-        files = self._rows.num_shards
+        self.rows = self.rows.select_columns([settings.field])
+        files = self.rows.num_shards
         self.description = (
             f"hub {settings.name}: {files:,} files, streamed in sequences of {self.sequence_length} tokens"
         )
 
     def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> HubStream:
-        return HubStream(self._rows, self._settings, self.tokenizer, self._seed, batch_size, shard, shards)
+        return HubStream(self, batch_size, shard, shards)
 
     def leased(self, batch_size: int, take: TakeUnits, *, shard: int = 0) -> HubStream:
         return self.batches(batch_size, shard=shard, shards=None)
@@ -76,16 +75,16 @@ class HubDataset:
     def holdout(self, sequences: int) -> Tensor:
         # Reads 1 / data.holdout times the text that it returns, once per run.
         packer = Packer(self.sequence_length, self.tokenizer)
-        with _reading_hub(self._settings):
-            for row in self._rows:
-                document = text_of(row, self._settings.field)
-                if document and is_held_out(document, self._settings.holdout):
+        with _reading_hub(self.settings):
+            for row in self.rows:
+                document = text_of(row, self.settings.field)
+                if document and is_held_out(document, self.settings.holdout):
                     packer.add(self.tokenizer.encode([document])[0])
                     if len(packer) >= sequences:
                         break
         if not len(packer):
             raise DataError(
-                f"data.holdout: {self._settings.holdout} of the documents of {self._settings.name} leaves no held-out "
+                f"data.holdout: {self.settings.holdout} of the documents of {self.settings.name} leaves no held-out "
                 f"sequence of {self.sequence_length} tokens; raise it"
             )
         return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
@@ -94,25 +93,16 @@ class HubDataset:
 class HubStream:
     """One shard's endless batches of a streaming dataset."""
 
-    def __init__(
-        self,
-        rows: Any,
-        settings: DataConfig,
-        tokenizer: Tokenizer,
-        seed: int,
-        batch_size: int,
-        shard: int,
-        shards: int | None,
-    ) -> None:
+    def __init__(self, dataset: HubDataset, batch_size: int, shard: int, shards: int | None) -> None:
         assert batch_size > 0 and shard >= 0 and (shards is None or shard < shards), (batch_size, shard, shards)
-        self._rows = rows  # an IterableDataset; its "shards" are files
-        self._settings = settings
-        self._tokenizer = tokenizer
+        self._rows = dataset.rows
+        self._settings = settings = dataset.settings
+        self._tokenizer = dataset.tokenizer
         self._batch_size = batch_size
-        self._packer = Packer(settings.sequence_length, tokenizer)
-        self._files: int = rows.num_shards
+        self._packer = Packer(settings.sequence_length, self._tokenizer)
+        self._files: int = self._rows.num_shards
         self._shard, self._shards = shard, shards
-        self._order = f"{seed}" if shards is not None else f"{seed}/{shard}"
+        self._order = f"{dataset.seed}" if shards is not None else f"{dataset.seed}/{shard}"
         by_file = shards is not None and self._files >= shards
         self._first, self._stride = (shard, shards) if by_file and shards is not None else (0, 1)
         # With too few files every shard takes each `_document_stride`-th document; 1: it takes whole files.
@@ -136,17 +126,12 @@ class HubStream:
 
     def state(self) -> dict[str, Any]:
         return {
-            "kind": "hub",
-            "epoch": self._epoch,
-            "visit": self._visit,
-            "document": self._document,
+            "kind": "hub", "epoch": self._epoch, "visit": self._visit, "document": self._document,
             "documents_in_epoch": self._documents_in_epoch,
-            "stride": self._stride,
-            "shard": self._shard,
-            "shards": self._shards,
+            "stride": self._stride, "shard": self._shard, "shards": self._shards,
             "file": None if self._file is None else copy.deepcopy(self._file.state_dict()),
             "waiting": self._packer.waiting(),
-        }
+        }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
         try:

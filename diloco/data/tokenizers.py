@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.hub import check_reachable
+from diloco.data.sources import check_reachable
 from diloco.errors import DataError, DilocoError
 
 __all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "load_tokenizer"]
@@ -29,42 +30,30 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int | None:
         """The token after every document; None if the vocabulary has no such token, and then none is inserted."""
-        ...
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 becomes U+FFFD or stays as it is."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text, without special tokens; invalid UTF-8 becomes U+FFFD."""
-        ...
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
         """The length in bytes of the text that `tokens` stand for."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Writes the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
-        ...
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the Hugging Face hub.
 
-    Runs no code from the directory or the hub.
-
-    Raises:
-        DataError: there is no such directory or name, or it holds no tokenizer.
+    Runs no code from there. Raises DataError if there is no such directory or name, or it holds no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
     marker = Path(name) / _MARKER
-    if marker.is_file():
-        try:
-            kind = json.loads(marker.read_text(encoding="utf-8"))["tokenizer"]
-        except (OSError, ValueError, KeyError, TypeError):
-            kind = None
-        if kind == "bytes":
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads(marker.read_text(encoding="utf-8"))["tokenizer"] == "bytes":
             return ByteTokenizer()
     return HubTokenizer(name)
 

@@ -11,7 +11,7 @@ from torch import nn
 from diloco import model as models
 from diloco.config import Config, ModelConfig
 from diloco.errors import ConfigError
-from diloco.model.library import one_line, transformers
+from diloco.model.files import one_line, transformers
 from diloco.train.island import Island
 from diloco.train.loop import autocast
 

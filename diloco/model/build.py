@@ -19,8 +19,7 @@ from torch import Tensor, default_generator, nn
 
 from diloco.config import ModelConfig
 from diloco.errors import ConfigError
-from diloco.model.files import load
-from diloco.model.library import one_line, transformers
+from diloco.model.files import load, one_line, transformers
 
 __all__ = ["build", "config_of", "loss", "num_parameters"]
 
@@ -36,10 +35,8 @@ def build(
     The weights depend only on `seed` and the installed torch. The global RNG state has no influence and stays as it is.
     Give `vocab_size` (of the tokenizer) and `sequence_length` (in tokens) to check that the model fits the data.
 
-    Raises:
-        ConfigError: no such model type, an unknown name or impossible value in the config, or a model too small for
-            the data.
-        CheckpointError: `model.path` is not a directory with a readable safetensors checkpoint.
+    Raises ConfigError for an unknown model type or name, an impossible value, or a model too small for the data, and
+    CheckpointError if `model.path` is not a directory with a readable safetensors checkpoint.
     """
     if settings.path is not None:
         loaded: Any = load(settings.path, key="model.path")
@@ -67,8 +64,7 @@ def build(
 def config_of(settings: ModelConfig) -> Any:
     """The transformers config (a `PreTrainedConfig`) of `settings`; allocates no weights.
 
-    Raises:
-        ConfigError: there is no causal LM of this type, or its config refuses a name or a value.
+    Raises ConfigError: there is no causal LM of this type, or its config refuses a name or a value.
     """
     library = transformers()
     names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports no model

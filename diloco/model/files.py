@@ -6,6 +6,7 @@ appears as a whole or not at all: the files are written into a sibling directory
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import shutil
@@ -16,9 +17,8 @@ import torch
 from torch import nn
 
 from diloco.errors import CheckpointError, ConfigError
-from diloco.model.library import one_line, transformers
 
-__all__ = ["Vocabulary", "load", "save"]
+__all__ = ["Vocabulary", "load", "one_line", "save", "transformers"]
 
 
 class Vocabulary(Protocol):
@@ -35,8 +35,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabul
     With a tokenizer, its files are written too, and generation stops at its end token. POSIX cannot exchange two
     directories: between two renames, an existing `directory` is absent for a moment.
 
-    Raises:
-        ConfigError: the directory cannot be written (permission, no space); its old content stays.
+    Raises ConfigError: the directory cannot be written (permission, no space); its old content stays.
     """
     target = Path(directory)
     try:
@@ -59,8 +58,7 @@ def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
     Reads local safetensors only: no download, no pickle, no code from the directory. Error texts begin with `key`, the
     setting that holds the path.
 
-    Raises:
-        CheckpointError: there is no such directory, it lacks the config or safetensors, or weights are missing.
+    Raises CheckpointError: there is no such directory, it lacks the config or safetensors, or weights are missing.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -117,3 +115,23 @@ def _replace(target: Path, fresh: Path) -> None:
 
 def _sibling(target: Path) -> Path:
     return target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+
+
+@functools.cache
+def transformers() -> Any:
+    """The `transformers` module without progress bars, advice and warnings; errors are still raised.
+
+    Imported late, because it takes seconds; silent, because output tears the live table.
+    """
+    import transformers
+
+    module: Any = transformers  # its functions have no annotations
+    module.logging.set_verbosity_error()
+    module.logging.disable_progress_bar()
+    return module
+
+
+def one_line(error: BaseException) -> str:
+    """The text of another library's exception, on one line and at most 300 characters long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

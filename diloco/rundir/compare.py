@@ -20,7 +20,7 @@ from diloco.config import compose, flatten
 from diloco.errors import ConfigError
 from diloco.rundir.files import read_json_lines, write_atomic
 
-__all__ = ["AXES", "Point", "Run", "find_runs", "plot_runs", "read_runs", "time_to_loss", "worst_loss"]
+__all__ = ["AXES", "Point", "Run", "find_runs", "plot_runs", "read_json", "read_runs", "time_to_loss", "worst_loss"]
 
 AXES = {"tokens": "tokens applied by the swarm", "time": "seconds", "bytes": "bytes sent by all peers"}
 LONGEST_NAME = 60
@@ -158,9 +158,9 @@ def _is_run(place: Path) -> bool:
 
 
 def _read(directory: Path) -> Run:
-    member = _json(directory / "member.json")
+    member = read_json(directory / "member.json")
     run = Run(directory, _settings(directory / "config.yaml", member.get("overrides")))
-    summary = _json(directory / "summary.json")
+    summary = read_json(directory / "summary.json")
     _read_summary(run, summary)
     if run.exit is None:  # it wrote no summary, but the sweep knows its exit code
         run.exit = _whole(member.get("exit"))
@@ -223,7 +223,7 @@ def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> 
     return [points[version] for version in sorted(points)]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())

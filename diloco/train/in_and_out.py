@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from diloco.errors import UnsavedError
+from diloco.errors import UnsavedError, on_signals
 from diloco.rundir.reporting import Message, Stage
 from diloco.train.baseline import DataParallel
 from diloco.train.island import Island
@@ -65,9 +64,5 @@ def signals(sync: Sync, island: Island) -> Iterator[None]:
             sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
         sync.interrupt()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_signals(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,1 +1,1 @@
-"""Arguments of every command, one module per audience."""
+"""Arguments of every command; `common.py` has the way from there to the module that does the work."""

@@ -14,22 +14,19 @@ import click
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # a help text does not wait for pydantic
-    from diloco.config import Config
     from diloco.config.address import Address
 
-__all__ = [
-    "Command",
-    "Function",
-    "admission",
-    "check",
-    "configured",
-    "implementation",
-    "is_override",
-    "run",
-    "sweepable",
-]
+__all__ = ["PATH", "Command", "Function", "configured", "guest", "implementation", "run", "split_address", "sweepable"]
 
+PATH = click.Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The function that does the work of a command, where it is not `run` in a module of the command's own.
+WORKERS = {
+    "train": "peer.train", "host": "peer.host",
+    "eval": "model.evaluate", "export": "model.export", "generate": "model.generate",
+    "keygen": "keys.keygen", "invite": "keys.invite", "revoke": "keys.revoke",
+}  # fmt: skip
 
 
 class Command(click.Command):
@@ -49,45 +46,39 @@ class Command(click.Command):
 
 def configured(function: Function) -> Function:
     """Adds what every command that takes a configuration has."""
-    for decorate in (
-        click.argument("overrides", nargs=-1, type=click.UNPROCESSED),
-        click.option(
-            "--config",
-            "base",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help="Start from this config.yaml of a run instead of the defaults.",
-        ),
-        click.option(
-            "--cfg",
-            type=click.Choice(["job", "manifest", "help"]),
-            help="Print the composed configuration, the manifest and its hash, or every setting; then stop.",
-        ),
-    ):
-        function = decorate(function)
-    return function
+    function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED)(function)
+    function = click.option(
+        "--config", "base", type=PATH, metavar="FILE",
+        help="Start from this config.yaml of a run instead of the defaults.",
+    )(function)  # fmt: skip
+    return click.option(
+        "--cfg",
+        type=click.Choice(["job", "manifest", "help"]),
+        help="Print the composed configuration, the manifest and its hash, or every setting; then stop.",
+    )(function)
 
 
-def sweepable(function: Function) -> Function:
-    """Adds --multirun, which makes a command the same as `diloco sweep COMMAND`."""
-    return click.option("--multirun", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")(function)
+sweepable = click.option("--multirun", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")
+"""For commands that are the same as `diloco sweep COMMAND` with it."""
 
 
 def run(
     command: str,
     overrides: tuple[str, ...],
-    cfg: str | None,
-    base: Path | None,
+    cfg: str | None = None,
+    base: Path | None = None,
     given: Sequence[str] = (),
+    multirun: bool = False,
     **options: Any,
 ) -> int:
     """Composes the configuration, and prints it or runs the command with it.
 
-    `overrides` are the user's, `given` those that the command adds.
+    `overrides` are the user's, `given` those that the command adds. A typed setting without effect is refused, and one
+    that is probably not meant is a warning on stderr.
     """
-    from diloco.config import compose, help_text
+    from diloco.config import compose, help_text, refuse_ignored
 
-    if options.pop("multirun", False):
+    if multirun:
         if cfg is not None:
             raise ConfigError(f"--cfg={cfg} shows one configuration; drop --multirun")
         return implementation("sweep")(command=command, overrides=overrides, base=base)
@@ -100,37 +91,38 @@ def run(
         manifest = config.manifest()
         click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
         return _write(manifest.to_json(indent=2))
-    check(command, config, overrides)
+    if command != "train" or not config.run.report:  # a supervisor has checked what the user typed, and adds its own
+        refuse_ignored(config, command, overrides)
+        for doubt in config.warnings():
+            click.echo(f"diloco: warning: {doubt}", err=True)
     return implementation(command)(config, **options)
 
 
-def check(command: str, config: Config, overrides: Sequence[str]) -> None:
-    """Refuses typed settings without effect, and warns on stderr of settings that are probably not meant."""
-    from diloco.config import refuse_ignored
-
-    if command == "train" and config.run.report:
-        return  # the supervisor has checked what the user typed, and adds settings of its own
-    refuse_ignored(config, command, overrides)
-    for doubt in config.warnings():
-        click.echo(f"diloco: warning: {doubt}", err=True)
+def split_address(address: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """ADDRESS and overrides, where the first argument may have been an override already."""
+    if address is not None and "=" in address and not address.startswith(("/", "@", "diloco:")):
+        return None, (address, *overrides)
+    return address, overrides
 
 
-def is_override(argument: str) -> bool:
-    """Whether the argument in the place of an ADDRESS is a setting."""
-    return "=" in argument and not argument.startswith(("/", "@", "diloco:"))
+def guest(address: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> tuple[Address, list[str]]:
+    """The ADDRESS of a swarm whose run is its own, and the token of a link as the setting that carries it.
 
+    `ConfigError` for a damaged address, and for typed settings of the run that are not `allowed`.
+    """
+    from diloco.config import refuse_run_owned
+    from diloco.config.address import Address
 
-def admission(address: Address) -> list[str]:
-    """The token of a link, as the setting that carries it."""
-    if address.token is None:
-        return []
-    return [f"swarm.token='{address.token}'"]
+    found = Address.parse(address)
+    refuse_run_owned(overrides, allowed)
+    return found, [] if found.token is None else [f"swarm.token='{found.token}'"]
 
 
 def implementation(command: str) -> Callable[..., int]:
     """The function that does the work of a command; imports its module."""
-    run: Callable[..., int] = import_module(f"diloco.cli.{command}").run
-    return run
+    module, _, name = WORKERS.get(command, f"{command}.run").partition(".")
+    work: Callable[..., int] = getattr(import_module(f"diloco.cli.{module}"), name)
+    return work
 
 
 def _write(text: str) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from diloco.admission.invitation import MAX_CHARACTERS
-from diloco.admission.revocations import MAX_REVOKED
+from diloco.admission.keys import MAX_REVOKED
 from diloco.protocol.messages.base import (
     EVERYBODY,
     MEMBERS,

@@ -1,4 +1,4 @@
-"""Arguments of the commands that study settings: `simulate`, `sweep`, `compare` and `plan`."""
+"""Arguments of the commands that need no swarm: to use a trained model, and to study settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,57 @@ from typing import Any
 
 import click
 
-from diloco.cli.commands.common import Command, configured, implementation, run, sweepable
+from diloco.cli.commands.common import PATH, Command, configured, implementation, run, sweepable
 from diloco.errors import ConfigError
 
-__all__ = ["compare", "plan", "simulate", "sweep"]
+__all__ = ["compare", "evaluate", "export", "generate", "plan", "simulate", "sweep"]
+
+
+@click.command(name="eval", cls=Command)
+@click.argument("model", metavar="MODEL_DIR", type=PATH)
+@configured
+def evaluate(model: Path, base: Path | None, **arguments: Any) -> int:
+    """Measure the held-out loss of a model.
+
+    \b
+    diloco eval runs/quickstart/model
+    diloco eval exported/ data=text data.path=notes/ eval.sequences=256
+
+    MODEL_DIR is in Hugging Face format, or a run directory. Inside a run directory the settings of that run are the
+    defaults, so its loss is reproduced.
+    """
+    beside = (directory / "config.yaml" for directory in (model, model.parent))
+    base = base or next((file for file in beside if file.is_file()), None)
+    return run("eval", base=base, model=model, **arguments)
+
+
+@click.command(cls=Command)
+@click.argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
+def export(source: Path, out: Path) -> int:
+    """Write a checkpoint as a Hugging Face model directory.
+
+    \b
+    diloco export runs/quickstart exported/
+    """
+    return implementation("export")(source=source, out=out)
+
+
+@click.command(cls=Command)
+@click.argument("model", metavar="MODEL_DIR", type=PATH)
+@click.option("--prompt", default="", show_default=False, help="Text to continue.")
+@click.option("--tokens", type=click.IntRange(1, 1 << 20), default=256, help="Tokens to generate.")
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, help="0 takes the likeliest token.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of the sampling.")
+def generate(**arguments: Any) -> int:
+    """Print text from a model.
+
+    \b
+    diloco generate runs/quickstart/model --prompt 'def main(' --tokens 200
+
+    MODEL_DIR is in Hugging Face format, or a run directory.
+    """
+    return implementation("generate")(**arguments)
 
 
 @click.command(cls=Command)
@@ -33,11 +80,9 @@ def simulate(**arguments: Any) -> int:
 @click.command(cls=Command)
 @click.argument("command", type=click.Choice(["local", "train", "simulate"]))
 @configured
-@click.option("--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Members at a time.")
-@click.option(
-    "--dir", "directory", type=click.Path(path_type=Path), help="Where the members go.  [default: runs/RUN_ID-sweep]"
-)
-@click.option("--sweeper", default="grid", show_default=True, help="grid, or a Hydra sweeper such as optuna.")
+@click.option("--jobs", type=click.IntRange(1, 1024), default=1, help="Members at a time.")
+@click.option("--dir", "directory", type=PATH, help="Where the members go.  [default: runs/RUN_ID-sweep]")
+@click.option("--sweeper", default="grid", help="grid, or a Hydra sweeper such as optuna.")
 @click.option("--launcher", help="A Hydra launcher such as submitit_slurm, instead of processes here.")
 @click.option("--dry-run", is_flag=True, help="Check and list the members, and stop.")
 def sweep(command: str, overrides: tuple[str, ...], cfg: str | None, **arguments: Any) -> int:
@@ -57,9 +102,9 @@ def sweep(command: str, overrides: tuple[str, ...], cfg: str | None, **arguments
 
 
 @click.command(cls=Command)
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final loss of all]")
-@click.option("--out", type=click.Path(path_type=Path), help="Directory of the curves.  [default: that of a sweep]")
+@click.option("--out", type=PATH, help="Directory of the curves.  [default: that of a sweep]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def compare(**arguments: Any) -> int:
     """Compare runs: a table, and curves by tokens, time and bytes.
@@ -79,18 +124,11 @@ def compare(**arguments: Any) -> int:
 @click.option("--bandwidth", help="Of each peer's link, each way.  [default: 100Mbit]")
 @click.option("--latency-ms", type=click.FloatRange(0, 60_000), help="From peer to peer.  [default: 50]")
 @click.option(
-    "--doctor",
-    "figures",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
+    "--doctor", "figures", type=PATH, metavar="FILE",
     help="Take those of these three that are missing from diloco doctor ADDRESS --json > FILE.",
-)
+)  # fmt: skip
 @click.option(
-    "--target",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.95,
-    show_default=True,
-    help="Utilization to plan for.",
+    "--target", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.95, help="Utilization to plan for."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def plan(

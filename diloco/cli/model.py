@@ -1,4 +1,4 @@
-"""`diloco export`: a checkpoint of a run as a Hugging Face model directory."""
+"""`diloco eval`, `export` and `generate`: what a run has trained."""
 
 from __future__ import annotations
 
@@ -7,17 +7,50 @@ from pathlib import Path
 
 import click
 
+from diloco import data
 from diloco import model as models
 from diloco.config import Config, compose
-from diloco.data import load_tokenizer
 from diloco.errors import CheckpointError, ConfigError
 from diloco.outer.fragments import partition, scatter_
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
+from diloco.train import evaluate as evaluation
+from diloco.train.island import Island
+from diloco.train.loop import autocast
 
-__all__ = ["run"]
+__all__ = ["evaluate", "export", "generate"]
 
 
-def run(source: Path, out: Path) -> int:
+def evaluate(config: Config, model: Path) -> int:
+    """Print the loss of a model on the configured held-out sequences."""
+    island = Island.from_environment(config.train.device)
+    loaded = models.load(_saved(model), key="MODEL_DIR").to(island.device)
+    dataset = data.load(config.data, config.run.seed)
+    holdout = dataset.holdout(config.eval.sequences)
+    with autocast(config, island.device):
+        result = evaluation.evaluate(loaded, holdout, config.inner.batch_size, island.device, dataset.tokenizer)
+    bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
+    click.echo(
+        f"loss {result.loss:.6f} nats per token, perplexity {result.perplexity:.4f}{bits} "
+        f"({result.tokens} held-out tokens of {dataset.description})"
+    )
+    return 0
+
+
+def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: int) -> int:
+    """Print the prompt and what the model writes after it."""
+    place = _saved(model)
+    loaded, tokenizer = models.load(place, key="MODEL_DIR"), data.load_tokenizer(str(place))
+    text = evaluation.generate(loaded, tokenizer, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed)
+    click.echo(prompt + text)
+    return 0
+
+
+def _saved(place: Path) -> Path:
+    """The model directory that `place` is or, as a run directory, contains."""
+    return place / "model" if (place / "model" / "config.json").is_file() else place
+
+
+def export(source: Path, out: Path) -> int:
     """Write the newest checkpoint of a run directory (or of one peer's checkpoints) to `out`."""
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"OUT={out} is not empty; name a directory that does not exist yet")
@@ -25,7 +58,9 @@ def run(source: Path, out: Path) -> int:
     if run_dir is None:
         raise CheckpointError(f"{source} is no run directory: there is no config.yaml in it; name the run.dir of a run")
     config = compose([], base=run_dir / "config.yaml")
-    checkpoint = _newest(run_dir / "checkpoints")
+    peers = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
+    newest = [one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None]
+    checkpoint = max(newest, key=lambda one: one.step, default=None)
     if checkpoint is None and (run_dir / "model").is_dir():
         shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
         click.echo(f"{out}: the model of {run_dir}")
@@ -37,13 +72,8 @@ def run(source: Path, out: Path) -> int:
     return 0
 
 
-def _newest(directory: Path) -> Checkpoint | None:
-    found = [CheckpointStore(place, keep=1).load_latest() for place in sorted(directory.glob("*")) if place.is_dir()]
-    return max((one for one in found if one is not None), key=lambda one: one.step, default=None)
-
-
 def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = data.load_tokenizer(config.data.tokenizer)
     model = models.build(config.model, config.run.seed, vocab_size=tokenizer.vocab_size)
     parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
     anchors = checkpoint.tensors["anchor"]

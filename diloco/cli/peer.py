@@ -1,0 +1,64 @@
+"""`diloco train` and `diloco host`: one peer, watched; one that trains, and one that only holds fragments."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+from rich.console import Console
+
+from diloco.cli.table import LiveView, say_who_can_join
+from diloco.config import Config
+from diloco.errors import on_signals
+from diloco.rundir.reporting import Ready, Said, json_lines, read_message
+from diloco.train.host import Host
+from diloco.train.run import run
+
+__all__ = ["host", "train"]
+
+
+def train(config: Config) -> int:
+    """Train as one peer; returns the exit code."""
+    if config.run.report:
+        return run(config, json_lines).exit
+    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    console = Console()
+    name = config.run.name or "peer"
+    title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
+    with LiveView(console, [name], config.budget.outer_steps, title) as view:
+
+        def show(said: Said) -> None:
+            if isinstance(read_message(said), Ready):  # an error before that stands alone, in one line
+                say_who_can_join(console, config, config.run.key)
+            view.update(said)
+
+        summary = run(config, show)
+    loss = summary.eval.loss
+    console.print(
+        f"{config.run.dir}: outer step {summary.outer_steps}"
+        + (f", held-out loss {loss:.3f} nats per token" if loss is not None else ""),
+        highlight=False,
+    )
+    return summary.exit
+
+
+def host(config: Config) -> int:
+    """Hold fragments until Ctrl+C; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    console = Console()
+    name = config.run.name or "host"
+    stop = threading.Event()
+    with (
+        on_signals(lambda *_: stop.set()),
+        Host(config, name) as host,
+        LiveView(console, [name], host.manifest.budget.outer_steps, f"{host.manifest.run.id}: host") as view,
+    ):
+        say_who_can_join(console, config, host.manifest.run.key)
+        node, first = host.node, not config.swarm.initial_peers
+        addresses, advice = tuple(node.addresses), node.advice or ""
+        view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
+        while not stop.wait(0.5):
+            view.update(replace(host.status(), peer=name, time=time.time()))
+    return 0

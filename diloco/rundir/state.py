@@ -59,10 +59,7 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for index, state in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"cuda.{index}"] = state
-    return tensors, {
-        "python": {"version": version, "gauss": gauss},
-        "numpy": {**legacy, "position": twister["pos"]},
-    }
+    return tensors, {"python": {"version": version, "gauss": gauss}, "numpy": {**legacy, "position": twister["pos"]}}
 
 
 def restore_rng(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:

@@ -33,11 +33,7 @@ class EvalResult:
 
 
 def evaluate(
-    model: nn.Module,
-    holdout: Tensor,
-    batch_size: int,
-    device: torch.device | str,
-    tokenizer: Tokenizer | None = None,
+    model: nn.Module, holdout: Tensor, batch_size: int, device: torch.device | str, tokenizer: Tokenizer | None = None
 ) -> EvalResult:
     """The loss of `model` on the sequences `holdout`, (N, T) int64.
 

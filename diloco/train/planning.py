@@ -174,12 +174,7 @@ def needed_sync_every(exchange: Exchange, link: Link, step_s: float, target: flo
 
 
 def recommend(
-    exchange: Exchange,
-    codecs: tuple[str, str],
-    nbytes: Callable[[str], int],
-    link: Link,
-    step_s: float,
-    target: float,
+    exchange: Exchange, codecs: tuple[str, str], nbytes: Callable[[str], int], link: Link, step_s: float, target: float
 ) -> Recommendation:
     """The mildest change of the settings by which the utilization reaches `target`.
 
@@ -194,12 +189,7 @@ def recommend(
     found: list[Recommendation] = []
     for up, down, overlap, staggered in _candidates(exchange, codecs):
         candidate = replace(
-            exchange,
-            bytes_up=nbytes(up),
-            bytes_down=nbytes(down),
-            fragments=even,
-            overlap=overlap,
-            staggered=staggered,
+            exchange, bytes_up=nbytes(up), bytes_down=nbytes(down), fragments=even, overlap=overlap, staggered=staggered
         )
         needed = needed_sync_every(candidate, link, step_s, target)
         candidate = replace(candidate, sync_every=max(needed, exchange.sync_every))

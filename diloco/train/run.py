@@ -20,13 +20,7 @@ from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures, to_wire
-from diloco.rundir.summary import (
-    PhaseTimer,
-    Summary,
-    merge_peer_summaries,
-    write_contributions,
-    write_summary,
-)
+from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
@@ -157,14 +151,7 @@ def _sync(
         if first:
             write_atomic(config.run.dir / "address", address + "\n")
 
-    swarm = Swarm.of(
-        config,
-        config.manifest(),
-        identity_path(config, name),
-        name,
-        log.swarm_event,
-        ready,
-    )
+    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 
 
@@ -182,12 +169,7 @@ def _finish(
     mine = summary_of(trainer, config, time.monotonic() - began_at)
     tell(Finished(summary=mine))
     summary = merge_peer_summaries(
-        [mine],
-        run_id=mine.run_id,
-        manifest_hash=mine.manifest_hash,
-        mode=mine.mode,
-        wall_s=mine.wall_s,
-        exit=mine.exit,
+        [mine], run_id=mine.run_id, manifest_hash=mine.manifest_hash, mode=mine.mode, wall_s=mine.wall_s, exit=mine.exit
     )
     if config.run.lead and not config.run.report:
         plot_losses(

@@ -32,9 +32,8 @@ from diloco.swarm.wire.streams import Stream
 from diloco.train import inner_start
 from diloco.train.api import Attachment
 from diloco.train.inner import inner_optimizer
-from diloco.train.inner_start import InnerStart
+from diloco.train.inner_start import InnerStart, layout_of, load_moments_, moments, snapshot
 from diloco.train.island import Island
-from diloco.train.moments import layout_of, load_moments_, moments, snapshot
 
 SMALL = ("experiment=smoke", "outer.sync_every=4", "sim.latency_s=0.01")
 LATE = ("local.peers=3", "budget.outer_steps=4", "sim.events=[join:3@6.5]")

@@ -30,7 +30,7 @@ from diloco.sim.outcome import Simulated
 from diloco.sim.run import simulate
 from diloco.swarm.conversations.units import LeasedData
 from diloco.swarm.node.spot import BETA, SEQUENCES, Score, SpotChecks
-from diloco.train.scoring import loss_of
+from diloco.train.evaluate import loss_of
 
 ME = "me"
 NUMEL = 8192  # in two fragments

@@ -36,11 +36,10 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment, Swarm
-from diloco.train.evaluate import EvalResult
+from diloco.train.evaluate import EvalResult, loss_of
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.peer_summary import summary_of
-from diloco.train.scoring import loss_of
 from diloco.train.session import Session
 
 __all__ = ["simulate", "simulate_in"]

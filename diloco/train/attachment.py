@@ -36,9 +36,8 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import Loss
 from diloco.train.inner_start import InnerStart
 from diloco.train.island import Island
-from diloco.train.node_view import NodeView
 from diloco.train.progress import Progress, Unsent
-from diloco.train.swarm_link import Begun, SwarmLink
+from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 
 __all__ = ["Attachment"]
 

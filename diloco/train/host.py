@@ -20,8 +20,8 @@ from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.visit.look import check_clock, look, parse_manifest
 from diloco.swarm.wire.gate import watching
 from diloco.train.api import Swarm
-from diloco.train.node_view import NodeView
 from diloco.train.session import identity_path
+from diloco.train.swarm_link import NodeView
 
 __all__ = ["Host"]
 

@@ -24,12 +24,12 @@ from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, wri
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
+from diloco.train.evaluate import loss_of
 from diloco.train.in_and_out import arriving, signals
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.peer_summary import nothing, summary_of
-from diloco.train.scoring import loss_of
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
 __all__ = ["run"]

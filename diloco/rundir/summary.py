@@ -125,17 +125,17 @@ class Summary:
     contributions: the swarm's public record: how much each peer contributed to the final model.
     """
 
-    run_id: str
-    manifest_hash: str
-    mode: str
-    wall_s: float
-    outer_steps: int
-    tokens: Tokens
-    eval: Evaluation
-    peers: Sequence[PeerSummary]
-    heals: int
-    takeovers: int
-    exit: int
+    run_id: str = ""
+    manifest_hash: str = ""
+    mode: str = ""
+    wall_s: float = 0.0
+    outer_steps: int = 0
+    tokens: Tokens = Tokens()
+    eval: Evaluation = field(default_factory=Evaluation)
+    peers: Sequence[PeerSummary] = ()
+    heals: int = 0
+    takeovers: int = 0
+    exit: int = 0
     predicted: Mapping[str, float | None] | None = None
     contributions: Sequence[Contributor] = ()
 
@@ -168,10 +168,6 @@ class Summary:
         """
         loss = (message.get("eval") or {}).get("loss")
         return cls(
-            run_id="",
-            manifest_hash="",
-            mode="",
-            wall_s=0.0,
             outer_steps=_count(message.get("outer_steps")),
             tokens=_counts(message),
             eval=Evaluation(None if loss is None else float(loss)),

@@ -89,11 +89,11 @@ class Island:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """For all ranks but rank 0: it has said why it failed, so a broken connection to it is not reported again."""
+        """Ranks other than 0 end in silence when the connection to rank 0 breaks: it has said why it failed."""
         try:
             yield
         except RuntimeError as error:
-            if not any(broken in str(error) for broken in BROKEN):
+            if self.leads or not any(broken in str(error) for broken in BROKEN):
                 raise
             raise SystemExit(DilocoError.exit_code) from None
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 
-from diloco.config import Config
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
 from diloco.train.loop import Trainer
 from diloco.train.planning import Exchange, Link, predict
 
-__all__ = ["nothing", "summary_of"]
+__all__ = ["summary_of"]
 
 
-def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float | None = None) -> Summary:
+def summary_of(trainer: Trainer, wall_s: float, bandwidth: float | None = None) -> Summary:
     """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known."""
-    sync, view = trainer.sync, trainer.sync.view
+    config, sync, view = trainer.config, trainer.sync, trainer.sync.view
     sent, received = trainer.traffic()
     mine = PeerSummary(
         peer_id=view.node.protocol.me if view else f"rank{trainer.island.rank}",
@@ -39,18 +38,18 @@ def summary_of(trainer: Trainer, config: Config, wall_s: float, bandwidth: float
         takeovers=view.node.protocol.takeovers if view else 0,
         exit=0,
         contributions=view.contributions() if view else (),
-        predicted=_predicted(trainer, config, bandwidth or config.swarm.upload_limit),
+        predicted=_predicted(trainer, bandwidth or config.swarm.upload_limit),
     )
 
 
-def _predicted(trainer: Trainer, config: Config, bandwidth: float | None) -> dict[str, float | None] | None:
+def _predicted(trainer: Trainer, bandwidth: float | None) -> dict[str, float | None] | None:
     """What `diloco plan` says of this run, given its measured inner step and the limit of its link."""
     sync, compute_s = trainer.sync, trainer.phases.seconds().compute
     if not sync.steps or not compute_s:
         return None
     numel = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     bits_per_s = math.inf if bandwidth is None else 8 * bandwidth
-    exchange = Exchange.of(config.outer, numel, max(trainer.most_peers, 1))
+    exchange = Exchange.of(trainer.config.outer, numel, max(trainer.most_peers, 1))
     found = predict(exchange, Link(bits_per_s), compute_s / sync.steps)
     cycles = sync.steps / exchange.sync_every
     return {
@@ -59,8 +58,3 @@ def _predicted(trainer: Trainer, config: Config, bandwidth: float | None) -> dic
         "step_s": compute_s / sync.steps,
         "bits_per_s": None if bandwidth is None else bits_per_s,
     }
-
-
-def nothing(config: Config) -> Summary:
-    """The summary of a rank that is not the first: rank 0 speaks for the island."""
-    return Summary(config.run.id, "", config.outer.method, 0.0, 0, Tokens(), Evaluation(), [], 0, 0, 0)

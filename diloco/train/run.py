@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import nn
 from diloco import data
 from diloco import model as models
 from diloco.config import Config
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, UnsavedError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
@@ -25,16 +28,16 @@ from diloco.swarm.wire.libp2p import identity_number
 from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
 from diloco.train.evaluate import loss_of
-from diloco.train.in_and_out import arriving, signals
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
-from diloco.train.peer_summary import nothing, summary_of
+from diloco.train.peer_summary import summary_of
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
 __all__ = ["run"]
 
-logger = logging.getLogger(__name__)
+ARRIVAL_EVERY_S = 0.2
+ARRIVING_BYTES = 12  # per parameter: the anchor, and the two moments of a donor
 
 
 def run(config: Config, listen: Listener) -> Summary:
@@ -48,21 +51,16 @@ def run(config: Config, listen: Listener) -> Summary:
     """
     island = Island.from_environment(config.train.device)
     try:
-        if not island.leads:
-            with island.following():
-                _check(config, island)
+        with island.following():
+            if config.outer.method == "diloco":
+                island.check_batch_size(config.inner.batch_size)
+            if not island.leads:
                 return _run(config, island, lambda message: None)
-        _check(config, island)
-        prepare_run_directory(config.run.dir)
-        with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
-            return _run(config, island, listen)
+            prepare_run_directory(config.run.dir)
+            with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
+                return _run(config, island, listen)
     finally:
         island.close()
-
-
-def _check(config: Config, island: Island) -> None:
-    if config.outer.method == "diloco":
-        island.check_batch_size(config.inner.batch_size)
 
 
 def _run(config: Config, island: Island, listen: Listener) -> Summary:
@@ -70,9 +68,12 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
+
+    def tell(message: Message) -> None:
+        listen(to_wire(replace(message, peer=name, time=time.time())))
+
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
-    tell = _teller(listen, name)
     tell(Stage(stage="data"))
     dataset = data.load(config.data, config.run.seed)
     holdout = dataset.holdout(config.eval.sequences)
@@ -82,11 +83,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     ).to(island.device)
     wrapped = island.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
-    shard = _shard(config, island)
-
-    if island.leads and config.run.lead:
-        _write_settings(config)
-    with RunLog(config.run.dir, name, _wandb(config, name) if island.leads else None) as log:
+    with RunLog(config.run.dir, name, WandbLog(config, name) if island.leads else None) as log:
         if session.resumed and island.leads:
             log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds)
@@ -94,25 +91,27 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         if config.outer.spot_check and isinstance(sync, Attachment):
             # A peer with a shard of its own may number its sequences differently than the others do.
             sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
-        stream = _stream(config, dataset, shard, island, sync)
+        stream = _stream(config, dataset, island, sync)
         log.follow(lambda: {} if sync.view is None else swarm_figures(sync.view.observe()))
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(
             config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases,
             log if island.leads else None, tell,
         )  # fmt: skip
+        if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
+            _write_settings(config)
         tell(trainer.status("waiting"))
-        with signals(sync, island):
+        with _signals(sync, island):
             with ExitStack() as stack:
-                with arriving(sync, model, tell):
+                with _arriving(sync, model, tell):
                     stack.enter_context(sync)
                 trainer.train()
                 if island.leads:
                     tell(trainer.status("leaving"))
                     if sync.version > 0:
                         trainer.save()
-            summary = _finish(trainer, config, tokenizer, began_at, tell) if island.leads else nothing(config)
-    return summary
+            # Rank 0 speaks for the island.
+            return _finish(trainer, tokenizer, began_at) if island.leads else Summary()
 
 
 def _session(config: Config, island: Island) -> Session:
@@ -155,26 +154,70 @@ def _sync(
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 
 
-def _finish(
-    trainer: Trainer, config: Config, tokenizer: Any, began_at: float, tell: Callable[[Message], None]
-) -> Summary:
+@contextmanager
+def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Message], None]) -> Iterator[None]:
+    """Says how much has come from the swarm, while its state is fetched."""
+    if isinstance(sync, DataParallel):
+        yield
+        return
+    arrived = threading.Event()
+    wanted = ARRIVING_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def watch() -> None:
+        while not arrived.wait(ARRIVAL_EVERY_S):
+            if sync.node is not None:
+                tell(Stage(stage="state", received=sync.node.traffic.bytes_received, wanted=wanted))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        arrived.set()
+        watcher.join()
+
+
+@contextmanager
+def _signals(sync: Sync, island: Island) -> Iterator[None]:
+    """Ctrl+C or SIGTERM once: leave cleanly, and rank 0 says so. Twice: end at once (the daemon ends with it)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os._exit(UnsavedError.exit_code)
+        if island.leads:
+            sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
+        sync.interrupt()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _finish(trainer: Trainer, tokenizer: Any, began_at: float) -> Summary:
     """After the swarm: evaluate the final anchor, write the model, the picture and the summary."""
-    sync = trainer.sync
+    config, sync, tell = trainer.config, trainer.sync, trainer.tell
     if config.run.lead:
         tell(trainer.status("evaluating"))
         # In the middle of a round the parameters are no anchor, and before the first there is nothing to show.
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
             models.save(trainer.model, config.run.dir / "model", tokenizer)
-    mine = summary_of(trainer, config, time.monotonic() - began_at)
+    mine = summary_of(trainer, time.monotonic() - began_at)
     tell(Finished(summary=mine))
     summary = merge_peer_summaries(
         [mine], run_id=mine.run_id, manifest_hash=mine.manifest_hash, mode=mine.mode, wall_s=mine.wall_s, exit=mine.exit
     )
     if config.run.lead and not config.run.report:
-        plot_losses(
-            config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", f"{config.run.id}: {config.model.name}"
-        )
+        title = f"{config.run.id}: {config.model.name}"
+        plot_losses(config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", title)
         write_summary(config.run.dir / "summary.json", summary)
         if summary.contributions:
             write_contributions(config.run.dir / "contributions.csv", summary.contributions)
@@ -182,53 +225,26 @@ def _finish(
     return summary
 
 
-def _shard(config: Config, island: Island) -> int:
-    if config.outer.method == "data_parallel":
-        return island.rank
-    if config.data.shard is not None:
-        return config.data.shard
-    # Nobody deals out shards here, so each identity has an order of its own over all the data.
-    shard = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
-    return int(island.agree([shard])[0])
-
-
-def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, sync: Sync) -> data.Stream:
+def _stream(config: Config, dataset: data.Dataset, island: Island, sync: Sync) -> data.Stream:
     """Leased units, where several peers share one list of sequences and nobody has cut it into shards.
 
     A hub stream has no numbered sequences. The ranks of an island each need a part of every batch, and only the first
     one has a node, so an island goes on in an order of its own.
     """
-    batch_size = config.inner.batch_size
-    if isinstance(sync, Attachment) and config.data.shard is None and config.data.source != "hub" and island.size == 1:
-        take = sync.lease_units(batch_size * config.outer.sync_every)
-        return dataset.leased(batch_size, take, shard=shard)
-    return dataset.batches(batch_size, shard=shard, shards=_shards(config, island))
-
-
-def _shards(config: Config, island: Island) -> int | None:
-    return island.size if config.outer.method == "data_parallel" else config.data.shards
+    batch_size, shard, shards = config.inner.batch_size, config.data.shard, config.data.shards
+    if isinstance(sync, DataParallel):
+        return dataset.batches(batch_size, shard=island.rank, shards=island.size)
+    if shard is not None:
+        return dataset.batches(batch_size, shard=shard, shards=shards)
+    # Nobody deals out shards here, so each identity has an order of its own over all the data.
+    own = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
+    shard = int(island.agree([own])[0])
+    if config.data.source == "hub" or island.size > 1:
+        return dataset.batches(batch_size, shard=shard, shards=shards)
+    return dataset.leased(batch_size, sync.lease_units(batch_size * config.outer.sync_every), shard=shard)
 
 
 def _write_settings(config: Config) -> None:
-    """Once nothing is left that could be wrong with them."""
     if not config.run.report:  # a supervisor writes its own, which names all of its peers
         write_atomic(config.run.dir / "config.yaml", config.to_yaml())
     write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
-
-
-def _wandb(config: Config, name: str) -> WandbLog:
-    settings = config.wandb
-    return WandbLog(
-        mode="disabled" if settings.aggregate and not config.run.lead else settings.mode,
-        aggregate=settings.aggregate,
-        project=settings.project,
-        entity=settings.entity,
-        run_id=config.run.id,
-        peer=name,
-        directory=config.run.dir,
-        config=config.model_dump(mode="json"),
-    )
-
-
-def _teller(listen: Listener, name: str) -> Callable[[Message], None]:
-    return lambda message: listen(to_wire(replace(message, peer=name, time=time.time())))

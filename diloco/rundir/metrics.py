@@ -45,7 +45,7 @@ class RunLog:
         self._writable = True
 
     def metric(self, *, version: int, inner_step: int, tokens: int, **measured: Any) -> None:
-        """Logs a line, with `loss` and `eval_loss` in nats per token; None is left out, and a non-finite number becomes null."""
+        """Logs a line; None is left out, and a non-finite number becomes null. Losses are in nats per token."""
         assert not measured.keys() & {"time", "peer"}, f"the line has its own time and peer: {sorted(measured)}"
         record = {"version": version, "inner_step": inner_step, "tokens": tokens}
         record |= {name: value for name, value in measured.items() if value is not None}

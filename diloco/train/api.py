@@ -64,8 +64,7 @@ class Swarm:
         on_ready: called with this peer's address once it listens, before it waits for others (default: the log).
         runtime: where the swarm node runs (default: a thread of its own); the simulator's lets virtual time pass.
         **outer: settings of the outer step, as under `outer.` in the configuration: `sync_every` (required),
-        `fragments`,
-            `lr`, `momentum`, `codec_up`, `codec_down`.
+            `fragments`, `lr`, `momentum`, `codec_up`, `codec_down`.
 
     Raises `ConfigError` for settings that cannot be. `attach` raises `SwarmError` when nobody is at the address, or the
     run there is another one. Peers that vanish later are no error: the exchange goes on without them.
@@ -198,13 +197,13 @@ class Swarm:
         """Options of the node over these parameters; watchers are shown `device`."""
         gate = gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains)
         return NodeOptions(
-            run=self._run_spec(parameters),
-            network=self.network,
-            identity_path=self._identity_path(),
-            name=self.name,
-            saved=saved,
-            gate=gate,
-            trains=trains,
+            self._run_spec(parameters),
+            self.network,
+            self._identity_path(),
+            self.name,
+            saved,
+            gate,
+            trains,
             device=device,
         )
 
@@ -214,11 +213,8 @@ class Swarm:
             tokens_per_step = manifest.inner.batch_size * manifest.data.sequence_length
             return RunSpec(self.run_id, manifest.hash(), manifest.to_json(), tokens_per_step)
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        content = {
-            "run": {"id": self.run_id, "key": self.key},
-            "outer": self.outer.model_dump(mode="json"),
-            "parameters": shapes,
-        }
+        run = {"id": self.run_id, "key": self.key}
+        content = {"run": run, "outer": self.outer.model_dump(mode="json"), "parameters": shapes}
         text = json.dumps(content, sort_keys=True)
         return RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
 

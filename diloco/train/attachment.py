@@ -128,18 +128,14 @@ class Attachment:
             if kind is None or not issubclass(kind, KeyboardInterrupt):
                 self._link.call(lambda node: node.leave(finished))
             if finished:
-                self._settle()
+                self._settled = True
+                self._link.call(lambda node: node.load_anchors())
+                self.island.share_(self.parameters.values())
+                if self.node is not None:
+                    protocol = self.node.protocol
+                    self.version, self.applied_tokens = min(protocol.versions), protocol.applied_tokens
         finally:
             self.close()
-
-    def _settle(self) -> None:
-        """The parameters become the last anchor, for good."""
-        self._settled = True
-        self._link.call(lambda node: node.load_anchors())
-        self.island.share_(self.parameters.values())
-        if self.node is not None:
-            protocol = self.node.protocol
-            self.version, self.applied_tokens = min(protocol.versions), protocol.applied_tokens
 
     def start(self) -> None:
         """Connect to the swarm (first half of entering)."""
@@ -240,7 +236,7 @@ class Attachment:
         """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
         own = self._progress
         own.loss = loss
-        figures = loss, own.rounds, own.seconds(), self.discarded_tokens
+        figures = loss, own.rounds, own.seconds, self.discarded_tokens
         self._link.call_soon(lambda node: node.protocol.measured, *figures)
 
     def _after_step(self) -> None:
@@ -387,11 +383,6 @@ class Attachment:
         """As `NodeView.anchor_digest`."""
         assert self.view is not None
         return self.view.anchor_digest()
-
-    def anchors(self) -> dict[str, str]:
-        """As `NodeView.anchors`."""
-        assert self.view is not None
-        return self.view.anchors()
 
     def _snapshot(self) -> InnerState | None:
         """This peer's inner state for a joiner, from another thread; before its first step there is none."""

@@ -82,14 +82,10 @@ class DataParallel:
         self.applied_tokens += self._counted_tokens * self.island.size
         self._counted_tokens = 0
         self.exchanged = self.inner_step >= self.target_steps
-        (interrupted,) = self.island.agree([self._asked_to_stop])
-        self.interrupted = bool(interrupted)
+        self.interrupted = bool(self.island.agree([self._asked_to_stop])[0])
         if self.exchanged:
             self.version += 1
             self.inner_step = 0
-
-    def anchors(self) -> None:
-        """There are no anchors that could differ."""
 
     def anchor_digest(self) -> str:
         """Digest of the parameters, which are equal on all processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 
 import torch
@@ -56,29 +57,21 @@ class Host:
         torch.set_grad_enabled(False)
 
     def __enter__(self) -> Host:
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._log.close)
+            stack.callback(self._runtime.close)
             node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
-        except BaseException:
-            self._runtime.close()
-            raise
-        self._view = NodeView(node, self._runtime)
-        if not self._config.swarm.initial_peers:
-            write_atomic(self._config.run.dir / "address", self.address + "\n")
+            self._view = NodeView(node, self._runtime)
+            stack.callback(self._view.close)
+            if not self._config.swarm.initial_peers:
+                write_atomic(self._config.run.dir / "address", self.address + "\n")
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
+        with self._open:
             self._runtime.call(self.node.leave(finished=False))
             write_contributions(self._config.run.dir / "contributions.csv", self._view.contributions())
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        try:
-            self._view.close()
-        finally:
-            self._runtime.close()
-            self._log.close()
 
     @property
     def node(self) -> Node:

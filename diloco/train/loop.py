@@ -12,7 +12,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class Trainer:
     sync: Sync
     session: Session
     phases: PhaseTimer
-    log: RunLog | None
+    log: RunLog
     tell: Callable[[Message], None]
     eval_loss: float | None = None
     most_peers: int = 0
@@ -70,12 +71,9 @@ class Trainer:
     _boundary_version: int = 0
     _logged: tuple[int, float] = (0, 0.0)
     _anchors: dict[str, str] = field(default_factory=dict)
-    _micro_batch: int | None = None  # rows computed at a time
+    _micro_batch: int | None = None  # rows that fit the memory at a time, once some did not
     _pace: float = 0.0  # tokens per second, of the whole peer
     _shown_loss: float | None = None
-
-    def __post_init__(self) -> None:
-        self._micro_batch = self.config.train.micro_batch
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
@@ -118,7 +116,7 @@ class Trainer:
         fit, `ConfigError` ends the run.
         """
         while True:
-            part = self._micro_batch or len(rows)
+            part = self._micro_batch or self.config.train.micro_batch or len(rows)
             try:
                 return self._accumulate(rows, part)
             except torch.OutOfMemoryError:
@@ -130,7 +128,7 @@ class Trainer:
             self._micro_batch = part // 2
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
-            if self.log is not None:
+            if self.island.leads:
                 self.log.event("micro_batch", sequences=self._micro_batch)
 
     def _accumulate(self, rows: Tensor, micro_batch: int) -> Tensor:
@@ -179,39 +177,26 @@ class Trainer:
         """One line per outer step: seconds and bytes so far, the anchors, and how many peers are connected, train, and
         contributed to the newest version.
         """
-        view = self.sync.view
         self.most_peers = max(self.most_peers, self._num_peers())
-        if self.log is not None:
-            sync, seconds = self.sync, self.phases.seconds()
-            self.log.metric(
-                version=sync.version,
-                inner_step=sync.steps,
-                tokens=sync.applied_tokens,
-                bytes_sent=self.traffic()[0],
-                anchors=self._moved_anchors(),
-                **({} if view is None else view.membership()),
-                **{f"{phase}_s": round(getattr(seconds, phase), 3) for phase in ("compute", "wait", "comm", "outer")},
-            )
+        figures: dict[str, Any] = {"bytes_sent": self.traffic()[0]}
+        if self.sync.view is not None:
+            anchors = self.sync.view.anchors()  # only those that moved since the line before: lines must stay short
+            moved = {fragment: at for fragment, at in anchors.items() if self._anchors.get(fragment) != at}
+            self._anchors = anchors
+            figures |= {"anchors": moved, **self.sync.view.membership()}
+        seconds = asdict(self.phases.seconds())
+        self._log(**figures, **{f"{phase}_s": round(spent, 3) for phase, spent in seconds.items()})
 
-    def _moved_anchors(self) -> dict[str, str] | None:
-        """Version and digest of the fragments that moved since the line before: lines must stay short."""
-        anchors = self.sync.anchors()
-        if anchors is None:
-            return None
-        moved = {fragment: at for fragment, at in anchors.items() if self._anchors.get(fragment) != at}
-        self._anchors = anchors
-        return moved
+    def _log(self, **figures: Any) -> None:
+        sync = self.sync
+        self.log.metric(version=sync.version, inner_step=sync.steps, tokens=sync.applied_tokens, **figures)
 
     def evaluate(self) -> EvalResult:
         """Held-out loss of the anchor."""
         with self.sync.anchored(), autocast(self.config, self.island.device):
             result = evaluate(self.model, self.holdout, self.config.inner.batch_size, self.island.device)
         self.eval_loss = result.loss
-        if self.log is not None:
-            sync = self.sync
-            self.log.metric(
-                version=sync.version, inner_step=sync.steps, tokens=sync.applied_tokens, eval_loss=result.loss
-            )
+        self._log(eval_loss=result.loss)
         return result
 
     def _try_to_save(self) -> None:
@@ -220,8 +205,7 @@ class Trainer:
             self.save()
         except ConfigError as error:
             logger.warning("%s", error)
-            if self.log is not None:
-                self.log.event("checkpoint_failed", version=self.sync.version, why=str(error))
+            self.log.event("checkpoint_failed", version=self.sync.version, why=str(error))
 
     def save(self) -> None:
         """Write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`.
@@ -252,15 +236,7 @@ class Trainer:
             tokens, at = self._logged
             pace = (self.sync.tokens - tokens) / max(now - at, 1e-9)
             self._logged = (self.sync.tokens, now)
-            if self.log is not None:
-                self.log.metric(
-                    version=self.sync.version,
-                    inner_step=self.sync.steps,
-                    tokens=self.sync.applied_tokens,
-                    loss=self._loss,
-                    lr=lr,
-                    tokens_per_s=pace,
-                )
+            self._log(loss=self._loss, lr=lr, tokens_per_s=pace)
             self._pace, self._shown_loss, self._loss = pace, self._loss, None
         if now - self._told_at >= REPORT_EVERY_S or self.sync.exchanged:
             self._told_at = now

@@ -94,10 +94,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         stream = _stream(config, dataset, island, sync)
         log.follow(lambda: {} if sync.view is None else swarm_figures(sync.view.observe()))
         session.restore(sync, model, optimizer, stream)
-        trainer = Trainer(
-            config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases,
-            log if island.leads else None, tell,
-        )  # fmt: skip
+        trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
         if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
             _write_settings(config)
         tell(trainer.status("waiting"))

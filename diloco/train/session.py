@@ -7,8 +7,9 @@ twice; where they differ (overlap, mixing, no barrier), a resumed peer goes on f
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
 
 __all__ = ["Session", "checkpoints_name", "identity_path"]
-
-logger = logging.getLogger(__name__)
 
 Sync = Attachment | DataParallel
 Tensors = dict[str, Tensor]
@@ -129,37 +128,25 @@ class Session:
         """
         if sync.version == self.saved_version:
             return
-        if isinstance(sync, DataParallel):
-            swarm = _parallel_state(sync, model)
-            self._write(sync, swarm, optimizer, stream, seconds, traffic)
-            return
-        with sync.checkpointing() as saved:
-            self._write(sync, _swarm_state(saved), optimizer, stream, seconds, traffic)
-
-    def _write(
-        self,
-        sync: Sync,
-        swarm_state: tuple[dict[str, Tensors], dict[str, Any]],
-        optimizer: torch.optim.Optimizer,
-        stream: Stream,
-        seconds: PhaseSeconds,
-        traffic: Sequence[int],
-    ) -> None:
-        inner, inner_json = flatten_optimizer(optimizer)
-        rng, rng_json = rng_state()
-        swarm, swarm_json = swarm_state
-        state: dict[str, Any] = {
-            "manifest": self.config.manifest().to_json(),
-            **swarm_json,
-            "counters": [sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens],
-            "stream": stream.state(),
-            "inner": inner_json,
-            "rng": rng_json,
-            "seconds": {name: getattr(seconds, name) for name in ("compute", "wait", "comm", "outer")},
-            "traffic": list(traffic),
-        }
-        self.store.save(sync.version, {**swarm, "inner": inner, "rng": rng}, state)
-        self.saved_version = sync.version
+        with ExitStack() as stack:
+            if isinstance(sync, DataParallel):
+                swarm, swarm_json = _parallel_state(sync, model)
+            else:
+                swarm, swarm_json = _swarm_state(stack.enter_context(sync.checkpointing()))
+            inner, inner_json = flatten_optimizer(optimizer)
+            rng, rng_json = rng_state()
+            state: dict[str, Any] = {
+                "manifest": self.config.manifest().to_json(),
+                **swarm_json,
+                "counters": [sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens],
+                "stream": stream.state(),
+                "inner": inner_json,
+                "rng": rng_json,
+                "seconds": asdict(seconds),
+                "traffic": list(traffic),
+            }
+            self.store.save(sync.version, {**swarm, "inner": inner, "rng": rng}, state)
+            self.saved_version = sync.version
 
 
 def _parallel_state(sync: DataParallel, model: nn.Module) -> tuple[dict[str, Tensors], dict[str, Any]]:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from diloco.rundir.summary import (
 
 
 def append_many(path: Path, writer: int) -> None:
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         for index in range(200):
             lines.write({"writer": writer, "index": index, "padding": "x" * (37 * index % 500)})
 
@@ -63,7 +64,7 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
 def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
     monkeypatch.setattr(os, "write", lambda descriptor, data: writes.append(data) or len(data))
-    with JsonLines(tmp_path / "a") as lines:
+    with closing(JsonLines(tmp_path / "a")) as lines:
         lines.write({"a": 1, "b": {"c": [1.5, None]}})
     assert writes == [b'{"a": 1, "b": {"c": [1.5, null]}}\n']
 
@@ -72,7 +73,7 @@ def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_torn_line_costs_only_itself(tmp_path_factory: pytest.TempPathFactory, torn: bytes) -> None:
     path = tmp_path_factory.mktemp("torn") / "events.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": ' + torn)
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         lines.write({"c": 3})
         lines.write({"d": 4})
     assert read_json_lines(path) == [{"a": 1}, {"c": 3}, {"d": 4}]
@@ -109,7 +110,7 @@ def test_a_log_on_a_full_disk_loses_lines_and_says_so_once(
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "a") as lines:
+    with closing(JsonLines(tmp_path / "a")) as lines:
         lines.write({"loss": math.nan, "nested": {"list": (1.0, math.inf)}})
     assert (tmp_path / "a").read_text() == '{"loss": null, "nested": {"list": [1.0, null]}}\n'
 
@@ -213,7 +214,7 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
     clock.now = 99
     assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=1)
     assert phases.seconds().total == 12
-    assert phases.utilization == 4 / 12
+    assert phases.seconds().utilization == 4 / 12
 
 
 def test_a_phase_ends_with_its_block_even_if_that_fails() -> None:
@@ -235,7 +236,7 @@ def test_a_resumed_run_adds_to_the_seconds_of_its_earlier_sessions() -> None:
 
 
 def test_utilization_of_nothing_is_zero() -> None:
-    assert PhaseTimer().utilization == 0.0
+    assert PhaseTimer().seconds().utilization == 0.0
 
 
 # --- Summary ----------------------------------------------------------------------------------------------------------

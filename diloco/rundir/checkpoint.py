@@ -102,7 +102,8 @@ class CheckpointStore:
         """
         assert step >= 0, f"step={step}"
         assert all(_STEM.fullmatch(stem) for stem in tensors), f"file stems {sorted(tensors)}"
-        plain = _through_json(state)  # a state that JSON cannot hold is our bug: raise before there are files
+        # As a reader gets it. A state that JSON cannot hold is our bug: raise before there are files.
+        plain = json.loads(json.dumps(state))
         temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
         try:
             self._remove_stale()
@@ -235,13 +236,17 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
         raise _UnusableError(f"{STATE_FILE} is corrupt (something is missing in it)")
     for name, expected in body["files"].items():
         try:
-            size, sha256 = _hash_file(path / name, expected["bytes"])
+            with open(path / name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected["bytes"]:
+                    raise _UnusableError(f"{name} has {size} bytes instead of {expected['bytes']}")
+                digest = hashlib.sha256()
+                while block := file.read(BLOCK_BYTES):
+                    digest.update(block)
+                if digest.hexdigest() != expected["sha256"]:
+                    raise _UnusableError(f"{name} is corrupt (its sha256 differs)")
         except OSError as error:
             raise _UnusableError(_reason(name, error)) from error
-        if size != expected["bytes"]:
-            raise _UnusableError(f"{name} has {size} bytes instead of {expected['bytes']}")
-        if sha256 != expected["sha256"]:
-            raise _UnusableError(f"{name} is corrupt (its sha256 differs)")
     return body["step"], body["state"], _Groups(path, body["files"])
 
 
@@ -329,18 +334,6 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, A
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _hash_file(path: Path, expected_bytes: int) -> tuple[int, str]:
-    """Size and sha256; the latter is empty if the size already differs."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected_bytes:
-            return size, ""
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return size, digest.hexdigest()
-
-
 def _fsync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -353,11 +346,6 @@ def _reason(name: str, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
     return f"{name} cannot be read: {error.strerror}" if isinstance(error, OSError) else f"{name} is corrupt"
-
-
-def _through_json(value: Any) -> Any:
-    """The value as a reader gets it: tuples become lists and keys become strings."""
-    return json.loads(json.dumps(value))
 
 
 def _digest(body: dict[str, Any]) -> str:

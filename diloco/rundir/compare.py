@@ -7,22 +7,23 @@ only some of these files; then unknown values are None.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diloco.config import compose, flatten
 from diloco.errors import ConfigError
-from diloco.rundir.files import read_json_lines, write_atomic
+from diloco.rundir.files import number, read_json_lines
+from diloco.rundir.plot import picture
 
 __all__ = ["AXES", "Point", "Run", "find_runs", "plot_runs", "read_runs", "time_to_loss", "worst_loss"]
 
 AXES = {"tokens": "tokens applied by the swarm", "time": "seconds", "bytes": "bytes sent by all peers"}
+FIELDS = {"tokens": "tokens", "time": "time_s", "bytes": "bytes_sent"}  # of `Point`, by axis
 LONGEST_NAME = 60
 NOT_A_DIFFERENCE = ("run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard")
 
@@ -109,45 +110,23 @@ def plot_runs(runs: Sequence[Run], directory: Path) -> list[Path]:
         ConfigError: a picture cannot be written.
     """
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     written = []
     few = len(runs) <= 10
     for axis, label in AXES.items():
-        figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        for index, run in enumerate(runs):
-            x, y = _coordinates(run, axis)
-            colour = colormaps["tab10"](index) if few else colormaps["viridis"](index / (len(runs) - 1))
-            if x:
-                axes.plot(x, y, "o-", color=colour, linewidth=1.5, markersize=3, label=run.name.replace("$", r"\$"))
-        axes.set_xlabel(label + (" (virtual)" if axis == "time" and all(run.virtual_s for run in runs) else ""))
-        axes.set_ylabel("held-out loss (nats per token)")
-        if axes.lines:
-            axes.legend(frameon=False, fontsize=8, ncols=1 if few else 2)
-        else:
-            axes.text(0.5, 0.5, "nothing was logged", transform=axes.transAxes, ha="center", va="center", color="gray")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        content = io.BytesIO()
-        figure.savefig(content, format="png")
         written.append(directory / f"loss-by-{axis}.png")
-        write_atomic(written[-1], content.getvalue())
+        virtual = " (virtual)" if axis == "time" and all(run.virtual_s for run in runs) else ""
+        with picture(written[-1], label + virtual) as axes:
+            axes.set_ylabel("held-out loss (nats per token)")
+            for index, run in enumerate(runs):
+                colour = colormaps["tab10"](index) if few else colormaps["viridis"](index / (len(runs) - 1))
+                known = [(x, point.loss) for point in run.curve if (x := getattr(point, FIELDS[axis])) is not None]
+                if known:
+                    name = run.name.replace("$", r"\$")
+                    axes.plot(*zip(*known, strict=True), "o-", color=colour, linewidth=1.5, markersize=3, label=name)
+            if axes.lines:
+                axes.legend(frameon=False, fontsize=8, ncols=1 if few else 2)
     return written
-
-
-def _coordinates(run: Run, axis: str) -> tuple[list[float], list[float]]:
-    values: Callable[[Point], float | None] = {
-        "tokens": lambda point: point.tokens,
-        "time": lambda point: point.time_s,
-        "bytes": lambda point: point.bytes_sent,
-    }[axis]
-    known = [(x, point.loss) for point in run.curve if (x := values(point)) is not None]
-    return [x for x, _ in known], [y for _, y in known]
 
 
 def _is_run(place: Path) -> bool:
@@ -171,7 +150,7 @@ def _read(directory: Path) -> Run:
     if run.perplexity is None and run.loss is not None and run.loss < 700:
         run.perplexity = math.exp(run.loss)
     if run.tokens is None:
-        run.tokens = int(max((_number(record.get("tokens")) or 0 for record in records), default=0)) or None
+        run.tokens = int(max((number(record.get("tokens")) or 0 for record in records), default=0)) or None
     return run
 
 
@@ -187,14 +166,14 @@ def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
 
 def _read_summary(run: Run, summary: Mapping[str, Any]) -> None:
     """Sets the fields of `run` that summary.json has with the right type."""
-    run.loss = _number(_get(summary, "eval", "loss"))
-    run.perplexity = _number(_get(summary, "eval", "perplexity"))
-    run.virtual_s, run.wall_s = _number(summary.get("virtual_s")), _number(summary.get("wall_s"))
+    run.loss = number(_get(summary, "eval", "loss"))
+    run.perplexity = number(_get(summary, "eval", "perplexity"))
+    run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
     run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
     peers = summary.get("peers")
     peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
-    sent = [value for peer in peers if (value := _number(peer.get("bytes_sent"))) is not None]
-    busy = [value for peer in peers if (value := _number(peer.get("utilization"))) is not None]
+    sent = [value for peer in peers if (value := number(peer.get("bytes_sent"))) is not None]
+    busy = [value for peer in peers if (value := number(peer.get("utilization"))) is not None]
     run.bytes_sent = int(sum(sent)) if sent else None
     run.utilization = sum(busy) / len(busy) if busy else None
 
@@ -204,22 +183,22 @@ def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> 
 
     Without `bytes_sent` in the lines, the bytes of the whole run are divided in proportion to the version.
     """
-    began = next((at for record in records if (at := _number(record.get("time"))) is not None), None)
+    began = next((at for record in records if (at := number(record.get("time"))) is not None), None)
     if run.virtual_s is not None:
         began = 0.0  # the virtual clock begins with the run
     sent: dict[str, float] = {}
     points: dict[int, Point] = {}
     for record in records:
-        if (total := _number(record.get("bytes_sent"))) is not None:
+        if (total := number(record.get("bytes_sent"))) is not None:
             sent[str(record.get("peer"))] = total
-        loss, version = _number(record.get("eval_loss")), _number(record.get("version"))
+        loss, version = number(record.get("eval_loss")), number(record.get("version"))
         if loss is None or version is None:
             continue
-        at, so_far = _number(record.get("time")), sum(sent.values()) if sent else None
+        at, so_far = number(record.get("time")), sum(sent.values()) if sent else None
         if so_far is None and run.bytes_sent is not None and outer_steps:
             so_far = run.bytes_sent * min(1.0, version / outer_steps)
         time_s = None if at is None or began is None else at - began
-        points[int(version)] = Point(int(version), loss, _number(record.get("tokens")), time_s, so_far)
+        points[int(version)] = Point(int(version), loss, number(record.get("tokens")), time_s, so_far)
     return [points[version] for version in sorted(points)]
 
 
@@ -239,13 +218,8 @@ def _get(tree: Any, *keys: str) -> Any:
 
 
 def _whole(value: Any) -> int | None:
-    number = _number(value)
-    return None if number is None else int(number)
-
-
-def _number(value: Any) -> float | None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if ok else None
+    found = number(value)
+    return None if found is None else int(found)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

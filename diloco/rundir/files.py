@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from diloco.config import Config, Manifest
@@ -26,6 +25,7 @@ __all__ = [
     "check_same_run",
     "exclusive",
     "finite",
+    "number",
     "prepare_run_directory",
     "read_json_lines",
     "write_atomic",
@@ -146,12 +146,6 @@ class JsonLines:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file in order, without torn lines; empty if there is no such file."""
@@ -170,6 +164,14 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
         f"run.dir: cannot write {path}: {error.strerror or error}; "
         f"choose a directory that you may write to and that has free space, such as run.dir=runs/mine"
     )
+
+
+def number(value: Any) -> float | None:
+    """`value`, read from a file or a message, if it is a finite number; else None."""
+    with contextlib.suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def finite(value: Any) -> Any:

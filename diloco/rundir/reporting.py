@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 
 from diloco.config import Config
 from diloco.protocol.snapshot import Snapshot
-from diloco.rundir.files import finite
+from diloco.rundir.files import finite, number
 from diloco.rundir.summary import Summary
 
 __all__ = [
@@ -134,7 +133,7 @@ def read_message(said: Said) -> Message | None:
     if kind is Finished:
         with contextlib.suppress(AttributeError, OverflowError, TypeError, ValueError):
             summary = Summary.from_message(said)
-            return Finished(_text(said.get("peer")) or "?", _number(said.get("time")) or 0.0, summary)
+            return Finished(_text(said.get("peer")) or "?", number(said.get("time")) or 0.0, summary)
         return None
     values = {}
     for column in fields(kind):
@@ -148,21 +147,15 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _number(value: Any) -> float | None:
-    with contextlib.suppress(OverflowError):
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    return None
-
-
 def _count(value: Any) -> int | None:
-    number = _number(value)
-    return int(number) if number is not None and math.isfinite(number) else None
+    found = number(value)
+    return None if found is None else int(found)
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "str": _text,
     "int": _count,
-    "float": _number,
+    "float": number,
     "bool": lambda value: value if isinstance(value, bool) else None,
     "tuple[str, ...]": lambda value: tuple(map(str, value)) if isinstance(value, list | tuple) else None,
 }

@@ -70,10 +70,6 @@ class PhaseTimer:
         elapsed = self._clock() - self._since
         return replace(self._done, **{self._phase: getattr(self._done, self._phase) + elapsed})
 
-    @property
-    def utilization(self) -> float:
-        return self.seconds().utilization
-
 
 @dataclass(frozen=True)
 class Tokens:

@@ -16,8 +16,7 @@ from typing import Any
 from diloco.config import WIRE_VERSION, Config
 from diloco.config.address import scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need
-from diloco.fit.measure import parameters_of, step_seconds
+from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need, parameters_of, step_seconds
 from diloco.fit.volunteer import PeerDirectory, fit_to_machine
 from diloco.model.library import one_line
 from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest

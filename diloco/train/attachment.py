@@ -34,7 +34,7 @@ from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import Loss
-from diloco.train.inner_start import InnerStart
+from diloco.train.inner import InnerStart
 from diloco.train.island import Island
 from diloco.train.progress import Progress, Unsent
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink

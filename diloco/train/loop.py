@@ -3,6 +3,9 @@
 1. Every rank of every peer takes its rows of the next batch and an ordinary inner step.
 2. After every H-th step the attachment exchanges pseudo-gradients with the swarm, inside `optimizer.step()`.
 3. Once in a while, at such a boundary, rank 0 evaluates the anchor and writes a checkpoint.
+
+Learning rate and end of the run follow what the swarm has applied, never a local counter. A peer that joins late
+therefore has the learning rate of the others from its first step, and all end together.
 """
 
 from __future__ import annotations
@@ -19,18 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from diloco import model as models
-from diloco.config import Config
+from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Message, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
-from diloco.train.clock import finished, learning_rate
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
 from diloco.train.session import Session, Sync
 
-__all__ = ["Trainer", "autocast"]
+__all__ = ["Trainer", "autocast", "finished", "learning_rate"]
 
 logger = logging.getLogger(__name__)
 
@@ -261,3 +263,30 @@ class Trainer:
             bytes_received=received,
             peers=self._num_peers(),
         )
+
+
+def finished(clock: Sync, budget: BudgetConfig) -> bool:
+    """Whether a limit of the budget is reached; between exchanges the answer does not change."""
+    steps_over = budget.outer_steps is not None and clock.version >= budget.outer_steps
+    tokens_over = budget.tokens is not None and clock.applied_tokens >= budget.tokens
+    return steps_over or tokens_over
+
+
+def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
+    """Learning rate of the coming inner step: linear warm-up, then constant, or a cosine from `lr` to its last value.
+
+    Progress is the largest part of any limit of the budget that is used up; tokens count when they are applied.
+    """
+    step = clock.version * sync_every + clock.inner_step
+    if step < inner.warmup_steps:
+        return inner.lr * (step + 1) / inner.warmup_steps
+    if inner.schedule == "constant":
+        return inner.lr
+    progress = 0.0
+    if budget.outer_steps is not None:
+        total = budget.outer_steps * sync_every - inner.warmup_steps
+        progress = (step - inner.warmup_steps) / max(1, total)
+    if budget.tokens is not None:
+        progress = max(progress, clock.applied_tokens / budget.tokens)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return inner.lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * cosine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -23,7 +24,16 @@ from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures, to_wire
-from diloco.rundir.summary import PhaseTimer, Summary, merge_peer_summaries, write_contributions, write_summary
+from diloco.rundir.summary import (
+    Evaluation,
+    PeerSummary,
+    PhaseTimer,
+    Summary,
+    Tokens,
+    merge_peer_summaries,
+    write_contributions,
+    write_summary,
+)
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
@@ -31,10 +41,10 @@ from diloco.train.evaluate import loss_of
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
-from diloco.train.peer_summary import summary_of
+from diloco.train.planning import Exchange, Link, predict
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
-__all__ = ["run"]
+__all__ = ["run", "summary_of"]
 
 ARRIVAL_EVERY_S = 0.2
 ARRIVING_BYTES = 12  # per parameter: the anchor, and the two moments of a donor
@@ -220,6 +230,55 @@ def _finish(trainer: Trainer, tokenizer: Any, began_at: float) -> Summary:
             write_contributions(config.run.dir / "contributions.csv", summary.contributions)
     tell(trainer.status("left" if sync.interrupted else "done"))
     return summary
+
+
+def summary_of(trainer: Trainer, wall_s: float, bandwidth: float | None = None) -> Summary:
+    """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known."""
+    config, sync, view = trainer.config, trainer.sync, trainer.sync.view
+    sent, received = trainer.traffic()
+    mine = PeerSummary(
+        peer_id=view.node.protocol.me if view else f"rank{trainer.island.rank}",
+        name=config.run.name or "peer",
+        steps=sync.steps,
+        tokens=sync.tokens,
+        anchor_digest=sync.anchor_digest(),
+        bytes_sent=sent,
+        bytes_received=received,
+        seconds=trainer.phases.seconds(),
+    )
+    return Summary(
+        run_id=config.run.id,
+        manifest_hash=config.manifest().hash(),
+        mode=config.outer.method,
+        wall_s=wall_s,
+        outer_steps=sync.version,
+        tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
+        eval=Evaluation(trainer.eval_loss),
+        peers=[mine],
+        heals=view.node.protocol.heals if view else 0,
+        takeovers=view.node.protocol.takeovers if view else 0,
+        exit=0,
+        contributions=view.contributions() if view else (),
+        predicted=_predicted(trainer, bandwidth or config.swarm.upload_limit),
+    )
+
+
+def _predicted(trainer: Trainer, bandwidth: float | None) -> dict[str, float | None] | None:
+    """What `diloco plan` says of this run, given its measured inner step and the limit of its link."""
+    sync, compute_s = trainer.sync, trainer.phases.seconds().compute
+    if not sync.steps or not compute_s:
+        return None
+    numel = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    bits_per_s = math.inf if bandwidth is None else 8 * bandwidth
+    exchange = Exchange.of(trainer.config.outer, numel, max(trainer.most_peers, 1))
+    found = predict(exchange, Link(bits_per_s), compute_s / sync.steps)
+    cycles = sync.steps / exchange.sync_every
+    return {
+        "utilization": found.utilization,
+        "bytes_sent": round(found.bytes_sent * cycles),
+        "step_s": compute_s / sync.steps,
+        "bits_per_s": None if bandwidth is None else bits_per_s,
+    }
 
 
 def _stream(config: Config, dataset: data.Dataset, island: Island, sync: Sync) -> data.Stream:

@@ -26,17 +26,7 @@ from diloco.model.library import one_line, transformers
 from diloco.train.island import Island
 from diloco.train.loop import autocast
 
-__all__ = ["Machine", "MemoryNeed", "fit_micro_batch", "inspect_machine", "memory_need", "parameters_of", "step_seconds"]
-    "Machine",
-    "MemoryNeed",
-    "fit_micro_batch",
-    "free_memory",
-    "inspect_machine",
-    "memory_need",
-    "parameters_of",
-    "sequence_bytes",
-    "step_seconds",
-]
+__all__ = ["GIB", "Machine", "fit_micro_batch", "inspect_machine", "memory_need", "parameters_of", "step_seconds"]
 
 TRAINED_BYTES = 16  # per parameter: weights, gradients, two moments
 ANCHOR_BYTES = 4

@@ -70,8 +70,7 @@ class MemoryNeed:
 def inspect_machine(device: str, threads: int | None = None) -> Machine:
     """This machine with its present load; `device` is the value of train.device.
 
-    Raises:
-        ConfigError: this machine has no such device.
+    Raises `ConfigError` if this machine has no such device.
     """
     chosen = Island.from_environment(device).device
     cores = _cores()
@@ -114,8 +113,7 @@ def _read(path: str) -> str | None:
 def memory_need(config: Config, machine: Machine, held_fragments: int = 1) -> MemoryNeed:
     """Memory for training this configuration. Activations are counted exactly only if a rough bound takes half of it.
 
-    Raises:
-        ConfigError: as for `diloco.model.build`.
+    Raises `ConfigError` as `diloco.model.build` does.
     """
     parameters = parameters_of(config.model)
     held = min(1.0, held_fragments / config.outer.fragments)
@@ -166,8 +164,7 @@ def sequence_bytes(config: Config) -> float:
 def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
     """The number of sequences to compute at a time: the batch in the fewest equal parts that fit the memory.
 
-    Raises:
-        ConfigError: not even one sequence fits; the text says how much memory is missing.
+    Raises `ConfigError` if not even one sequence fits; the text says how much memory is missing.
     """
     rooms = [(machine.device_bytes, need.device_bytes, str(machine.device))]
     if machine.shared:
@@ -191,11 +188,7 @@ def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> Conf
 
 
 def parameters_of(settings: ModelConfig) -> int:
-    """The number of parameters; tied ones count once.
-
-    Raises:
-        ConfigError: as for `diloco.model.build`.
-    """
+    """The number of parameters; tied ones count once. Raises `ConfigError` as `diloco.model.build` does."""
     return models.num_parameters(_without_values(settings, "meta"))
 
 

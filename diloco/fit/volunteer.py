@@ -72,10 +72,8 @@ def _home() -> Path:
 def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
     """The directory of the first of this user's peers that is not running, locked while the context is open.
 
-    `identity` is swarm.identity_path, a key that replaces the peer's own.
-
-    Raises:
-        ConfigError: too many peers run on this machine, or another process uses the key.
+    `identity` is swarm.identity_path, a key that replaces the peer's own. Raises `ConfigError` if too many peers run on
+    this machine, or another process uses the key.
     """
     with contextlib.ExitStack() as stack:
         if identity is not None:  # two peers with one key would put each other out of the swarm
@@ -100,8 +98,7 @@ def volunteer_config(
         typed: keys that the user set; they override the choices made here.
         seeds: addresses of peers that answer.
 
-    Raises:
-        ConfigError: the manifest does not fit this peer, for example data.source=text without a data.path here.
+    Raises `ConfigError` if the manifest does not fit this peer, for example data.source=text without a data.path here.
     """
     joined = config.adopt(manifest)
     elsewhere = any(scope(seed) != "loopback" for seed in seeds)

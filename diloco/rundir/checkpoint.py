@@ -95,10 +95,8 @@ class CheckpointStore:
         """Writes `tensors` (file stem -> name -> tensor of any shape and device) and the JSON-able `state`.
 
         When it returns, `load_latest` gives exactly this checkpoint, even if there were later steps before: they belong
-        to a timeline that this run has left. Saving a step again replaces it.
-
-        Raises:
-            CheckpointError: no space, no permission or the like; nothing half-written remains.
+        to a timeline that this run has left. Saving a step again replaces it. Raises `CheckpointError` when there is no
+        space, no permission or the like; nothing half-written remains.
         """
         assert step >= 0, f"step={step}"
         assert all(_STEM.fullmatch(stem) for stem in tensors), f"file stems {sorted(tensors)}"
@@ -127,10 +125,8 @@ class CheckpointStore:
         """The newest usable checkpoint, or None if there never was one.
 
         Every byte is verified first (about 1 s per GB). Each unusable checkpoint is skipped with a warning, which
-        `Checkpoint.skipped` repeats for the run's events.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none of them can be used.
+        `Checkpoint.skipped` repeats for the run's events. Raises `CheckpointError` if there are checkpoints and none of
+        them can be used.
         """
         reasons: list[str] = []
         tried: set[str] = set()

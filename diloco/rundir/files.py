@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 def prepare_run_directory(path: Path) -> None:
     """Creates the run directory and checks that it can be written, before anything slow or shared starts.
 
-    Raises:
-        ConfigError: it cannot be created or written.
+    Raises `ConfigError` if it cannot be created or written.
     """
     probe = path / f".probe-{os.getpid()}"
     try:
@@ -54,8 +53,7 @@ def prepare_run_directory(path: Path) -> None:
 def check_same_run(config: Config, manifest: str) -> None:
     """Checks that a run directory belongs to this run: since its `manifest`, only the budget may have changed.
 
-    Raises:
-        CheckpointError: other settings differ; the text names them.
+    Raises `CheckpointError` if other settings differ; the text names them.
     """
     differing = config.manifest().differences(Manifest.from_json(manifest, any_wire_version=True))
     differing = [line for line in differing if not line.startswith("budget.")]
@@ -71,10 +69,7 @@ def exclusive(directory: Path) -> Iterator[None]:
     """Locks a directory for this process, and creates it if it is missing. The lock ends with the process.
 
     Two commands in one run directory would overwrite each other's checkpoints. Without effect on file systems that have
-    no locks.
-
-    Raises:
-        ConfigError: another process holds it.
+    no locks. Raises `ConfigError` if another process holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
@@ -95,8 +90,7 @@ def exclusive(directory: Path) -> Iterator[None]:
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a crash.
 
-    Raises:
-        ConfigError: no space, no permission or the like; the old content stays.
+    Raises `ConfigError` when there is no space, no permission or the like; the old content stays.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")

@@ -32,8 +32,7 @@ class Curve:
 def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
     """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and replaces `out_png`.
 
-    Raises:
-        ConfigError: `out_png` cannot be written.
+    Raises `ConfigError` if `out_png` cannot be written.
     """
     training, held_out, unit = read_curves(metrics_path)
     with picture(out_png, "tokens applied by the swarm" if unit == "tokens" else "inner steps") as axes:
@@ -47,10 +46,7 @@ def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
 def picture(path: Path, x_label: str) -> Iterator[Axes]:
     """Gives axes to draw on, and then replaces the picture `path`. If nothing was drawn, the picture says so.
 
-    Works without a display.
-
-    Raises:
-        ConfigError: `path` cannot be written.
+    Works without a display. Raises `ConfigError` if `path` cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -18,10 +18,8 @@ __all__ = ["flatten_optimizer", "restore_optimizer", "restore_rng", "rng_state"]
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`state_dict()` of any torch optimizer as (named tensors, JSON that refers to them).
 
-    The tensors are the optimizer's own, not copies: save them before the next step.
-
-    Raises:
-        TypeError: the state holds anything else than tensors, containers, numbers, strings and None.
+    The tensors are the optimizer's own, not copies: save them before the next step. Raises `TypeError` if the state
+    holds anything else than tensors, containers, numbers, strings and None.
     """
     tensors: dict[str, Tensor] = {}
     encoded = _encode(optimizer.state_dict(), "", tensors)
@@ -33,10 +31,8 @@ def restore_optimizer(
 ) -> None:
     """The inverse of `flatten_optimizer`: restores per-parameter state and the hyper-parameters of every group.
 
-    The optimizer keeps the tensors themselves if device and dtype fit: do not use them elsewhere afterwards.
-
-    Raises:
-        CheckpointError: the state belongs to another optimizer class or to parameters of other shapes.
+    The optimizer keeps the tensors themselves if device and dtype fit: do not use them elsewhere afterwards. Raises
+    `CheckpointError` if the state belongs to another optimizer class or to parameters of other shapes.
     """
     here, there = (type(optimizer).__name__, _shapes(optimizer)), (saved["type"], saved["shapes"])
     if here != there:

@@ -42,10 +42,7 @@ def evaluate(
 
     Deterministic: no dropout, no randomness, sums in float64. Another `batch_size` may change the last digits. The
     training or evaluation mode of every module is as before afterwards. Call it under `torch.autocast` to evaluate in
-    bf16.
-
-    Raises:
-        DivergedError: the loss is not finite.
+    bf16. Raises `DivergedError` if the loss is not finite.
     """
     assert holdout.ndim == 2 and len(holdout), tuple(holdout.shape)
     total = torch.zeros((), dtype=torch.float64)
@@ -77,10 +74,8 @@ def generate(
     """The text that `model` writes after `prompt`, without it, until the end of the document or `max_new_tokens`.
 
     Temperature 0 takes the likeliest token each time. An empty prompt begins a document. The same arguments give the
-    same text on the same machine; the global RNG is left as it was.
-
-    Raises:
-        ConfigError: the prompt and the new tokens do not fit the model's positions, or a value is out of range.
+    same text on the same machine; the global RNG is left as it was. Raises `ConfigError` if the prompt and the new
+    tokens do not fit the model's positions, or a value is out of range.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens: {max_new_tokens} is too small; expected at least 1")

@@ -44,8 +44,7 @@ class Island:
         Args:
             device: `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU.
 
-        Raises:
-            ConfigError: train.device names a device that is not there.
+        Raises `ConfigError` if train.device names a device that is not there.
         """
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         chosen = _device(device, int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None)

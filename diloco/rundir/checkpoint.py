@@ -38,7 +38,7 @@ STATE_FILE = "state.json"
 BLOCK_BYTES = 16 * 2**20  # a block is still in the cache when it is hashed; hashing and writing release the GIL
 
 _TEMPORARY = ".tmp-"
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a suffix ".1", ".2", ... counts repeated saves of a step
+_NAME = re.compile(r"step-\d{8,}(\.\d+)?")  # a suffix ".1", ".2", ... counts repeated saves of a step
 _STEM = re.compile(r"[A-Za-z0-9_-]+")
 _DTYPES = {
     torch.float64: "F64",
@@ -155,7 +155,7 @@ class CheckpointStore:
     def _names(self) -> list[str]:
         """Names of the checkpoint directories, newest first."""
         try:
-            names = [(match, name) for name in os.listdir(self.directory) if (match := _NAME.fullmatch(name))]
+            return sorted(filter(_NAME.fullmatch, os.listdir(self.directory)), key=_age, reverse=True)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -163,14 +163,11 @@ class CheckpointStore:
                 f"run.dir: cannot read the checkpoints in {self.directory}: {error.strerror}; "
                 f"correct its permissions or choose another run.dir"
             ) from error
-        return [name for match, name in sorted(names, key=lambda pair: _age(pair[0]), reverse=True)]
 
     def _free_name(self, step: int) -> str:
         """An unused name for a step. A step saved before gets a suffix, because POSIX cannot swap two directories."""
-        same = [match for name in self._names() if (match := _NAME.fullmatch(name)) and int(match[1]) == step]
-        if not same:
-            return f"step-{step:08d}"
-        return f"step-{step:08d}.{max(int(match[2] or 0) for match in same) + 1}"
+        saves = [save for saved_step, save in map(_age, self._names()) if saved_step == step]
+        return f"step-{step:08d}" + (f".{max(saves) + 1}" if saves else "")
 
     def _remove_stale(self) -> None:
         """Deletes what a crashed process left behind; once per process."""
@@ -186,8 +183,7 @@ class CheckpointStore:
         """Keeps `saved` and the newest older ones. A failure to delete does not stop the run."""
         try:
             names = self._names()
-            step = saved.partition(".")[0]
-            older = [name for name in names[names.index(saved) :] if name.partition(".")[0] != step]
+            older = [name for name in names[names.index(saved) :] if _age(name)[0] != _age(saved)[0]]
             kept = {saved, *[name for name in older if name not in self._rejected][: self.keep - 1]}
             for name in names:
                 if name not in kept:
@@ -199,8 +195,10 @@ class CheckpointStore:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 
 
-def _age(match: re.Match[str]) -> tuple[int, int]:
-    return int(match[1]), int(match[2] or 0)
+def _age(name: str) -> tuple[int, int]:
+    """Step, and number of the save of that step."""
+    step, _, save = name.removeprefix("step-").partition(".")
+    return int(step), int(save or 0)
 
 
 # --- One directory ----------------------------------------------------------------------------------------------------

@@ -25,9 +25,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units
 from diloco.protocol.schedule import Due, Schedule
-from diloco.protocol.states import State
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.conversations.inner_state import InnerState
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Exchanged
@@ -146,7 +144,9 @@ class Attachment:
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
         fragments = partition(numels, self.outer.fragments, self.outer.pattern)
         replica = Replica(self.parameters, fragments, self.outer)
-        view = self._link.open(replace(options, inner_state=self._snapshot), replica, self._on_event)
+        # Before the first step there is none.
+        options = replace(options, inner_state=lambda: self._inner_start.snapshot() if self.steps else None)
+        view = self._link.open(options, replica, self._on_event)
         view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
             self.interrupt()
@@ -325,8 +325,7 @@ class Attachment:
     def _resume(self) -> None:
         """Train on from the anchors that are loaded."""
         if not self.interrupted:
-            state: State = "starting" if self._cold else "training"
-            self._link.call(lambda node: node.enter(state))
+            self._link.call(lambda node: node.enter("starting" if self._cold else "training"))
         self._progress.restart(self.steps)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
@@ -383,7 +382,3 @@ class Attachment:
         """As `NodeView.anchor_digest`."""
         assert self.view is not None
         return self.view.anchor_digest()
-
-    def _snapshot(self) -> InnerState | None:
-        """This peer's inner state for a joiner, from another thread; before its first step there is none."""
-        return self._inner_start.snapshot() if self.steps else None

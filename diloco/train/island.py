@@ -47,7 +47,16 @@ class Island:
         Raises `ConfigError` if train.device names a device that is not there.
         """
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        chosen = _device(device, int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0') if size > 1 else 0}"
+        count = torch.cuda.device_count()
+        if device.startswith("cuda") and int(device.removeprefix("cuda:")) >= count:
+            raise ConfigError(
+                f"train.device={device} is not there: this machine has {count} CUDA devices; use auto or cpu"
+            )
+        chosen = torch.device(device)
         if size > 1:
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
@@ -123,17 +132,3 @@ class Island:
         """Leave the process group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _device(name: str, local_rank: int | None) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda"):
-        count = torch.cuda.device_count()
-        if name == "cuda":
-            name = f"cuda:{local_rank or 0}"
-        if int(name.removeprefix("cuda:")) >= count:
-            raise ConfigError(
-                f"train.device={name} is not there: this machine has {count} CUDA devices; use auto or cpu"
-            )
-    return torch.device(name)

@@ -10,11 +10,10 @@ therefore has the learning rate of the others from its first step, and all end t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,11 +38,9 @@ logger = logging.getLogger(__name__)
 REPORT_EVERY_S = 0.5
 
 
-@contextlib.contextmanager
-def autocast(config: Config, device: torch.device) -> Iterator[None]:
-    """The precision of the inner steps."""
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
-        yield
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """A context with the precision of the inner steps."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16")
 
 
 @dataclass

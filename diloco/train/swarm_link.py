@@ -75,12 +75,8 @@ class NodeView:
 
     def anchors(self) -> dict[str, str]:
         """`version:digest` (its first 16 digits) of each fragment's anchor now; equal on all peers at equal version."""
-
-        def pairs(node: Node) -> dict[str, str]:
-            both = zip(node.protocol.versions, node.protocol.digests, strict=True)
-            return {str(fragment): f"{version}:{digest[:16]}" for fragment, (version, digest) in enumerate(both)}
-
-        return self.look(pairs)
+        both = self.look(lambda node: list(zip(node.protocol.versions, node.protocol.digests, strict=True)))
+        return {str(fragment): f"{version}:{digest[:16]}" for fragment, (version, digest) in enumerate(both)}
 
 
 class Begun(NamedTuple):

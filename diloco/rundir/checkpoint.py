@@ -201,9 +201,6 @@ def _age(name: str) -> tuple[int, int]:
     return int(step), int(save or 0)
 
 
-# --- One directory ----------------------------------------------------------------------------------------------------
-
-
 def _write_directory(path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
     os.mkdir(path)
     files = {}
@@ -305,9 +302,6 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name in order:
         flat = tensors[name].detach().cpu().contiguous().flatten()  # (numel,)
         yield flat.view(torch.uint8).numpy().data
-
-
-# --- Files ------------------------------------------------------------------------------------------------------------
 
 
 def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:

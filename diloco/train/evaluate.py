@@ -93,7 +93,10 @@ def generate(
     device = next(model.parameters()).device
     prompt_tokens = torch.tensor([tokens], device=device)  # (1, P)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    with _evaluating(model), _seeded(seed, device):
+    with _evaluating(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         output = model_any.generate(
             prompt_tokens,
             attention_mask=torch.ones_like(prompt_tokens),
@@ -146,13 +149,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was_training in training.items():
             module.training = was_training
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """A seeded RNG on the CPU and on `device`, and the old state again afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        yield

@@ -106,7 +106,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
         if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
-            _write_settings(config)
+            if not config.run.report:  # a supervisor writes its own, which names all of its peers
+                write_atomic(config.run.dir / "config.yaml", config.to_yaml())
+            write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         tell(trainer.status("waiting"))
         with _signals(sync, island):
             with ExitStack() as stack:
@@ -298,9 +300,3 @@ def _stream(config: Config, dataset: data.Dataset, island: Island, sync: Sync) -
     if config.data.source == "hub" or island.size > 1:
         return dataset.batches(batch_size, shard=shard, shards=shards)
     return dataset.leased(batch_size, sync.lease_units(batch_size * config.outer.sync_every), shard=shard)
-
-
-def _write_settings(config: Config) -> None:
-    if not config.run.report:  # a supervisor writes its own, which names all of its peers
-        write_atomic(config.run.dir / "config.yaml", config.to_yaml())
-    write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")

@@ -176,7 +176,7 @@ class Doctor:
         try:
             self.config = self.config.adopt(manifest)
         except ConfigError as error:
-            return Check("manifest", "failed", text, str(error), swarm=False)
+            return Check("manifest", "failed", text, str(error))
         return Check("manifest", "ok", f"{text}, wire version {WIRE_VERSION}", swarm=True)
 
     def _clock(self) -> Check | None:
@@ -187,10 +187,8 @@ class Doctor:
         text = f"{found.ahead_s:+.3f} s against the swarm (by peer {each})"
         self.figures["clock_ahead_s"] = found.ahead_s
         if abs(found.ahead_s) > CLOCK_LIMIT_S:
-            limit = f"more than {CLOCK_LIMIT_S:.0f} s is refused; "
-            return Check(
-                "clock", "failed", text, f"{limit}set it, for example by timedatectl set-ntp true", swarm=False
-            )
+            remedy = f"more than {CLOCK_LIMIT_S:.0f} s is refused; set it, for example by timedatectl set-ntp true"
+            return Check("clock", "failed", text, remedy)
         verdict = "ok" if abs(found.ahead_s) <= SLOW_CLOCK_S else "warning"
         return Check("clock", verdict, text, "" if verdict == "ok" else "let NTP set it")
 

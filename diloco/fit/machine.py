@@ -110,14 +110,13 @@ def _read(path: str) -> str | None:
         return None
 
 
-def memory_need(config: Config, machine: Machine, held_fragments: int = 1) -> MemoryNeed:
+def memory_need(config: Config, machine: Machine) -> MemoryNeed:
     """Memory for training this configuration. Activations are counted exactly only if a rough bound takes half of it.
 
     Raises `ConfigError` as `diloco.model.build` does.
     """
     parameters = parameters_of(config.model)
-    held = min(1.0, held_fragments / config.outer.fragments)
-    main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + HELD_BYTES * held)
+    main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + HELD_BYTES / config.outer.fragments)  # with one held
     need = MemoryNeed(parameters, parameters * TRAINED_BYTES, main, _rough_bytes(config))
     roomy = need.device_bytes + need.main_bytes + config.inner.batch_size * need.sequence_bytes
     if roomy < min(machine.device_bytes, machine.main_bytes) / 2:

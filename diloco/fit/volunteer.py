@@ -94,11 +94,9 @@ def volunteer_config(
 ) -> Config:
     """The configuration of a peer that joins: the run's half from the manifest, the peer's half chosen for a volunteer.
 
-    Args:
-        typed: keys that the user set; they override the choices made here.
-        seeds: addresses of peers that answer.
-
-    Raises `ConfigError` if the manifest does not fit this peer, for example data.source=text without a data.path here.
+    `typed` are the keys that the user set; they override the choices made here. `seeds` are addresses of peers that
+    answer. Raises `ConfigError` if the manifest does not fit this peer, for example data.source=text without a
+    data.path here.
     """
     joined = config.adopt(manifest)
     elsewhere = any(scope(seed) != "loopback" for seed in seeds)

@@ -105,7 +105,9 @@ class CheckpointStore:
         temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
         try:
             self._remove_stale()
-            target = self.directory / self._free_name(step)
+            # A step that was saved before gets a suffix, because POSIX cannot swap two directories.
+            saves = [save for saved_step, save in map(_age, self._names()) if saved_step == step]
+            target = self.directory / (f"step-{step:08d}" + (f".{max(saves) + 1}" if saves else ""))
             _write_directory(temporary, step, tensors, plain)
             os.replace(temporary, target)
             _fsync_directory(self.directory)
@@ -163,11 +165,6 @@ class CheckpointStore:
                 f"run.dir: cannot read the checkpoints in {self.directory}: {error.strerror}; "
                 f"correct its permissions or choose another run.dir"
             ) from error
-
-    def _free_name(self, step: int) -> str:
-        """An unused name for a step. A step saved before gets a suffix, because POSIX cannot swap two directories."""
-        saves = [save for saved_step, save in map(_age, self._names()) if saved_step == step]
-        return f"step-{step:08d}" + (f".{max(saves) + 1}" if saves else "")
 
     def _remove_stale(self) -> None:
         """Deletes what a crashed process left behind; once per process."""

@@ -20,10 +20,13 @@ from diloco.errors import ConfigError
 from diloco.rundir.files import number, read_json_lines
 from diloco.rundir.plot import picture
 
-__all__ = ["AXES", "Point", "Run", "find_runs", "plot_runs", "read_runs", "time_to_loss", "worst_loss"]
+__all__ = ["Point", "Run", "find_runs", "plot_runs", "read_runs", "time_to_loss", "worst_loss"]
 
-AXES = {"tokens": "tokens applied by the swarm", "time": "seconds", "bytes": "bytes sent by all peers"}
-FIELDS = {"tokens": "tokens", "time": "time_s", "bytes": "bytes_sent"}  # of `Point`, by axis
+AXES = {  # of the pictures: field of `Point`, and label
+    "tokens": ("tokens", "tokens applied by the swarm"),
+    "time": ("time_s", "seconds"),
+    "bytes": ("bytes_sent", "bytes sent by all peers"),
+}
 LONGEST_NAME = 60
 NOT_A_DIFFERENCE = ("run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard")
 
@@ -111,14 +114,14 @@ def plot_runs(runs: Sequence[Run], directory: Path) -> list[Path]:
 
     written = []
     few = len(runs) <= 10
-    for axis, label in AXES.items():
+    for axis, (field_name, label) in AXES.items():
         written.append(directory / f"loss-by-{axis}.png")
         virtual = " (virtual)" if axis == "time" and all(run.virtual_s for run in runs) else ""
         with picture(written[-1], label + virtual) as axes:
             axes.set_ylabel("held-out loss (nats per token)")
             for index, run in enumerate(runs):
                 colour = colormaps["tab10"](index) if few else colormaps["viridis"](index / (len(runs) - 1))
-                known = [(x, point.loss) for point in run.curve if (x := getattr(point, FIELDS[axis])) is not None]
+                known = [(x, point.loss) for point in run.curve if (x := getattr(point, field_name)) is not None]
                 if known:
                     name = run.name.replace("$", r"\$")
                     axes.plot(*zip(*known, strict=True), "o-", color=colour, linewidth=1.5, markersize=3, label=name)
@@ -131,16 +134,21 @@ def _is_run(place: Path) -> bool:
     return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json"))
 
 
-# -- one run -----------------------------------------------------------------------------------------------------------
-
-
 def _read(directory: Path) -> Run:
     member = _json(directory / "member.json")
     run = Run(directory, _settings(directory / "config.yaml", member.get("overrides")))
     summary = _json(directory / "summary.json")
-    _read_summary(run, summary)
+    run.loss, run.perplexity = number(_get(summary, "eval", "loss")), number(_get(summary, "eval", "perplexity"))
+    run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
+    run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
     if run.exit is None:  # it wrote no summary, but the sweep knows its exit code
         run.exit = _whole(member.get("exit"))
+    peers = summary.get("peers")
+    peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
+    sent = [value for peer in peers if (value := number(peer.get("bytes_sent"))) is not None]
+    busy = [value for peer in peers if (value := number(peer.get("utilization"))) is not None]
+    run.bytes_sent = int(sum(sent)) if sent else None
+    run.utilization = sum(busy) / len(busy) if busy else None
     records = read_json_lines(directory / "metrics.jsonl")
     run.curve = _curve(records, run, _whole(summary.get("outer_steps")) or 0)
     if run.loss is None and run.curve:
@@ -160,20 +168,6 @@ def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
         if isinstance(overrides, list):
             return dict(flatten(compose([str(one) for one in overrides]).model_dump(mode="json")))
     return {}
-
-
-def _read_summary(run: Run, summary: Mapping[str, Any]) -> None:
-    """Sets the fields of `run` that summary.json has with the right type."""
-    run.loss = number(_get(summary, "eval", "loss"))
-    run.perplexity = number(_get(summary, "eval", "perplexity"))
-    run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
-    run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
-    peers = summary.get("peers")
-    peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
-    sent = [value for peer in peers if (value := number(peer.get("bytes_sent"))) is not None]
-    busy = [value for peer in peers if (value := number(peer.get("utilization"))) is not None]
-    run.bytes_sent = int(sum(sent)) if sent else None
-    run.utilization = sum(busy) / len(busy) if busy else None
 
 
 def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> list[Point]:
@@ -220,20 +214,13 @@ def _whole(value: Any) -> int | None:
     return None if found is None else int(found)
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
 def _name(runs: Sequence[Run]) -> None:
     """Names each run by the settings in which it differs from others, or else by its directory."""
     keys = _differing([run.settings for run in runs])
     leaves = Counter(key.rpartition(".")[2] for key in keys)
+    short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in keys}
     for run in runs:
-        parts = [
-            f"{key if leaves[key.rpartition('.')[2]] > 1 else key.rpartition('.')[2]}={_shown(run.settings[key])}"
-            for key in keys
-            if key in run.settings
-        ]
-        name = " ".join(parts)
+        name = " ".join(f"{short[key]}={_shown(run.settings[key])}" for key in keys if key in run.settings)
         run.name = name if 0 < len(name) <= LONGEST_NAME else run.directory.resolve().name
     count = Counter(run.name for run in runs)
     for run in runs:

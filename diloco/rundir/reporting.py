@@ -179,26 +179,17 @@ class log_lines:
     def __call__(self, said: Said) -> None:
         message = read_message(said)
         if isinstance(message, Ready):
-            self._ready(message)
+            if self._notice is not None:
+                text, is_warning = self._notice
+                logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+            if message.address:
+                logger.info("this peer can be reached at %s", message.address)
+            if message.address and message.first:
+                logger.info("others join with: %s %s", message.command, message.address)
         elif isinstance(message, Status) and message.version != self._version and message.loss is not None:
             self._version = message.version
-            logger.info(
-                "[%6.1fs] outer step %s/%s loss %.3f, %s peers",
-                time.monotonic() - self._began_at,
-                message.version,
-                message.outer_steps,
-                message.loss,
-                message.peers,
-            )
-
-    def _ready(self, message: Ready) -> None:
-        if self._notice is not None:
-            text, is_warning = self._notice
-            logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-        if message.address:
-            logger.info("this peer can be reached at %s", message.address)
-            if message.first:
-                logger.info("others join with: %s %s", message.command, message.address)
+            now, steps = time.monotonic() - self._began_at, f"{message.version}/{message.outer_steps}"
+            logger.info("[%6.1fs] outer step %s loss %.3f, %s peers", now, steps, message.loss, message.peers)
 
 
 def who_can_join(config: Config, run_key: str | None) -> tuple[str, bool] | None:

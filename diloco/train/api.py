@@ -196,30 +196,16 @@ class Swarm:
     ) -> NodeOptions:
         """Options of the node over these parameters; watchers are shown `device`."""
         gate = gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains)
-        return NodeOptions(
-            self._run_spec(parameters),
-            self.network,
-            self._identity_path(),
-            self.name,
-            saved,
-            gate,
-            trains,
-            device=device,
-        )
-
-    def _run_spec(self, parameters: Mapping[str, Tensor]) -> RunSpec:
-        manifest = self.manifest
-        if manifest is not None:
-            tokens_per_step = manifest.inner.batch_size * manifest.data.sequence_length
-            return RunSpec(self.run_id, manifest.hash(), manifest.to_json(), tokens_per_step)
-        shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        run = {"id": self.run_id, "key": self.key}
-        content = {"run": run, "outer": self.outer.model_dump(mode="json"), "parameters": shapes}
-        text = json.dumps(content, sort_keys=True)
-        return RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
-
-    def _identity_path(self) -> Path:
-        if self._identity is not None:
-            return self._identity
-        self._scratch = self._scratch or TemporaryDirectory(prefix="diloco-")
-        return Path(self._scratch.name) / "identity.key"
+        if self._identity is None:
+            self._scratch = TemporaryDirectory(prefix="diloco-")
+            self._identity = Path(self._scratch.name) / "identity.key"
+        if self.manifest is not None:
+            tokens_per_step = self.manifest.inner.batch_size * self.manifest.data.sequence_length
+            spec = RunSpec(self.run_id, self.manifest.hash(), self.manifest.to_json(), tokens_per_step)
+        else:
+            run = {"id": self.run_id, "key": self.key}
+            shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+            content = {"run": run, "outer": self.outer.model_dump(mode="json"), "parameters": shapes}
+            text = json.dumps(content, sort_keys=True)
+            spec = RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
+        return NodeOptions(spec, self.network, self._identity, self.name, saved, gate, trains, device=device)

@@ -48,6 +48,7 @@ class Attachment:
         applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its sessions.
         exchanged: whether the last `optimizer.step()` ended in an exchange.
         interrupted: whether the loop has to end before the budget is used up.
+        view: what can be seen of the swarm node; None before entering, and on ranks other than 0.
 
     If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. `interrupt` ends any
     wait; the swarm then loses the inner steps since the last exchange, and the checkpoint before them is good.
@@ -67,6 +68,7 @@ class Attachment:
     ) -> None:
         saved = None if options is None else options.saved
         self.parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        self.view: NodeView | None = None
         self.outer = outer
         self.island = island
         self.phases = phases
@@ -91,11 +93,6 @@ class Attachment:
         self._left_behind = False  # the swarm went on meanwhile
         self._cold = False  # in a first round that is left out
         self._settled = False  # the parameters are the last anchor, for good
-
-    @property
-    def view(self) -> NodeView | None:
-        """What can be seen of the swarm node; None before entering, and on ranks other than 0."""
-        return self._link.view
 
     @property
     def node(self) -> Node | None:
@@ -146,7 +143,7 @@ class Attachment:
         replica = Replica(self.parameters, fragments, self.outer)
         # Before the first step there is none.
         options = replace(options, inner_state=lambda: self._inner_start.snapshot() if self.steps else None)
-        view = self._link.open(options, replica, self._on_event)
+        self.view = view = self._link.open(options, replica, self._on_event)
         view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
             self.interrupt()

@@ -63,13 +63,7 @@ def evaluate(
 
 
 def generate(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_new_tokens: int = 200,
-    temperature: float = 0.8,
-    seed: int = 0,
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, temperature: float, seed: int = 0
 ) -> str:
     """The text that `model` writes after `prompt`, without it, until the end of the document or `max_new_tokens`.
 
@@ -111,16 +105,12 @@ def generate(
 def loss_of(model: nn.Module, dataset: Dataset, holdout: Tensor, *, numbered: bool = True) -> Loss:
     """The loss of parameters other than the model's, with which a syncer checks contributions (`outer.spot_check`).
 
-    It is computed in evaluation mode, beside a model that trains.
-    Modules and buffers are copied, so the model does not change; parameters are not copied. Sequences are computed one
-    at a time, which takes the least memory, and in fp32 whatever `train.precision` is: bf16 would round away the
-    difference of two losses.
+    It is computed in evaluation mode, beside a model that trains: modules and buffers are copied, so `model` does not
+    change; parameters are not copied. Sequences are computed one at a time, which takes the least memory, and in fp32
+    whatever `train.precision` is: bf16 would round away the difference of two losses.
 
-    Args:
-        model: gives the architecture.
-        dataset: holds the sequences that peers name by number.
-        holdout: (N, T) int64; its first sequences are used where a peer names none.
-        numbered: whether the numbers that peers name are numbers of this dataset.
+    Peers name sequences of `dataset` by number, if these are `numbered` alike everywhere. If a peer names none, the
+    first sequences of `holdout`, (N, T) int64, are used.
     """
     modules = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
     device = next(model.parameters()).device

@@ -16,7 +16,6 @@ from diloco.rundir.files import prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Status
 from diloco.rundir.summary import write_contributions
-from diloco.swarm.node.node import Node
 from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.visit.look import check_clock, look, parse_manifest
 from diloco.swarm.wire.gate import watching
@@ -28,7 +27,7 @@ __all__ = ["Host"]
 
 
 class Host:
-    """A swarm node over parameters that it does not train. On leaving it hands over its fragments with their state.
+    """A swarm `node` over parameters that it does not train. On leaving it hands over its fragments with their state.
 
     Entering raises `SwarmError` when the swarm cannot be reached or refuses this host; nothing stays open then.
     """
@@ -60,8 +59,8 @@ class Host:
         with ExitStack() as stack:
             stack.callback(self._log.close)
             stack.callback(self._runtime.close)
-            node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
-            self._view = NodeView(node, self._runtime)
+            self.node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
+            self._view = NodeView(self.node, self._runtime)
             stack.callback(self._view.close)
             if not self._config.swarm.initial_peers:
                 write_atomic(self._config.run.dir / "address", self.address + "\n")
@@ -72,11 +71,6 @@ class Host:
         with self._open:
             self._runtime.call(self.node.leave(finished=False))
             write_contributions(self._config.run.dir / "contributions.csv", self._view.contributions())
-
-    @property
-    def node(self) -> Node:
-        """The swarm node, while this context is open."""
-        return self._view.node
 
     @property
     def address(self) -> str:

@@ -41,10 +41,8 @@ class Island:
     def from_environment(cls, device: str) -> Island:
         """The island that torchrun's environment describes; one process without it.
 
-        Args:
-            device: `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU.
-
-        Raises `ConfigError` if train.device names a device that is not there.
+        `device` is `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU. Raises `ConfigError`
+        if train.device names a device that is not there.
         """
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         if device == "auto":

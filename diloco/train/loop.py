@@ -163,7 +163,11 @@ class Trainer:
             self.tell(self.status("evaluating"))
             self.evaluate()
         if config.checkpoint.every and (over or self._passed(config.checkpoint.every)):
-            self._try_to_save()
+            try:
+                self.save()
+            except ConfigError as error:  # the swarm has the model, and the next boundary is another chance
+                logger.warning("%s", error)
+                self.log.event("checkpoint_failed", version=sync.version, why=str(error))
         self._boundary_version = sync.version
 
     def _passed(self, every: int) -> bool:
@@ -197,14 +201,6 @@ class Trainer:
         self.eval_loss = result.loss
         self._log(eval_loss=result.loss)
         return result
-
-    def _try_to_save(self) -> None:
-        """A full disk does not end the run: the swarm has the model, and the next boundary is another chance."""
-        try:
-            self.save()
-        except ConfigError as error:
-            logger.warning("%s", error)
-            self.log.event("checkpoint_failed", version=self.sync.version, why=str(error))
 
     def save(self) -> None:
         """Write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`.

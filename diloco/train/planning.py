@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -175,9 +175,15 @@ def recommend(
         codecs: names of the encodings up and down in `exchange`.
         nbytes: gives the bytes of the whole model in an encoding, by name.
     """
+    overlap, staggered, longer = exchange.overlap, exchange.staggered, max(exchange.overlap, SAFE_OVERLAP)
+    candidates = [(*codecs, overlap, staggered)]  # the mildest first
+    if exchange.bytes_up >= exchange.bytes_down:  # else it is compressed more than any of these
+        candidates += [("int8", "int8", overlap, staggered), ("int8", "int8", longer, staggered)]
+        candidates += [("int8", "int8", longer, True), ("e3m0", "int8", longer, staggered)]
+        candidates += [("e3m0", "int8", longer, True)]
     even = -(-exchange.fragments // exchange.peers) * exchange.peers
     found: list[Recommendation] = []
-    for up, down, overlap, staggered in _candidates(exchange, codecs):
+    for up, down, overlap, staggered in candidates:
         candidate = replace(
             exchange, bytes_up=nbytes(up), bytes_down=nbytes(down), fragments=even, overlap=overlap, staggered=staggered
         )
@@ -187,19 +193,6 @@ def recommend(
         if needed <= max(HIGHEST_H, exchange.sync_every):
             return found[-1]
     return min(found, key=lambda one: one.exchange.sync_every)
-
-
-def _candidates(exchange: Exchange, codecs: tuple[str, str]) -> Iterator[tuple[str, str, int, bool]]:
-    """Yields (codec up, codec down, overlap, staggered), the mildest first."""
-    overlap, staggered = exchange.overlap, exchange.staggered
-    longer = max(overlap, SAFE_OVERLAP)
-    yield *codecs, overlap, staggered
-    if exchange.bytes_up >= exchange.bytes_down:  # else it is compressed more than any of these
-        yield "int8", "int8", overlap, staggered
-        yield "int8", "int8", longer, staggered
-        yield "int8", "int8", longer, True
-        yield "e3m0", "int8", longer, staggered
-        yield "e3m0", "int8", longer, True
 
 
 def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from diloco.config import Config
 from diloco.data import Stream
@@ -31,7 +32,6 @@ from diloco.train.baseline import DataParallel
 
 __all__ = [
     "Session",
-    "Sync",
     "checkpoints_name",
     "flatten_optimizer",
     "identity_path",
@@ -104,7 +104,7 @@ class Session:
             residuals={int(name): residual for name, residual in self._checkpoint.tensors["residual"].items()},
         )
 
-    def restore(self, sync: Sync, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream) -> None:
+    def restore(self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: Stream) -> None:
         """Restore everything but the swarm's part; call it before `sync` is entered.
 
         The checkpoint is released then: while its files are mapped, their space stays in use after they are deleted.
@@ -128,7 +128,7 @@ class Session:
         self,
         sync: Sync,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         stream: Stream,
         seconds: PhaseSeconds,
         traffic: Sequence[int],
@@ -181,7 +181,7 @@ def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
     }
 
 
-def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`state_dict()` of any torch optimizer as (named tensors, JSON that refers to them).
 
     The tensors are the optimizer's own, not copies: save them before the next step. Raises `TypeError` if the state
@@ -192,9 +192,7 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tenso
     return tensors, {"type": type(optimizer).__name__, "shapes": _shapes(optimizer), "state_dict": encoded}
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]
-) -> None:
+def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     """The inverse of `flatten_optimizer`: restores per-parameter state and the hyper-parameters of every group.
 
     The optimizer keeps the tensors themselves if device and dtype fit: do not use them elsewhere afterwards. Raises
@@ -237,7 +235,7 @@ def restore_rng(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None
             torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
 
 
-def _shapes(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+def _shapes(optimizer: Optimizer) -> list[list[int]]:
     return [list(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+import torch
+
 from diloco.config import WIRE_VERSION, Config
 from diloco.config.address import scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
@@ -99,8 +101,6 @@ class Doctor:
         return Check("python", "ok", text)
 
     def _torch(self) -> Check:
-        import torch
-
         return Check("torch", "ok", f"torch {torch.__version__}, hivemind {version('hivemind')}")
 
     def _identity(self) -> Check:

@@ -68,9 +68,8 @@ class MemoryNeed:
 
 
 def inspect_machine(device: str, threads: int | None = None) -> Machine:
-    """This machine with its present load; `device` is the value of train.device.
-
-    Raises `ConfigError` if this machine has no such device.
+    """This machine with its present load; `device` is the value of train.device. Raises `ConfigError` if this machine
+    has no such device.
     """
     chosen = Island.from_environment(device).device
     cores = _cores()
@@ -112,7 +111,6 @@ def _read(path: str) -> str | None:
 
 def memory_need(config: Config, machine: Machine) -> MemoryNeed:
     """Memory for training this configuration. Activations are counted exactly only if a rough bound takes half of it.
-
     Raises `ConfigError` as `diloco.model.build` does.
     """
     parameters = parameters_of(config.model)
@@ -161,9 +159,8 @@ def sequence_bytes(config: Config) -> float:
 
 
 def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
-    """The number of sequences to compute at a time: the batch in the fewest equal parts that fit the memory.
-
-    Raises `ConfigError` if not even one sequence fits; the text says how much memory is missing.
+    """The number of sequences to compute at a time: the batch in the fewest equal parts that fit the memory. Raises
+    `ConfigError` if not even one sequence fits; the text says how much memory is missing.
     """
     rooms = [(machine.device_bytes, need.device_bytes, str(machine.device))]
     if machine.shared:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
@@ -37,8 +36,6 @@ __all__ = [
     "volunteer_config",
     "with_settings",
 ]
-
-logger = logging.getLogger(__name__)
 
 PEERS_PER_MACHINE = 64
 KNOWN_RUNS, KNOWN_ADDRESSES = 64, 16

@@ -61,9 +61,8 @@ class Run:
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
-    """The run directories that `places` are or, for a sweep, contain; each once, in the given order.
-
-    Raises `ConfigError` if a place is neither a run nor a sweep.
+    """The run directories that `places` are or, for a sweep, contain; each once, in the given order. Raises
+    `ConfigError` if a place is neither a run nor a sweep.
     """
     found: dict[Path, None] = {}
     for place in places:
@@ -107,7 +106,6 @@ def time_to_loss(run: Run, loss: float) -> float | None:
 
 def plot_runs(runs: Sequence[Run], directory: Path) -> list[Path]:
     """Draws held-out loss by tokens, by time and by bytes into `directory`; returns the paths of the three pictures.
-
     Raises `ConfigError` if a picture cannot be written.
     """
     from matplotlib import colormaps

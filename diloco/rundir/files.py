@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_run_directory(path: Path) -> None:
-    """Creates the run directory and checks that it can be written, before anything slow or shared starts.
-
-    Raises `ConfigError` if it cannot be created or written.
+    """Creates the run directory and checks that it can be written, before anything slow or shared starts. Raises
+    `ConfigError` if it cannot be created or written.
     """
     probe = path / f".probe-{os.getpid()}"
     try:
@@ -51,9 +50,8 @@ def prepare_run_directory(path: Path) -> None:
 
 
 def check_same_run(config: Config, manifest: str) -> None:
-    """Checks that a run directory belongs to this run: since its `manifest`, only the budget may have changed.
-
-    Raises `CheckpointError` if other settings differ; the text names them.
+    """Checks that a run directory belongs to this run: since its `manifest`, only the budget may have changed. Raises
+    `CheckpointError` if other settings differ; the text names them.
     """
     differing = config.manifest().differences(Manifest.from_json(manifest, any_wire_version=True))
     differing = [line for line in differing if not line.startswith("budget.")]
@@ -88,9 +86,8 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a crash.
-
-    Raises `ConfigError` when there is no space, no permission or the like; the old content stays.
+    """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a crash. Raises
+    `ConfigError` when there is no space, no permission or the like; the old content stays.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -109,10 +106,9 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 class JsonLines:
-    """Appends objects to a file that several processes and threads share; one `write` per line.
-
-    Raises `ConfigError` if the file cannot be opened or written. A full disk or a dying process may cut a line short;
-    the next write ends that line first, so that only this one is lost.
+    """Appends objects to a file that several processes and threads share; one `write` per line. Raises `ConfigError` if
+    the file cannot be opened or written. A full disk or a dying process may cut a line short; the next write ends that
+    line first, so that only this one is lost.
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,7 +31,6 @@ class Curve:
 
 def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
     """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and replaces `out_png`.
-
     Raises `ConfigError` if `out_png` cannot be written.
     """
     training, held_out, unit = read_curves(metrics_path)

@@ -203,9 +203,8 @@ class Trainer:
         return result
 
     def save(self) -> None:
-        """Write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`.
-
-        Raises `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
+        """Write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises
+        `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
         """
         self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
         if self.config.run.lead and self.sync.view is not None:

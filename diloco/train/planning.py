@@ -219,9 +219,8 @@ def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> 
 
 
 def parse_bandwidth(text: str) -> float:
-    """`100Mbit`, `1.5Gbit/s`, `20Mbps` or `12MB/s` in bits per second; B is bytes, prefixes are powers of 1000.
-
-    Raises `ConfigError` for anything else, and for zero.
+    """`100Mbit`, `1.5Gbit/s`, `20Mbps` or `12MB/s` in bits per second; B is bytes, prefixes are powers of 1000. Raises
+    `ConfigError` for anything else, and for zero.
     """
     found = _BANDWIDTH.fullmatch(text)
     if found is None or float(found[1]) == 0:
@@ -241,9 +240,8 @@ class Figures:
 
 
 def read_figures(path: Path) -> Figures:
-    """The figures that `diloco doctor --json` has measured, with the slower direction of the link.
-
-    Raises `ConfigError` if the file cannot be read, or is no such report.
+    """The figures that `diloco doctor --json` has measured, with the slower direction of the link. Raises `ConfigError`
+    if the file cannot be read, or is no such report.
     """
     try:
         found = json.loads(path.read_text())["figures"]

@@ -166,16 +166,13 @@ def _sync(
 @contextmanager
 def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Message], None]) -> Iterator[None]:
     """Says how much has come from the swarm, while its state is fetched."""
-    if isinstance(sync, DataParallel):
-        yield
-        return
     arrived = threading.Event()
     wanted = ARRIVING_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def watch() -> None:
         while not arrived.wait(ARRIVAL_EVERY_S):
-            if sync.node is not None:
-                tell(Stage(stage="state", received=sync.node.traffic.bytes_received, wanted=wanted))
+            if sync.view is not None:
+                tell(Stage(stage="state", received=sync.view.node.traffic.bytes_received, wanted=wanted))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -29,6 +29,7 @@ from diloco.sim.run import simulate
 from diloco.swarm.conversations import inner_state
 from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, send_inner
 from diloco.swarm.wire.streams import Stream
+from diloco.train import attachment as attachment_module
 from diloco.train import inner
 from diloco.train.api import Attachment
 from diloco.train.inner import InnerStart, inner_optimizer, layout_of, load_moments_, moments, snapshot
@@ -318,7 +319,7 @@ def test_a_donor_whose_moments_diverged_says_so_and_goes_on(tmp_path: Path, monk
             state.values[0] = math.inf
         return state
 
-    monkeypatch.setattr(inner, "snapshot", diverged)
+    monkeypatch.setattr(attachment_module, "snapshot", diverged)
     outcome = simulated(tmp_path, *LATE)
     [failed] = said(tmp_path, "inner_state_failed")
     assert failed["donor"] == "p0" and "refused: the inner state's 0.0.exp_avg holds" in failed["why"]
@@ -358,7 +359,7 @@ def test_a_cold_joiner_comes_to_take_part_without_a_barrier_too(tmp_path: Path, 
 
 
 def test_without_a_donor_that_answers_a_joiner_starts_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inner, "snapshot", lambda optimizer: None)
+    monkeypatch.setattr(attachment_module, "snapshot", lambda optimizer: None)
     outcome = simulated(tmp_path, *LATE)
     assert [event["why"] for event in said(tmp_path, "inner_state_failed")] == [
         "refused: no inner optimizer state is here"

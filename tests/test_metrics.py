@@ -416,13 +416,13 @@ def test_the_aggregated_form_logs_the_swarm_once_per_outer_step_under_one_id(
     seen = [snapshot(3)]
     wandb = WandbLog(with_wandb("offline", tmp_path, "wandb.aggregate=true"), "p0", clock=lambda: now[0])
     with RunLog(tmp_path, "p0", wandb) as log:
-        log.follow(lambda: swarm_figures(seen[0]))
+        wandb.figures = lambda: swarm_figures(seen[0])
         for version, step in ((0, 0), (0, 1), (1, 2), (1, 3)):
             log.metric(version=version, inner_step=step, tokens=0, loss=9.0)
         assert len(run.logged) == 2
         now[0] += AGGREGATE_EVERY_S
         log.metric(version=1, inner_step=4, tokens=0, loss=9.0)
-        log.follow(lambda: swarm_figures(None))  # it has left
+        wandb.figures = lambda: swarm_figures(None)  # it has left
         log.metric(version=1, inner_step=4, tokens=0, eval_loss=1.5)
     assert (arguments["name"], arguments["id"], arguments["resume"]) == ("swarm", "my-run-swarm", "allow")
     assert len(run.logged) == 4
@@ -446,7 +446,7 @@ def test_an_observation_that_fails_is_one_warning(
 
     wandb = WandbLog(with_wandb("offline", tmp_path, "wandb.aggregate=true"), "p0")
     with RunLog(tmp_path, "p0", wandb) as log:
-        log.follow(gone)
+        wandb.figures = gone
         for version in range(3):
             log.metric(version=version, inner_step=0, tokens=0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

@@ -92,8 +92,6 @@ class Doctor:
     def _gate(self) -> Gate:
         return watching(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
 
-    # -- this machine --------------------------------------------------------------------------------------------------
-
     def _python(self) -> Check:
         text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
         if platform.system() != "Linux":
@@ -152,8 +150,6 @@ class Doctor:
         step_s = self.figures["step_s"] = step_seconds(config)
         tokens = self.config.inner.batch_size * self.config.data.sequence_length
         return Check("speed", "ok", f"{step_s:.3g} s per inner step, {tokens / step_s:.4g} tokens per second")
-
-    # -- the swarm -----------------------------------------------------------------------------------------------------
 
     def _swarm(self) -> Check | None:
         if not self.addresses:

@@ -78,8 +78,7 @@ def inspect_machine(device: str, threads: int | None = None) -> Machine:
         free, _ = torch.cuda.mem_get_info(chosen)
         name, bf16 = torch.cuda.get_device_name(chosen), torch.cuda.is_bf16_supported(including_emulation=False)
         return Machine(chosen, name, cores, threads or cores, float(free), main, bf16)
-    busy = os.getloadavg()[0]
-    idle = max(1, cores // 2, round(cores - busy))
+    idle = max(1, cores // 2, round(cores - os.getloadavg()[0]))
     return Machine(chosen, "CPU", cores, threads or min(cores, idle), main, main, False)
 
 

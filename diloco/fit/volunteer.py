@@ -148,10 +148,7 @@ def remember_addresses(run_id: str, addresses: Sequence[str]) -> None:
 def known_addresses(addresses: Sequence[str]) -> list[str]:
     """Stored addresses of other peers in the runs to which the peers at `addresses` belong."""
     peers = {peer_id_of(address) for address in addresses if not address.startswith("@")}
-    found: list[str] = []
-    for known in _known().values():
-        if any(peer_id_of(one) in peers for one in known):
-            found += known
+    found = [one for known in _known().values() if any(peer_id_of(at) in peers for at in known) for one in known]
     return [one for one in dict.fromkeys(found) if one not in addresses]
 
 
@@ -163,5 +160,4 @@ def _known() -> dict[str, list[str]]:
                 peer_id_of(address)
     except (OSError, ValueError, AttributeError, TypeError, ConfigError):
         return {}
-    known: dict[str, list[str]] = content
-    return known
+    return dict(content)

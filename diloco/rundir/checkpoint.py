@@ -104,7 +104,12 @@ class CheckpointStore:
         plain = json.loads(json.dumps(state))
         temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
         try:
-            self._remove_stale()
+            os.makedirs(self.directory, exist_ok=True)
+            if not self._clean:  # a crashed process may have left something behind
+                for name in os.listdir(self.directory):
+                    if name.startswith(_TEMPORARY):
+                        shutil.rmtree(self.directory / name, ignore_errors=True)
+                self._clean = True
             # A step that was saved before gets a suffix, because POSIX cannot swap two directories.
             saves = [save for saved_step, save in map(_age, self._names()) if saved_step == step]
             target = self.directory / (f"step-{step:08d}" + (f".{max(saves) + 1}" if saves else ""))
@@ -165,16 +170,6 @@ class CheckpointStore:
                 f"run.dir: cannot read the checkpoints in {self.directory}: {error.strerror}; "
                 f"correct its permissions or choose another run.dir"
             ) from error
-
-    def _remove_stale(self) -> None:
-        """Deletes what a crashed process left behind; once per process."""
-        if self._clean:
-            return
-        os.makedirs(self.directory, exist_ok=True)
-        for name in os.listdir(self.directory):
-            if name.startswith(_TEMPORARY):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
-        self._clean = True
 
     def _prune(self, saved: str) -> None:
         """Keeps `saved` and the newest older ones. A failure to delete does not stop the run."""

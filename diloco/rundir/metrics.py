@@ -53,11 +53,6 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(record)
 
-    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """Sets the source of the swarm's figures for a wandb run of the whole swarm."""
-        if self._wandb is not None:
-            self._wandb.figures = figures
-
     def event(self, kind: str, **fields: Any) -> None:
         assert not fields.keys() & {"time", "peer"}, f"{kind}: the line has its own time and peer: {sorted(fields)}"
         self._write(self._events, {"time": self._clock(), "peer": self.peer, "kind": kind, **fields})

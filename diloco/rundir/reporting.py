@@ -147,14 +147,9 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _count(value: Any) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)
-
-
 _READ: dict[str, Callable[[Any], Any]] = {
     "str": _text,
-    "int": _count,
+    "int": lambda value: None if (found := number(value)) is None else int(found),
     "float": number,
     "bool": lambda value: value if isinstance(value, bool) else None,
     "tuple[str, ...]": lambda value: tuple(map(str, value)) if isinstance(value, list | tuple) else None,

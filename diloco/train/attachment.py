@@ -32,7 +32,8 @@ from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import Loss
-from diloco.train.inner import InnerStart
+from diloco.swarm.wire.malloc import give_back
+from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
 from diloco.train.progress import Progress, Unsent
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
@@ -141,8 +142,8 @@ class Attachment:
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
         fragments = partition(numels, self.outer.fragments, self.outer.pattern)
         replica = Replica(self.parameters, fragments, self.outer)
-        # Before the first step there is none.
-        options = replace(options, inner_state=lambda: self._inner_start.snapshot() if self.steps else None)
+        # For a joiner, called in other threads; before the first step there is none.
+        options = replace(options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None)
         self.view = view = self._link.open(options, replica, self._on_event)
         view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
@@ -233,8 +234,7 @@ class Attachment:
         """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
         own = self._progress
         own.loss = loss
-        figures = loss, own.rounds, own.seconds, self.discarded_tokens
-        self._link.call_soon(lambda node: node.protocol.measured, *figures)
+        self._link.call_soon(lambda node: node.protocol.measured, loss, own.rounds, own.seconds, self.discarded_tokens)
 
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
@@ -277,7 +277,8 @@ class Attachment:
                 self._adopt(lambda node: node.exchange_late(counts))
                 return self._resume()
             if due.send:
-                self._link.send(counts)
+                give_back()  # where gradients were, there is room now
+                self._link.call(lambda node: node.send(counts))
             if due.receive:
                 self._adopt(lambda node: node.receive(due.receive))
                 self._resume()
@@ -330,7 +331,7 @@ class Attachment:
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """The parameters are the anchor inside; what is trained comes back afterwards. At a barrier they are equal."""
-        if self.node is None or self._settled:
+        if self.view is None or self._settled:
             yield
             return
         with self._paused():
@@ -338,7 +339,7 @@ class Attachment:
                 yield
                 return
             local = {name: parameter.clone() for name, parameter in self.parameters.items()}
-            self._link.show_anchors()
+            self.view.show_anchors()
             try:
                 yield
             finally:
@@ -363,7 +364,7 @@ class Attachment:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains on."""
-        if self._is_paused or self._link.closed:
+        if self._is_paused or (self.view is not None and self.view.closed):
             yield
             return
         self._is_paused = True

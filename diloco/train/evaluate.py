@@ -58,8 +58,7 @@ def evaluate(
     if tokenizer is not None:
         num_bytes = sum(tokenizer.num_bytes(row) for row in predicted.tolist())
         bits_per_byte = loss * predicted.numel() / max(num_bytes, 1) / math.log(2)
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return EvalResult(loss, perplexity, predicted.numel(), bits_per_byte)
+    return EvalResult(loss, math.exp(loss) if loss < 700 else math.inf, predicted.numel(), bits_per_byte)
 
 
 def generate(

@@ -23,10 +23,7 @@ __all__ = ["InnerStart", "Pair", "inner_optimizer", "layout_of", "load_moments_"
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon on the matrices inside the model with AdamW on the rest; weight decay on matrices only.
-
-    It is over the parameters that require a gradient.
-    """
+    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay on matrices only."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if p.ndim == 2 and "embed" not in name and "head" not in name]
     if inner.optimizer == "muon" and hidden:
@@ -113,10 +110,6 @@ class InnerStart:
         steps = tuple(int(step) for step in self._island.agree(state.steps))
         load_moments_(self._optimizer, InnerState(layout, steps, state.values))
         self._island.share_(moments(self._optimizer))
-
-    def snapshot(self) -> InnerState | None:
-        """A copy of the optimizer's state for a joiner; called in other threads while training goes on."""
-        return snapshot(self._optimizer)
 
 
 class _Slot(NamedTuple):

@@ -171,9 +171,7 @@ class Trainer:
         self._boundary_version = sync.version
 
     def _passed(self, every: int) -> bool:
-        """Whether a multiple of that many outer steps was reached since the last boundary. Without a barrier, a version
-        may be skipped.
-        """
+        """Whether a multiple of `every` was reached since the last boundary; without a barrier, some are skipped."""
         return every > 0 and self.sync.version // every > self._boundary_version // every
 
     def _account(self) -> None:

@@ -170,10 +170,8 @@ def recommend(
 
     Candidates, in order: fragments in a multiple of the peers, a higher H, int8, overlap, staggered fragments, 4 bits
     up. The first one with an H of at most 500 wins, or else the one with the smallest H. H never falls.
-
-    Args:
-        codecs: names of the encodings up and down in `exchange`.
-        nbytes: gives the bytes of the whole model in an encoding, by name.
+    `codecs` are the names of the encodings up and down in `exchange`; `nbytes` gives the bytes of the whole model in an
+    encoding, by name.
     """
     overlap, staggered, longer = exchange.overlap, exchange.staggered, max(exchange.overlap, SAFE_OVERLAP)
     candidates = [(*codecs, overlap, staggered)]  # the mildest first
@@ -200,12 +198,13 @@ def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> 
     now = predict(exchange, link, step_s)
     n, cycles = exchange.peers, exchange.per_cycle
     both = f"({_bytes(exchange.bytes_up)} + {_bytes(exchange.bytes_down)})"
-    peak, width, latency = _bytes(now.peak_bytes), _bits(link.bits_per_s), f"{TRIPS} x {_seconds(link.latency_s)}"
+    peak, width = _bytes(now.peak_bytes), _scaled(link.bits_per_s, "bit/s")
+    latency = f"{TRIPS} x {_seconds(link.latency_s)}"
     compute, exchanged, wait = _seconds(now.compute_s), _seconds(now.exchange_s), _seconds(now.wait_s)
     hidden = f"{exchange.overlap} x {_seconds(step_s)}"
     times, share, part = (f"{cycles} x ", f" / {cycles}", f" / {cycles} fragments") if cycles > 1 else ("", "", "")
     allowed = f"{hidden} + {(1 - target) / target:.4g} x {compute}{share}"
-    needed = _bits(needed_bits_per_s(exchange, link.latency_s, step_s, target))
+    needed = _scaled(needed_bits_per_s(exchange, link.latency_s, step_s, target), "bit/s")
     busiest = f"{n - 1} x {exchange.held}/{exchange.at_once} x {both}{part} = {peak} per exchange"
     return [
         ("sent per peer and outer step", f"(1 - 1/{n}) x {both} = {_bytes(now.bytes_sent)}"),
@@ -272,10 +271,6 @@ def _scaled(value: float, unit: str) -> str:
 
 def _bytes(value: float) -> str:
     return _scaled(value, "B")
-
-
-def _bits(value: float) -> str:
-    return _scaled(value, "bit/s")
 
 
 def _seconds(value: float) -> str:

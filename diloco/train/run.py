@@ -54,10 +54,8 @@ def run(config: Config, listen: Listener) -> Summary:
     """Train as one peer until the budget is used up, or until Ctrl+C.
 
     Leaves in the run directory: config.yaml, manifest.json, metrics, events, checkpoints, and from the peer that leads
-    contributions.csv, model/, loss.png and summary.json.
-
-    Raises:
-        DilocoError: whatever ends the run early, as one line for the user; the last checkpoint is good.
+    contributions.csv, model/, loss.png and summary.json. Raises `DilocoError`, one line for the user, if anything else
+    ends the run early; the last checkpoint is good then.
     """
     island = Island.from_environment(config.train.device)
     try:
@@ -93,8 +91,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     ).to(island.device)
     wrapped = island.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
-    with RunLog(config.run.dir, name, WandbLog(config, name) if island.leads else None) as log:
-        if session.resumed and island.leads:
+    wandb = WandbLog(config, name) if island.leads else None
+    with RunLog(config.run.dir, name, wandb) as log:
+        if session.saved_version >= 0 and island.leads:
             log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
@@ -102,7 +101,8 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             # A peer with a shard of its own may number its sequences differently than the others do.
             sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
         stream = _stream(config, dataset, island, sync)
-        log.follow(lambda: {} if sync.view is None else swarm_figures(sync.view.observe()))
+        if wandb is not None:
+            wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
         if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
@@ -153,9 +153,8 @@ def _sync(
     def ready(address: str) -> None:
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
-        first, command = not config.swarm.initial_peers, config.joining_command
-        addresses, advice = tuple(node.addresses), node.advice
-        tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=advice))
+        first, addresses, command = not config.swarm.initial_peers, tuple(node.addresses), config.joining_command
+        tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=node.advice))
         if first:
             write_atomic(config.run.dir / "address", address + "\n")
 
@@ -256,7 +255,6 @@ def summary_of(trainer: Trainer, wall_s: float, bandwidth: float | None = None) 
         peers=[mine],
         heals=view.node.protocol.heals if view else 0,
         takeovers=view.node.protocol.takeovers if view else 0,
-        exit=0,
         contributions=view.contributions() if view else (),
         predicted=_predicted(trainer, bandwidth or config.swarm.upload_limit),
     )
@@ -271,10 +269,9 @@ def _predicted(trainer: Trainer, bandwidth: float | None) -> dict[str, float | N
     bits_per_s = math.inf if bandwidth is None else 8 * bandwidth
     exchange = Exchange.of(trainer.config.outer, numel, max(trainer.most_peers, 1))
     found = predict(exchange, Link(bits_per_s), compute_s / sync.steps)
-    cycles = sync.steps / exchange.sync_every
     return {
         "utilization": found.utilization,
-        "bytes_sent": round(found.bytes_sent * cycles),
+        "bytes_sent": round(found.bytes_sent * sync.steps / exchange.sync_every),
         "step_s": compute_s / sync.steps,
         "bits_per_s": None if bandwidth is None else bits_per_s,
     }

@@ -63,8 +63,8 @@ class Session:
     more than the budget, which may be extended) raises `CheckpointError` that names the keys.
 
     Attributes:
-        saved_version: outer step of the newest checkpoint, -1 without one.
-        resumed: whether this session goes on from a checkpoint. skipped: which newer ones it could not use, and why.
+        saved_version: outer step of the checkpoint from which this session goes on, then of the newest; -1 without one.
+        skipped: which newer checkpoints this session could not use, and why.
         seconds, traffic: wall time per phase, and bytes sent and received, in the sessions before this one.
     """
 
@@ -73,7 +73,6 @@ class Session:
         self.store = CheckpointStore(config.run.dir / "checkpoints" / checkpoints_name(config), config.checkpoint.keep)
         found = self._checkpoint = self.store.load_latest()
         self.saved_version = -1
-        self.resumed = found is not None
         self.skipped: list[str] = []
         self.seconds, self.traffic = PhaseSeconds(), (0, 0)
         if found is None:

@@ -12,7 +12,7 @@ from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.node.rounds import Count, Exchanged
+from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.island import Island
@@ -45,6 +45,13 @@ class NodeView:
         if not self.closed:
             self.closed = True
             self._runtime.call(self.node.close())
+
+    def show_anchors(self) -> None:
+        """The parameters become the anchors, also after `close`."""
+        if not self.closed:
+            return self._runtime.call(self.node.show_anchors())
+        for fragment in range(len(self.node.replica.fragments)):
+            self.node.replica.show_anchor_(fragment)
 
     @property
     def address(self) -> str:
@@ -153,25 +160,6 @@ class SwarmLink:
         if node is not None and position is not None:
             found = Begun(1, position, min(node.protocol.versions), node.protocol.applied_tokens, cold, fetched)
         return Begun(*map(int, self.island.agree(found)))
-
-    @property
-    def closed(self) -> bool:
-        """Whether there was a node, and it is closed."""
-        return self.view is not None and self.view.closed
-
-    def show_anchors(self) -> None:
-        """The parameters of rank 0 become the anchors, also after `close`."""
-        if not self.closed:
-            self.call(lambda node: node.show_anchors())
-        elif self.node is not None:
-            for fragment in range(len(self.node.replica.fragments)):
-                self.node.replica.show_anchor_(fragment)
-
-    def send(self, counts: dict[int, Count]) -> None:
-        """Begin to exchange these fragments."""
-        if self.node is not None:
-            give_back()  # where gradients were, there is room now
-            self.runtime.call(self.node.send(counts))
 
     def adopt(
         self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]], cycle_steps: Callable[[Node], int]

@@ -104,8 +104,8 @@ class CheckpointStore:
         plain = json.loads(json.dumps(state))
         temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
         try:
-            os.makedirs(self.directory, exist_ok=True)
             if not self._clean:  # a crashed process may have left something behind
+                os.makedirs(self.directory, exist_ok=True)
                 for name in os.listdir(self.directory):
                     if name.startswith(_TEMPORARY):
                         shutil.rmtree(self.directory / name, ignore_errors=True)

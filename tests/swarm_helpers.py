@@ -28,7 +28,7 @@ from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import NodeThread
-from diloco.train.node_view import NodeView
+from diloco.train.swarm_link import NodeView
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0  # far more than anything here takes; what reaches it hangs

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.config import BudgetConfig, InnerConfig
-from diloco.train.clock import finished, learning_rate
+from diloco.train.loop import finished, learning_rate
 
 
 @dataclass

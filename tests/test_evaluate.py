@@ -181,7 +181,7 @@ def test_sampling_reaches_every_token_that_the_model_allows(alphabet: nn.Module)
 
 
 def test_an_empty_prompt_begins_a_document(small: nn.Module) -> None:
-    assert isinstance(generate(small, BYTES, "", max_new_tokens=4), str)
+    assert isinstance(generate(small, BYTES, "", max_new_tokens=4, temperature=0.8), str)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,6 @@ def test_arguments_that_cannot_be_used_are_an_error_of_one_line(
     small: nn.Module, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        generate(small, BYTES, "0123456789", **values)
+        generate(small, BYTES, "0123456789", **{"max_new_tokens": 200, "temperature": 0.8, **values})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from diloco.config import compose
-from diloco.rundir.state import flatten_optimizer, restore_optimizer
 from diloco.train.inner import Pair, inner_optimizer
+from diloco.train.session import flatten_optimizer, restore_optimizer
 
 
 class Net(nn.Module):

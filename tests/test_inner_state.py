@@ -28,12 +28,11 @@ from diloco.sim.run import Simulated, simulate
 from diloco.swarm.conversations import inner_state
 from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, send_inner
 from diloco.swarm.wire.streams import Stream
-from diloco.train import inner_start
+from diloco.train import attachment as attachment_module
+from diloco.train import inner
 from diloco.train.api import Attachment
-from diloco.train.inner import inner_optimizer
-from diloco.train.inner_start import InnerStart
+from diloco.train.inner import InnerStart, inner_optimizer, layout_of, load_moments_, moments, snapshot
 from diloco.train.island import Island
-from diloco.train.moments import layout_of, load_moments_, moments, snapshot
 
 SMALL = ("experiment=smoke", "outer.sync_every=4", "sim.latency_s=0.01")
 LATE = ("local.peers=3", "budget.outer_steps=4", "sim.events=[join:3@6.5]")
@@ -218,7 +217,7 @@ def test_a_joiner_begins_with_the_moments_of_a_donor(
         taken.append(snapshot(optimizer))  # type: ignore[arg-type]
 
     monkeypatch.setattr(Attachment, "_after_step", watched)
-    monkeypatch.setattr(inner_start, "load_moments_", load)
+    monkeypatch.setattr(inner, "load_moments_", load)
     simulated(tmp_path, *LATE, f"inner.optimizer={optimizer}")
     [event] = said(tmp_path, "inner_state")
     [state] = taken
@@ -243,8 +242,8 @@ def test_a_joiner_s_first_round_is_better_than_with_empty_moments(
         return [line["loss"] for line in lines if line["version"] == 12]  # before its first contribution is merged
 
     warm = losses(tmp_path / "warm")
-    monkeypatch.setattr(inner_start, "load_moments_", lambda optimizer, state: None)
-    monkeypatch.setattr(inner_start, "moments", lambda optimizer: [])
+    monkeypatch.setattr(inner, "load_moments_", lambda optimizer, state: None)
+    monkeypatch.setattr(inner, "moments", lambda optimizer: [])
     empty = losses(tmp_path / "empty")
     assert len(warm) == len(empty) == 9 and warm[0] == empty[0], "the same batches and anchor"
     assert sum(warm[1:]) < sum(empty[1:])
@@ -319,7 +318,7 @@ def test_a_donor_whose_moments_diverged_says_so_and_goes_on(tmp_path: Path, monk
             state.values[0] = math.inf
         return state
 
-    monkeypatch.setattr(inner_start, "snapshot", diverged)
+    monkeypatch.setattr(attachment_module, "snapshot", diverged)
     outcome = simulated(tmp_path, *LATE)
     [failed] = said(tmp_path, "inner_state_failed")
     assert failed["donor"] == "p0" and "refused: the inner state's 0.0.exp_avg holds" in failed["why"]
@@ -359,7 +358,7 @@ def test_a_cold_joiner_comes_to_take_part_without_a_barrier_too(tmp_path: Path, 
 
 
 def test_without_a_donor_that_answers_a_joiner_starts_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inner_start, "snapshot", lambda optimizer: None)
+    monkeypatch.setattr(attachment_module, "snapshot", lambda optimizer: None)
     outcome = simulated(tmp_path, *LATE)
     assert [event["why"] for event in said(tmp_path, "inner_state_failed")] == [
         "refused: no inner optimizer state is here"

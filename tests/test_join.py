@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,7 +306,8 @@ def trainer(micro_batch: int | None) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     nothing: Any = None
     island = Island(torch.device("cpu"))
-    return Trainer(config, island, model, model, optimizer, nothing, nothing, nothing, nothing, nothing, None, nothing)
+    log: Any = SimpleNamespace(event=lambda kind, **fields: None)
+    return Trainer(config, island, model, model, optimizer, nothing, nothing, nothing, nothing, nothing, log, nothing)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fake_swarm import snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.config import Config, compose
 from diloco.errors import ConfigError
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Contributor
@@ -41,7 +43,7 @@ from diloco.rundir.summary import (
 
 
 def append_many(path: Path, writer: int) -> None:
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         for index in range(200):
             lines.write({"writer": writer, "index": index, "padding": "x" * (37 * index % 500)})
 
@@ -62,7 +64,7 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
 def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
     monkeypatch.setattr(os, "write", lambda descriptor, data: writes.append(data) or len(data))
-    with JsonLines(tmp_path / "a") as lines:
+    with closing(JsonLines(tmp_path / "a")) as lines:
         lines.write({"a": 1, "b": {"c": [1.5, None]}})
     assert writes == [b'{"a": 1, "b": {"c": [1.5, null]}}\n']
 
@@ -71,7 +73,7 @@ def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_torn_line_costs_only_itself(tmp_path_factory: pytest.TempPathFactory, torn: bytes) -> None:
     path = tmp_path_factory.mktemp("torn") / "events.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": ' + torn)
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         lines.write({"c": 3})
         lines.write({"d": 4})
     assert read_json_lines(path) == [{"a": 1}, {"c": 3}, {"d": 4}]
@@ -108,7 +110,7 @@ def test_a_log_on_a_full_disk_loses_lines_and_says_so_once(
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "a") as lines:
+    with closing(JsonLines(tmp_path / "a")) as lines:
         lines.write({"loss": math.nan, "nested": {"list": (1.0, math.inf)}})
     assert (tmp_path / "a").read_text() == '{"loss": null, "nested": {"list": [1.0, null]}}\n'
 
@@ -212,7 +214,7 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
     clock.now = 99
     assert phases.seconds() == PhaseSeconds(compute=4, wait=4, comm=3, outer=1)
     assert phases.seconds().total == 12
-    assert phases.utilization == 4 / 12
+    assert phases.seconds().utilization == 4 / 12
 
 
 def test_a_phase_ends_with_its_block_even_if_that_fails() -> None:
@@ -234,7 +236,7 @@ def test_a_resumed_run_adds_to_the_seconds_of_its_earlier_sessions() -> None:
 
 
 def test_utilization_of_nothing_is_zero() -> None:
-    assert PhaseTimer().utilization == 0.0
+    assert PhaseTimer().seconds().utilization == 0.0
 
 
 # --- Summary ----------------------------------------------------------------------------------------------------------
@@ -389,21 +391,19 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, fail: str = "") -> tuple[FakeRun
     return run, arguments
 
 
-def wandb_log(mode: Any, tmp_path: Path) -> WandbLog:
-    return WandbLog(
-        mode=mode, project="q", entity=None, run_id="my run", peer="p0", directory=tmp_path, config={"seed": 1}
-    )
+def with_wandb(mode: str, tmp_path: Path, *settings: str) -> Config:
+    return compose([f"wandb.mode={mode}", f"run.dir={tmp_path}", "run.id=my.run", *settings])
 
 
 def test_wandb_gets_every_metric_under_an_id_that_survives_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, arguments = fake_wandb(monkeypatch)
-    with RunLog(tmp_path, "p0", wandb_log("offline", tmp_path)) as log:
+    with RunLog(tmp_path, "p0", WandbLog(with_wandb("offline", tmp_path), "p0")) as log:
         log.metric(version=1, inner_step=2, tokens=3, loss=4.0)
     assert run.logged == [{"version": 1, "inner_step": 2, "tokens": 3, "loss": 4.0}]
     assert run.finished
-    assert (arguments["group"], arguments["id"], arguments["resume"]) == ("my run", "my-run-p0", "allow")
+    assert (arguments["group"], arguments["id"], arguments["resume"]) == ("my.run", "my-run-p0", "allow")
     assert arguments["mode"] == "offline"
     assert arguments["settings"]["console"] == "off"  # stdout belongs to the supervisor's lines
 
@@ -414,18 +414,15 @@ def test_the_aggregated_form_logs_the_swarm_once_per_outer_step_under_one_id(
     run, arguments = fake_wandb(monkeypatch)
     now = [0.0]
     seen = [snapshot(3)]
-    wandb = WandbLog(
-        mode="offline", project="q", entity=None, run_id="my run", peer="p0", directory=tmp_path, config={},
-        aggregate=True, clock=lambda: now[0],
-    )  # fmt: skip
+    wandb = WandbLog(with_wandb("offline", tmp_path, "wandb.aggregate=true"), "p0", clock=lambda: now[0])
     with RunLog(tmp_path, "p0", wandb) as log:
-        log.follow(lambda: swarm_figures(seen[0]))
+        wandb.figures = lambda: swarm_figures(seen[0])
         for version, step in ((0, 0), (0, 1), (1, 2), (1, 3)):
             log.metric(version=version, inner_step=step, tokens=0, loss=9.0)
         assert len(run.logged) == 2
         now[0] += AGGREGATE_EVERY_S
         log.metric(version=1, inner_step=4, tokens=0, loss=9.0)
-        log.follow(lambda: swarm_figures(None))  # it has left
+        wandb.figures = lambda: swarm_figures(None)  # it has left
         log.metric(version=1, inner_step=4, tokens=0, eval_loss=1.5)
     assert (arguments["name"], arguments["id"], arguments["resume"]) == ("swarm", "my-run-swarm", "allow")
     assert len(run.logged) == 4
@@ -447,11 +444,9 @@ def test_an_observation_that_fails_is_one_warning(
     def gone() -> dict[str, float]:
         raise ConnectionError("this node is closed")
 
-    wandb = WandbLog(
-        mode="offline", project="q", entity=None, run_id="r", peer="p0", directory=tmp_path, config={}, aggregate=True
-    )
+    wandb = WandbLog(with_wandb("offline", tmp_path, "wandb.aggregate=true"), "p0")
     with RunLog(tmp_path, "p0", wandb) as log:
-        log.follow(gone)
+        wandb.figures = gone
         for version in range(3):
             log.metric(version=version, inner_step=0, tokens=0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -462,7 +457,7 @@ def test_wandb_that_fails_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fail: str
 ) -> None:
     fake_wandb(monkeypatch, fail)
-    with RunLog(tmp_path, "p0", wandb_log("online", tmp_path)) as log:
+    with RunLog(tmp_path, "p0", WandbLog(with_wandb("online", tmp_path), "p0")) as log:
         for step in range(3):
             log.metric(version=0, inner_step=step, tokens=0)
     [record] = caplog.records
@@ -476,15 +471,16 @@ def test_wandb_that_is_not_installed_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    wandb_log("online", tmp_path).log({"loss": 1.0})
+    WandbLog(with_wandb("online", tmp_path), "p0").log({"loss": 1.0})
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["wandb.mode=online: cannot start"]
 
 
 def test_neither_wandb_nor_matplotlib_is_imported_unless_asked_for() -> None:
     script = (
-        "import sys, pathlib, diloco.rundir.plot\n"
+        "import sys, diloco.rundir.plot\n"
+        "from diloco.config import compose\n"
         "from diloco.rundir.metrics import WandbLog\n"
-        "WandbLog(mode='disabled', project='', entity=None, run_id='', peer='', directory=pathlib.Path(), config={})\n"
+        "WandbLog(compose(), 'p0')\n"
         "assert not {'wandb', 'matplotlib', 'torch'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
@@ -493,11 +489,12 @@ def test_neither_wandb_nor_matplotlib_is_imported_unless_asked_for() -> None:
 @pytest.mark.swarm
 def test_the_real_wandb_logs_offline_into_the_run_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = (
-        "import sys, pathlib\n"
+        "import sys\n"
+        "from diloco.config import compose\n"
         "from diloco.rundir.metrics import RunLog, WandbLog\n"
-        "path = pathlib.Path(sys.argv[1])\n"
-        "log = WandbLog(mode='offline', project='q', entity=None, run_id='a b', peer='p0', directory=path, config={})\n"
-        "with RunLog(path, 'p0', log) as run: run.metric(version=1, inner_step=2, tokens=3, loss=4.0)"
+        "config = compose(['wandb.mode=offline', f'run.dir={sys.argv[1]}', 'run.id=a.b'])\n"
+        "log = WandbLog(config, 'p0')\n"
+        "with RunLog(config.run.dir, 'p0', log) as run: run.metric(version=1, inner_step=2, tokens=3, loss=4.0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],

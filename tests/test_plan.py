@@ -16,7 +16,7 @@ from diloco import model as models
 from diloco.cli.main import main
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.fit.measure import parameters_of, step_seconds
+from diloco.fit.machine import parameters_of, step_seconds
 from diloco.outer.codecs import codec
 from diloco.sim.run import simulate
 from diloco.train.planning import (

@@ -29,7 +29,7 @@ from diloco.protocol.syncer import Close, Syncer
 from diloco.sim.run import Simulated, simulate
 from diloco.swarm.conversations.units import LeasedData
 from diloco.swarm.node.spot import BETA, SEQUENCES, Score, SpotChecks
-from diloco.train.scoring import loss_of
+from diloco.train.evaluate import loss_of
 
 ME = "me"
 NUMEL = 8192  # in two fragments

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from diloco.config import Config
-from diloco.fit.measure import parameters_of, step_seconds
+from diloco.fit.machine import parameters_of, step_seconds
 from diloco.outer.codecs import codec
 from diloco.train import planning
 from diloco.train.planning import Exchange, Link, Recommendation, arithmetic, needed_bits_per_s, predict

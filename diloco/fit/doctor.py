@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+import torch
+
 from diloco.config import WIRE_VERSION, Config
 from diloco.config.address import scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need
-from diloco.fit.measure import parameters_of, step_seconds
+from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need, parameters_of, step_seconds
 from diloco.fit.volunteer import PeerDirectory, fit_to_machine
 from diloco.model.files import one_line
 from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
@@ -91,8 +92,6 @@ class Doctor:
     def _gate(self) -> Gate:
         return watching(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
 
-    # -- this machine --------------------------------------------------------------------------------------------------
-
     def _python(self) -> Check:
         text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
         if platform.system() != "Linux":
@@ -100,8 +99,6 @@ class Doctor:
         return Check("python", "ok", text)
 
     def _torch(self) -> Check:
-        import torch
-
         return Check("torch", "ok", f"torch {torch.__version__}, hivemind {version('hivemind')}")
 
     def _identity(self) -> Check:
@@ -154,8 +151,6 @@ class Doctor:
         tokens = self.config.inner.batch_size * self.config.data.sequence_length
         return Check("speed", "ok", f"{step_s:.3g} s per inner step, {tokens / step_s:.4g} tokens per second")
 
-    # -- the swarm -----------------------------------------------------------------------------------------------------
-
     def _swarm(self) -> Check | None:
         if not self.addresses:
             return Check("swarm", "ok", "no ADDRESS given, no swarm is checked")
@@ -177,7 +172,7 @@ class Doctor:
         try:
             self.config = self.config.adopt(manifest)
         except ConfigError as error:
-            return Check("manifest", "failed", text, str(error), swarm=False)
+            return Check("manifest", "failed", text, str(error))
         return Check("manifest", "ok", f"{text}, wire version {WIRE_VERSION}", swarm=True)
 
     def _clock(self) -> Check | None:
@@ -188,10 +183,8 @@ class Doctor:
         text = f"{found.ahead_s:+.3f} s against the swarm (by peer {each})"
         self.figures["clock_ahead_s"] = found.ahead_s
         if abs(found.ahead_s) > CLOCK_LIMIT_S:
-            limit = f"more than {CLOCK_LIMIT_S:.0f} s is refused; "
-            return Check(
-                "clock", "failed", text, f"{limit}set it, for example by timedatectl set-ntp true", swarm=False
-            )
+            remedy = f"more than {CLOCK_LIMIT_S:.0f} s is refused; set it, for example by timedatectl set-ntp true"
+            return Check("clock", "failed", text, remedy)
         verdict = "ok" if abs(found.ahead_s) <= SLOW_CLOCK_S else "warning"
         return Check("clock", verdict, text, "" if verdict == "ok" else "let NTP set it")
 

@@ -1,4 +1,4 @@
-"""Inspects this machine for a model: device, precision, threads, and the largest micro-batch that fits its memory.
+"""What training a model takes, and what this machine has: device, precision, threads, memory, seconds per inner step.
 
 Memory is computed before anything is allocated. Per parameter, the device needs 16 bytes (fp32 weights, gradients and
 AdamW's two moments); main memory needs 4 for the anchor, and 12 more in fragments held here (master, momentum, sum).
@@ -10,26 +10,30 @@ from __future__ import annotations
 import logging
 import math
 import os
+import statistics
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diloco import model as models
-from diloco.config import Config
+from diloco.config import Config, ModelConfig
 from diloco.errors import ConfigError
-from diloco.fit.measure import parameters_of, without_values
+from diloco.model.files import one_line, transformers
 from diloco.train.island import Island
+from diloco.train.loop import autocast
 
-__all__ = ["Machine", "MemoryNeed", "fit_micro_batch", "free_memory", "inspect_machine", "memory_need"]
+__all__ = ["GIB", "Machine", "fit_micro_batch", "inspect_machine", "memory_need", "parameters_of", "step_seconds"]
 
 TRAINED_BYTES = 16  # per parameter: weights, gradients, two moments
 ANCHOR_BYTES = 4
 HELD_BYTES = 12
 LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
 ACTIVATION_SLACK = 1.5  # for gradients of activations and for the allocator's fragmentation
+WARMUP_STEPS, TIMED_STEPS = 2, 5
 GIB = 2**30
 
 logger = logging.getLogger(__name__)
@@ -64,20 +68,17 @@ class MemoryNeed:
 
 
 def inspect_machine(device: str, threads: int | None = None) -> Machine:
-    """This machine with its present load; `device` is the value of train.device.
-
-    Raises:
-        ConfigError: this machine has no such device.
+    """This machine with its present load; `device` is the value of train.device. Raises `ConfigError` if this machine
+    has no such device.
     """
     chosen = Island.from_environment(device).device
     cores = _cores()
-    main = free_memory()
+    main = _free_memory()
     if chosen.type == "cuda":
         free, _ = torch.cuda.mem_get_info(chosen)
         name, bf16 = torch.cuda.get_device_name(chosen), torch.cuda.is_bf16_supported(including_emulation=False)
         return Machine(chosen, name, cores, threads or cores, float(free), main, bf16)
-    busy = os.getloadavg()[0]
-    idle = max(1, cores // 2, round(cores - busy))
+    idle = max(1, cores // 2, round(cores - os.getloadavg()[0]))
     return Machine(chosen, "CPU", cores, threads or min(cores, idle), main, main, False)
 
 
@@ -88,7 +89,7 @@ def _cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period or 100_000)))
 
 
-def free_memory() -> float:
+def _free_memory() -> float:
     """Bytes of main memory that the kernel has left and that the limit of this container allows."""
     lines = (_read("/proc/meminfo") or "").splitlines()
     free = next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), float("inf"))
@@ -107,15 +108,12 @@ def _read(path: str) -> str | None:
         return None
 
 
-def memory_need(config: Config, machine: Machine, held_fragments: int = 1) -> MemoryNeed:
+def memory_need(config: Config, machine: Machine) -> MemoryNeed:
     """Memory for training this configuration. Activations are counted exactly only if a rough bound takes half of it.
-
-    Raises:
-        ConfigError: as for `diloco.model.build`.
+    Raises `ConfigError` as `diloco.model.build` does.
     """
     parameters = parameters_of(config.model)
-    held = min(1.0, held_fragments / config.outer.fragments)
-    main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + HELD_BYTES * held)
+    main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + HELD_BYTES / config.outer.fragments)  # with one held
     need = MemoryNeed(parameters, parameters * TRAINED_BYTES, main, _rough_bytes(config))
     roomy = need.device_bytes + need.main_bytes + config.inner.batch_size * need.sequence_bytes
     if roomy < min(machine.device_bytes, machine.main_bytes) / 2:
@@ -145,7 +143,7 @@ def sequence_bytes(config: Config) -> float:
 
     try:
         with FakeTensorMode():
-            model = without_values(config.model, "cpu")
+            model = _without_values(config.model, "cpu")
             tokens = torch.zeros(1, config.data.sequence_length, dtype=torch.int64)  # (1, T)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 models.loss(model, tokens)
@@ -160,10 +158,8 @@ def sequence_bytes(config: Config) -> float:
 
 
 def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
-    """The number of sequences to compute at a time: the batch in the fewest equal parts that fit the memory.
-
-    Raises:
-        ConfigError: not even one sequence fits; the text says how much memory is missing.
+    """The number of sequences to compute at a time: the batch in the fewest equal parts that fit the memory. Raises
+    `ConfigError` if not even one sequence fits; the text says how much memory is missing.
     """
     rooms = [(machine.device_bytes, need.device_bytes, str(machine.device))]
     if machine.shared:
@@ -184,3 +180,58 @@ def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> Conf
         f"{wanted / GIB:.1f} GiB of {where}, and {free / GIB:.1f} GiB are free, {(wanted - free) / GIB:.1f} GiB too "
         "little; end other programs, or join from a larger machine"
     )
+
+
+def parameters_of(settings: ModelConfig) -> int:
+    """The number of parameters; tied ones count once. Raises `ConfigError` as `diloco.model.build` does."""
+    return models.num_parameters(_without_values(settings, "meta"))
+
+
+def _without_values(settings: ModelConfig, device: str) -> nn.Module:
+    """The model without values: on PyTorch's `meta` device, or on any device under `FakeTensorMode`.
+
+    Allocates no weights, unless `model.path` holds them.
+    """
+    if settings.path is not None:
+        loaded: nn.Module = models.load(settings.path, key="model.path")
+        return loaded
+    config = models.config_of(settings)
+    try:
+        with torch.device(device):
+            built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # its layers raise various types
+        raise ConfigError(
+            f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
+        ) from error
+    built.train()
+    return built
+
+
+def step_seconds(config: Config) -> float:
+    """Median seconds of an inner step of this configuration on this machine, on random tokens.
+
+    Takes the memory of training: weights, gradients, AdamW's two moments and the activations of a batch.
+    """
+    island = Island.from_environment(config.train.device)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    model = models.build(config.model, config.run.seed, sequence_length=config.data.sequence_length).to(island.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    vocabulary = 256 if config.data.tokenizer == "bytes" else model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(config.run.seed)
+    shape = (config.inner.batch_size, config.data.sequence_length)
+    seconds = []
+    for _ in range(WARMUP_STEPS + TIMED_STEPS):
+        tokens = torch.randint(vocabulary, shape, generator=generator).to(island.device)  # (B, T)
+        began_at = time.perf_counter()
+        with autocast(config, island.device):
+            loss = models.loss(model, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.inner.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        float(loss.detach())  # waits for the device
+        if island.device.type == "cuda":
+            torch.cuda.synchronize(island.device)
+        seconds.append(time.perf_counter() - began_at)
+    return statistics.median(seconds[WARMUP_STEPS:])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
@@ -37,8 +36,6 @@ __all__ = [
     "volunteer_config",
     "with_settings",
 ]
-
-logger = logging.getLogger(__name__)
 
 PEERS_PER_MACHINE = 64
 KNOWN_RUNS, KNOWN_ADDRESSES = 64, 16
@@ -72,10 +69,8 @@ def _home() -> Path:
 def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
     """The directory of the first of this user's peers that is not running, locked while the context is open.
 
-    `identity` is swarm.identity_path, a key that replaces the peer's own.
-
-    Raises:
-        ConfigError: too many peers run on this machine, or another process uses the key.
+    `identity` is swarm.identity_path, a key that replaces the peer's own. Raises `ConfigError` if too many peers run on
+    this machine, or another process uses the key.
     """
     with contextlib.ExitStack() as stack:
         if identity is not None:  # two peers with one key would put each other out of the swarm
@@ -96,12 +91,9 @@ def volunteer_config(
 ) -> Config:
     """The configuration of a peer that joins: the run's half from the manifest, the peer's half chosen for a volunteer.
 
-    Args:
-        typed: keys that the user set; they override the choices made here.
-        seeds: addresses of peers that answer.
-
-    Raises:
-        ConfigError: the manifest does not fit this peer, for example data.source=text without a data.path here.
+    `typed` are the keys that the user set; they override the choices made here. `seeds` are addresses of peers that
+    answer. Raises `ConfigError` if the manifest does not fit this peer, for example data.source=text without a
+    data.path here.
     """
     joined = config.adopt(manifest)
     elsewhere = any(scope(seed) != "loopback" for seed in seeds)
@@ -156,10 +148,7 @@ def remember_addresses(run_id: str, addresses: Sequence[str]) -> None:
 def known_addresses(addresses: Sequence[str]) -> list[str]:
     """Stored addresses of other peers in the runs to which the peers at `addresses` belong."""
     peers = {peer_id_of(address) for address in addresses if not address.startswith("@")}
-    found: list[str] = []
-    for known in _known().values():
-        if any(peer_id_of(one) in peers for one in known):
-            found += known
+    found = [one for known in _known().values() if any(peer_id_of(at) in peers for at in known) for one in known]
     return [one for one in dict.fromkeys(found) if one not in addresses]
 
 
@@ -171,5 +160,4 @@ def _known() -> dict[str, list[str]]:
                 peer_id_of(address)
     except (OSError, ValueError, AttributeError, TypeError, ConfigError):
         return {}
-    known: dict[str, list[str]] = content
-    return known
+    return dict(content)

@@ -38,7 +38,7 @@ STATE_FILE = "state.json"
 BLOCK_BYTES = 16 * 2**20  # a block is still in the cache when it is hashed; hashing and writing release the GIL
 
 _TEMPORARY = ".tmp-"
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a suffix ".1", ".2", ... counts repeated saves of a step
+_NAME = re.compile(r"step-\d{8,}(\.\d+)?")  # a suffix ".1", ".2", ... counts repeated saves of a step
 _STEM = re.compile(r"[A-Za-z0-9_-]+")
 _DTYPES = {
     torch.float64: "F64",
@@ -95,18 +95,24 @@ class CheckpointStore:
         """Writes `tensors` (file stem -> name -> tensor of any shape and device) and the JSON-able `state`.
 
         When it returns, `load_latest` gives exactly this checkpoint, even if there were later steps before: they belong
-        to a timeline that this run has left. Saving a step again replaces it.
-
-        Raises:
-            CheckpointError: no space, no permission or the like; nothing half-written remains.
+        to a timeline that this run has left. Saving a step again replaces it. Raises `CheckpointError` when there is no
+        space, no permission or the like; nothing half-written remains.
         """
         assert step >= 0, f"step={step}"
         assert all(_STEM.fullmatch(stem) for stem in tensors), f"file stems {sorted(tensors)}"
-        plain = _through_json(state)  # a state that JSON cannot hold is our bug: raise before there are files
+        # As a reader gets it. A state that JSON cannot hold is our bug: raise before there are files.
+        plain = json.loads(json.dumps(state))
         temporary = self.directory / f"{_TEMPORARY}step-{step:08d}-{os.getpid()}"
         try:
-            self._remove_stale()
-            target = self.directory / self._free_name(step)
+            if not self._clean:  # a crashed process may have left something behind
+                os.makedirs(self.directory, exist_ok=True)
+                for name in os.listdir(self.directory):
+                    if name.startswith(_TEMPORARY):
+                        shutil.rmtree(self.directory / name, ignore_errors=True)
+                self._clean = True
+            # A step that was saved before gets a suffix, because POSIX cannot swap two directories.
+            saves = [save for saved_step, save in map(_age, self._names()) if saved_step == step]
+            target = self.directory / (f"step-{step:08d}" + (f".{max(saves) + 1}" if saves else ""))
             _write_directory(temporary, step, tensors, plain)
             os.replace(temporary, target)
             _fsync_directory(self.directory)
@@ -126,10 +132,8 @@ class CheckpointStore:
         """The newest usable checkpoint, or None if there never was one.
 
         Every byte is verified first (about 1 s per GB). Each unusable checkpoint is skipped with a warning, which
-        `Checkpoint.skipped` repeats for the run's events.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none of them can be used.
+        `Checkpoint.skipped` repeats for the run's events. Raises `CheckpointError` if there are checkpoints and none of
+        them can be used.
         """
         reasons: list[str] = []
         tried: set[str] = set()
@@ -158,7 +162,7 @@ class CheckpointStore:
     def _names(self) -> list[str]:
         """Names of the checkpoint directories, newest first."""
         try:
-            names = [(match, name) for name in os.listdir(self.directory) if (match := _NAME.fullmatch(name))]
+            return sorted(filter(_NAME.fullmatch, os.listdir(self.directory)), key=_age, reverse=True)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -166,31 +170,12 @@ class CheckpointStore:
                 f"run.dir: cannot read the checkpoints in {self.directory}: {error.strerror}; "
                 f"correct its permissions or choose another run.dir"
             ) from error
-        return [name for match, name in sorted(names, key=lambda pair: _age(pair[0]), reverse=True)]
-
-    def _free_name(self, step: int) -> str:
-        """An unused name for a step. A step saved before gets a suffix, because POSIX cannot swap two directories."""
-        same = [match for name in self._names() if (match := _NAME.fullmatch(name)) and int(match[1]) == step]
-        if not same:
-            return f"step-{step:08d}"
-        return f"step-{step:08d}.{max(int(match[2] or 0) for match in same) + 1}"
-
-    def _remove_stale(self) -> None:
-        """Deletes what a crashed process left behind; once per process."""
-        if self._clean:
-            return
-        os.makedirs(self.directory, exist_ok=True)
-        for name in os.listdir(self.directory):
-            if name.startswith(_TEMPORARY):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
-        self._clean = True
 
     def _prune(self, saved: str) -> None:
         """Keeps `saved` and the newest older ones. A failure to delete does not stop the run."""
         try:
             names = self._names()
-            step = saved.partition(".")[0]
-            older = [name for name in names[names.index(saved) :] if name.partition(".")[0] != step]
+            older = [name for name in names[names.index(saved) :] if _age(name)[0] != _age(saved)[0]]
             kept = {saved, *[name for name in older if name not in self._rejected][: self.keep - 1]}
             for name in names:
                 if name not in kept:
@@ -202,11 +187,10 @@ class CheckpointStore:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 
 
-def _age(match: re.Match[str]) -> tuple[int, int]:
-    return int(match[1]), int(match[2] or 0)
-
-
-# --- One directory ----------------------------------------------------------------------------------------------------
+def _age(name: str) -> tuple[int, int]:
+    """Step, and number of the save of that step."""
+    step, _, save = name.removeprefix("step-").partition(".")
+    return int(step), int(save or 0)
 
 
 def _write_directory(path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
@@ -235,13 +219,17 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
         raise _UnusableError(f"{STATE_FILE} is corrupt (something is missing in it)")
     for name, expected in body["files"].items():
         try:
-            size, sha256 = _hash_file(path / name, expected["bytes"])
+            with open(path / name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected["bytes"]:
+                    raise _UnusableError(f"{name} has {size} bytes instead of {expected['bytes']}")
+                digest = hashlib.sha256()
+                while block := file.read(BLOCK_BYTES):
+                    digest.update(block)
+                if digest.hexdigest() != expected["sha256"]:
+                    raise _UnusableError(f"{name} is corrupt (its sha256 differs)")
         except OSError as error:
             raise _UnusableError(_reason(name, error)) from error
-        if size != expected["bytes"]:
-            raise _UnusableError(f"{name} has {size} bytes instead of {expected['bytes']}")
-        if sha256 != expected["sha256"]:
-            raise _UnusableError(f"{name} is corrupt (its sha256 differs)")
     return body["step"], body["state"], _Groups(path, body["files"])
 
 
@@ -308,9 +296,6 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield flat.view(torch.uint8).numpy().data
 
 
-# --- Files ------------------------------------------------------------------------------------------------------------
-
-
 def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Writes and fsyncs a new file; returns its entry of `state.json`."""
     digest, size = hashlib.sha256(), 0
@@ -329,18 +314,6 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, A
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _hash_file(path: Path, expected_bytes: int) -> tuple[int, str]:
-    """Size and sha256; the latter is empty if the size already differs."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected_bytes:
-            return size, ""
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return size, digest.hexdigest()
-
-
 def _fsync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -353,11 +326,6 @@ def _reason(name: str, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
     return f"{name} cannot be read: {error.strerror}" if isinstance(error, OSError) else f"{name} is corrupt"
-
-
-def _through_json(value: Any) -> Any:
-    """The value as a reader gets it: tuples become lists and keys become strings."""
-    return json.loads(json.dumps(value))
 
 
 def _digest(body: dict[str, Any]) -> str:

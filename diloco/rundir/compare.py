@@ -7,22 +7,26 @@ only some of these files; then unknown values are None.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diloco.config import compose, flatten
 from diloco.errors import ConfigError
-from diloco.rundir.files import read_json_lines, write_atomic
+from diloco.rundir.files import number, read_json_lines
+from diloco.rundir.plot import picture
 
-__all__ = ["AXES", "Point", "Run", "find_runs", "plot_runs", "read_json", "read_runs", "time_to_loss", "worst_loss"]
+__all__ = ["Point", "Run", "find_runs", "plot_runs", "read_json", "read_runs", "time_to_loss", "worst_loss"]
 
-AXES = {"tokens": "tokens applied by the swarm", "time": "seconds", "bytes": "bytes sent by all peers"}
+AXES = {  # of the pictures: field of `Point`, and label
+    "tokens": ("tokens", "tokens applied by the swarm"),
+    "time": ("time_s", "seconds"),
+    "bytes": ("bytes_sent", "bytes sent by all peers"),
+}
 LONGEST_NAME = 60
 NOT_A_DIFFERENCE = ("run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard")
 
@@ -57,10 +61,8 @@ class Run:
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
-    """The run directories that `places` are or, for a sweep, contain; each once, in the given order.
-
-    Raises:
-        ConfigError: a place is neither a run nor a sweep.
+    """The run directories that `places` are or, for a sweep, contain; each once, in the given order. Raises
+    `ConfigError` if a place is neither a run nor a sweep.
     """
     found: dict[Path, None] = {}
     for place in places:
@@ -104,66 +106,47 @@ def time_to_loss(run: Run, loss: float) -> float | None:
 
 def plot_runs(runs: Sequence[Run], directory: Path) -> list[Path]:
     """Draws held-out loss by tokens, by time and by bytes into `directory`; returns the paths of the three pictures.
-
-    Raises:
-        ConfigError: a picture cannot be written.
+    Raises `ConfigError` if a picture cannot be written.
     """
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     written = []
     few = len(runs) <= 10
-    for axis, label in AXES.items():
-        figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        for index, run in enumerate(runs):
-            x, y = _coordinates(run, axis)
-            colour = colormaps["tab10"](index) if few else colormaps["viridis"](index / (len(runs) - 1))
-            if x:
-                axes.plot(x, y, "o-", color=colour, linewidth=1.5, markersize=3, label=run.name.replace("$", r"\$"))
-        axes.set_xlabel(label + (" (virtual)" if axis == "time" and all(run.virtual_s for run in runs) else ""))
-        axes.set_ylabel("held-out loss (nats per token)")
-        if axes.lines:
-            axes.legend(frameon=False, fontsize=8, ncols=1 if few else 2)
-        else:
-            axes.text(0.5, 0.5, "nothing was logged", transform=axes.transAxes, ha="center", va="center", color="gray")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        content = io.BytesIO()
-        figure.savefig(content, format="png")
+    for axis, (field_name, label) in AXES.items():
         written.append(directory / f"loss-by-{axis}.png")
-        write_atomic(written[-1], content.getvalue())
+        virtual = " (virtual)" if axis == "time" and all(run.virtual_s for run in runs) else ""
+        with picture(written[-1], label + virtual) as axes:
+            axes.set_ylabel("held-out loss (nats per token)")
+            for index, run in enumerate(runs):
+                colour = colormaps["tab10"](index) if few else colormaps["viridis"](index / (len(runs) - 1))
+                known = [(x, point.loss) for point in run.curve if (x := getattr(point, field_name)) is not None]
+                if known:
+                    name = run.name.replace("$", r"\$")
+                    axes.plot(*zip(*known, strict=True), "o-", color=colour, linewidth=1.5, markersize=3, label=name)
+            if axes.lines:
+                axes.legend(frameon=False, fontsize=8, ncols=1 if few else 2)
     return written
-
-
-def _coordinates(run: Run, axis: str) -> tuple[list[float], list[float]]:
-    values: Callable[[Point], float | None] = {
-        "tokens": lambda point: point.tokens,
-        "time": lambda point: point.time_s,
-        "bytes": lambda point: point.bytes_sent,
-    }[axis]
-    known = [(x, point.loss) for point in run.curve if (x := values(point)) is not None]
-    return [x for x, _ in known], [y for _, y in known]
 
 
 def _is_run(place: Path) -> bool:
     return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json"))
 
 
-# -- one run -----------------------------------------------------------------------------------------------------------
-
-
 def _read(directory: Path) -> Run:
     member = read_json(directory / "member.json")
     run = Run(directory, _settings(directory / "config.yaml", member.get("overrides")))
     summary = read_json(directory / "summary.json")
-    _read_summary(run, summary)
+    run.loss, run.perplexity = number(_get(summary, "eval", "loss")), number(_get(summary, "eval", "perplexity"))
+    run.virtual_s, run.wall_s = number(summary.get("virtual_s")), number(summary.get("wall_s"))
+    run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
     if run.exit is None:  # it wrote no summary, but the sweep knows its exit code
         run.exit = _whole(member.get("exit"))
+    peers = summary.get("peers")
+    peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
+    sent = [value for peer in peers if (value := number(peer.get("bytes_sent"))) is not None]
+    busy = [value for peer in peers if (value := number(peer.get("utilization"))) is not None]
+    run.bytes_sent = int(sum(sent)) if sent else None
+    run.utilization = sum(busy) / len(busy) if busy else None
     records = read_json_lines(directory / "metrics.jsonl")
     run.curve = _curve(records, run, _whole(summary.get("outer_steps")) or 0)
     if run.loss is None and run.curve:
@@ -171,7 +154,7 @@ def _read(directory: Path) -> Run:
     if run.perplexity is None and run.loss is not None and run.loss < 700:
         run.perplexity = math.exp(run.loss)
     if run.tokens is None:
-        run.tokens = int(max((_number(record.get("tokens")) or 0 for record in records), default=0)) or None
+        run.tokens = int(max((number(record.get("tokens")) or 0 for record in records), default=0)) or None
     return run
 
 
@@ -185,41 +168,27 @@ def _settings(saved: Path, overrides: Any) -> dict[str, Any]:
     return {}
 
 
-def _read_summary(run: Run, summary: Mapping[str, Any]) -> None:
-    """Sets the fields of `run` that summary.json has with the right type."""
-    run.loss = _number(_get(summary, "eval", "loss"))
-    run.perplexity = _number(_get(summary, "eval", "perplexity"))
-    run.virtual_s, run.wall_s = _number(summary.get("virtual_s")), _number(summary.get("wall_s"))
-    run.tokens, run.exit = _whole(_get(summary, "tokens", "applied")), _whole(summary.get("exit"))
-    peers = summary.get("peers")
-    peers = [peer for peer in peers if isinstance(peer, Mapping)] if isinstance(peers, list) else []
-    sent = [value for peer in peers if (value := _number(peer.get("bytes_sent"))) is not None]
-    busy = [value for peer in peers if (value := _number(peer.get("utilization"))) is not None]
-    run.bytes_sent = int(sum(sent)) if sent else None
-    run.utilization = sum(busy) / len(busy) if busy else None
-
-
 def _curve(records: Sequence[Mapping[str, Any]], run: Run, outer_steps: int) -> list[Point]:
     """Held-out loss by version; a resumed run repeats some versions, and the later lines count.
 
     Without `bytes_sent` in the lines, the bytes of the whole run are divided in proportion to the version.
     """
-    began = next((at for record in records if (at := _number(record.get("time"))) is not None), None)
+    began = next((at for record in records if (at := number(record.get("time"))) is not None), None)
     if run.virtual_s is not None:
         began = 0.0  # the virtual clock begins with the run
     sent: dict[str, float] = {}
     points: dict[int, Point] = {}
     for record in records:
-        if (total := _number(record.get("bytes_sent"))) is not None:
+        if (total := number(record.get("bytes_sent"))) is not None:
             sent[str(record.get("peer"))] = total
-        loss, version = _number(record.get("eval_loss")), _number(record.get("version"))
+        loss, version = number(record.get("eval_loss")), number(record.get("version"))
         if loss is None or version is None:
             continue
-        at, so_far = _number(record.get("time")), sum(sent.values()) if sent else None
+        at, so_far = number(record.get("time")), sum(sent.values()) if sent else None
         if so_far is None and run.bytes_sent is not None and outer_steps:
             so_far = run.bytes_sent * min(1.0, version / outer_steps)
         time_s = None if at is None or began is None else at - began
-        points[int(version)] = Point(int(version), loss, _number(record.get("tokens")), time_s, so_far)
+        points[int(version)] = Point(int(version), loss, number(record.get("tokens")), time_s, so_far)
     return [points[version] for version in sorted(points)]
 
 
@@ -239,29 +208,17 @@ def _get(tree: Any, *keys: str) -> Any:
 
 
 def _whole(value: Any) -> int | None:
-    number = _number(value)
-    return None if number is None else int(number)
-
-
-def _number(value: Any) -> float | None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if ok else None
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
+    found = number(value)
+    return None if found is None else int(found)
 
 
 def _name(runs: Sequence[Run]) -> None:
     """Names each run by the settings in which it differs from others, or else by its directory."""
     keys = _differing([run.settings for run in runs])
     leaves = Counter(key.rpartition(".")[2] for key in keys)
+    short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in keys}
     for run in runs:
-        parts = [
-            f"{key if leaves[key.rpartition('.')[2]] > 1 else key.rpartition('.')[2]}={_shown(run.settings[key])}"
-            for key in keys
-            if key in run.settings
-        ]
-        name = " ".join(parts)
+        name = " ".join(f"{short[key]}={_shown(run.settings[key])}" for key in keys if key in run.settings)
         run.name = name if 0 < len(name) <= LONGEST_NAME else run.directory.resolve().name
     count = Counter(run.name for run in runs)
     for run in runs:

@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from diloco.config import Config, Manifest
@@ -26,6 +25,7 @@ __all__ = [
     "check_same_run",
     "exclusive",
     "finite",
+    "number",
     "prepare_run_directory",
     "read_json_lines",
     "write_atomic",
@@ -35,10 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_run_directory(path: Path) -> None:
-    """Creates the run directory and checks that it can be written, before anything slow or shared starts.
-
-    Raises:
-        ConfigError: it cannot be created or written.
+    """Creates the run directory and checks that it can be written, before anything slow or shared starts. Raises
+    `ConfigError` if it cannot be created or written.
     """
     probe = path / f".probe-{os.getpid()}"
     try:
@@ -52,10 +50,8 @@ def prepare_run_directory(path: Path) -> None:
 
 
 def check_same_run(config: Config, manifest: str) -> None:
-    """Checks that a run directory belongs to this run: since its `manifest`, only the budget may have changed.
-
-    Raises:
-        CheckpointError: other settings differ; the text names them.
+    """Checks that a run directory belongs to this run: since its `manifest`, only the budget may have changed. Raises
+    `CheckpointError` if other settings differ; the text names them.
     """
     differing = config.manifest().differences(Manifest.from_json(manifest, any_wire_version=True))
     differing = [line for line in differing if not line.startswith("budget.")]
@@ -71,10 +67,7 @@ def exclusive(directory: Path) -> Iterator[None]:
     """Locks a directory for this process, and creates it if it is missing. The lock ends with the process.
 
     Two commands in one run directory would overwrite each other's checkpoints. Without effect on file systems that have
-    no locks.
-
-    Raises:
-        ConfigError: another process holds it.
+    no locks. Raises `ConfigError` if another process holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
@@ -93,10 +86,8 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a crash.
-
-    Raises:
-        ConfigError: no space, no permission or the like; the old content stays.
+    """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a crash. Raises
+    `ConfigError` when there is no space, no permission or the like; the old content stays.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -115,10 +106,9 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 class JsonLines:
-    """Appends objects to a file that several processes and threads share; one `write` per line.
-
-    Raises `ConfigError` if the file cannot be opened or written. A full disk or a dying process may cut a line short;
-    the next write ends that line first, so that only this one is lost.
+    """Appends objects to a file that several processes and threads share; one `write` per line. Raises `ConfigError` if
+    the file cannot be opened or written. A full disk or a dying process may cut a line short; the next write ends that
+    line first, so that only this one is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,12 +136,6 @@ class JsonLines:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file in order, without torn lines; empty if there is no such file."""
@@ -170,6 +154,14 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
         f"run.dir: cannot write {path}: {error.strerror or error}; "
         f"choose a directory that you may write to and that has free space, such as run.dir=runs/mine"
     )
+
+
+def number(value: Any) -> float | None:
+    """`value`, read from a file or a message, if it is a finite number; else None."""
+    with contextlib.suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def finite(value: Any) -> Any:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
+from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.rundir.files import JsonLines
 
@@ -43,31 +44,14 @@ class RunLog:
         self._events = JsonLines(run_dir / "events.jsonl")
         self._writable = True
 
-    def metric(
-        self,
-        *,
-        version: int,
-        inner_step: int,
-        tokens: int,
-        loss: float | None = None,
-        eval_loss: float | None = None,
-        lr: float | None = None,
-        tokens_per_s: float | None = None,
-        **others: Any,
-    ) -> None:
-        """Logs a line. Losses are in nats per token; None is left out, and a non-finite number becomes null."""
-        assert not others.keys() & {"time", "peer"}, f"the line has its own time and peer: {sorted(others)}"
-        measured = {"loss": loss, "eval_loss": eval_loss, "lr": lr, "tokens_per_s": tokens_per_s, **others}
+    def metric(self, *, version: int, inner_step: int, tokens: int, **measured: Any) -> None:
+        """Logs a line; None is left out, and a non-finite number becomes null. Losses are in nats per token."""
+        assert not measured.keys() & {"time", "peer"}, f"the line has its own time and peer: {sorted(measured)}"
         record = {"version": version, "inner_step": inner_step, "tokens": tokens}
         record |= {name: value for name, value in measured.items() if value is not None}
         self._write(self._metrics, {"time": self._clock(), "peer": self.peer, **record})
         if self._wandb is not None:
             self._wandb.log(record)
-
-    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """Sets the source of the swarm's figures for a wandb run of the whole swarm."""
-        if self._wandb is not None:
-            self._wandb.figures = figures
 
     def event(self, kind: str, **fields: Any) -> None:
         assert not fields.keys() & {"time", "peer"}, f"{kind}: the line has its own time and peer: {sorted(fields)}"
@@ -109,26 +93,15 @@ class WandbLog:
     needs it.
     """
 
-    def __init__(
-        self,
-        *,
-        mode: Literal["disabled", "offline", "online"],
-        project: str,
-        entity: str | None,
-        run_id: str,
-        peer: str,
-        directory: Path,
-        config: Mapping[str, Any],
-        aggregate: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: Config, peer: str, clock: Callable[[], float] = time.monotonic) -> None:
+        settings = config.wandb
         self.figures: Callable[[], Mapping[str, Any]] = dict
-        self._aggregate = aggregate
+        self._aggregate = settings.aggregate
         self._clock = clock
         self._logged: tuple[int, float] = (-1, -math.inf)  # version and time
         self._run: Any = None
-        peer = "swarm" if aggregate else peer
-        if mode == "disabled":
+        peer = "swarm" if settings.aggregate else peer
+        if settings.mode == "disabled" or (settings.aggregate and not config.run.lead):
             return
         try:
             import wandb
@@ -136,19 +109,19 @@ class WandbLog:
             # wandb's console capture would swallow the lines for the supervisor, and wandb must never ask for a key.
             options = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=10)
             self._run = wandb.init(
-                mode=mode,
-                project=project,
-                entity=entity,
-                group=os.environ.get("WANDB_RUN_GROUP") or run_id,  # a sweep sets it for its members
+                mode=settings.mode,
+                project=settings.project,
+                entity=settings.entity,
+                group=os.environ.get("WANDB_RUN_GROUP") or config.run.id,  # a sweep sets it for its members
                 name=peer,
-                id=re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-{peer}")[:128],
+                id=re.sub(r"[^A-Za-z0-9_-]", "-", f"{config.run.id}-{peer}")[:128],
                 resume="allow",
-                dir=str(directory),
-                config=dict(config),
+                dir=str(config.run.dir),
+                config=config.model_dump(mode="json"),
                 settings=options,
             )
         except Exception as error:
-            self._give_up(f"wandb.mode={mode}: cannot start", error)
+            self._give_up(f"wandb.mode={settings.mode}: cannot start", error)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Logs a line of `metrics.jsonl`."""

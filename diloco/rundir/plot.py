@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import math
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from diloco.rundir.files import read_json_lines, write_atomic
+from diloco.rundir.files import number, read_json_lines, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Curve", "plot_losses", "read_curves"]
+__all__ = ["Curve", "picture", "plot_losses", "read_curves"]
 
 LEGEND_PEERS = 8  # with more peers, one line of the legend stands for all
 SMOOTHED_SHARE = 40  # curves are smoothed by a running mean over 1/40 of their length
@@ -30,26 +31,39 @@ class Curve:
 
 def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
     """Draws the losses in `metrics_path` (any number of peers, torn lines, missing fields) and replaces `out_png`.
+    Raises `ConfigError` if `out_png` cannot be written.
+    """
+    training, held_out, unit = read_curves(metrics_path)
+    with picture(out_png, "tokens applied by the swarm" if unit == "tokens" else "inner steps") as axes:
+        axes.set_title(title, parse_math=False, loc="left", fontsize=11, fontweight="bold")
+        axes.set_ylabel("loss (nats per token)")
+        axes.margins(x=0.01)
+        _draw(axes, training, held_out)
 
-    Works without a display. If nothing was logged, the picture says so.
 
-    Raises:
-        ConfigError: `out_png` cannot be written.
+@contextlib.contextmanager
+def picture(path: Path, x_label: str) -> Iterator[Axes]:
+    """Gives axes to draw on, and then replaces the picture `path`. If nothing was drawn, the picture says so.
+
+    Works without a display. Raises `ConfigError` if `path` cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
-    training, held_out, unit = read_curves(metrics_path)
     figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw(axes, training, held_out)
-    axes.set_title(title, parse_math=False, loc="left", fontsize=11, fontweight="bold")
-    axes.set_xlabel("tokens applied by the swarm" if unit == "tokens" else "inner steps")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_xlabel(x_label)
+    yield axes
+    if not axes.lines:
+        axes.text(0.5, 0.5, "no loss was logged", transform=axes.transAxes, ha="center", va="center", color="gray")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
     content = io.BytesIO()
     figure.savefig(content, format="png")
-    write_atomic(out_png, content.getvalue())
+    write_atomic(path, content.getvalue())
 
 
 def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve, str]:
@@ -61,8 +75,8 @@ def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve, str]:
     training: dict[str, list[_Point]] = {}
     held_out: dict[int, _Point] = {}
     for record in read_json_lines(metrics_path):
-        step, tokens = _number(record.get("inner_step")), _number(record.get("tokens"))
-        loss, eval_loss = _number(record.get("loss")), _number(record.get("eval_loss"))
+        step, tokens = number(record.get("inner_step")), number(record.get("tokens"))
+        loss, eval_loss = number(record.get("loss")), number(record.get("eval_loss"))
         if loss is not None and step is not None:
             points = training.setdefault(str(record.get("peer", "?")), [])
             point = _Point(step, tokens, loss)
@@ -70,7 +84,7 @@ def read_curves(metrics_path: Path) -> tuple[dict[str, Curve], Curve, str]:
                 points.pop()
             points.append(point)
         if eval_loss is not None:
-            version = _number(record.get("version"))
+            version = number(record.get("version"))
             held_out[len(held_out) if version is None else int(version)] = _Point(step or 0.0, tokens, eval_loss)
     everything = [point for points in [*training.values(), list(held_out.values())] for point in points]
     clock = all(point.tokens is not None for point in everything) and any(point.tokens for point in everything)
@@ -91,11 +105,6 @@ class _Point:
         return self.tokens or 0.0, self.step
 
 
-def _number(value: Any) -> float | None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if ok else None
-
-
 def _curve(points: Sequence[_Point], clock: bool, spread: bool) -> Curve:
     x = [(point.tokens or 0.0) if clock else point.step for point in points]
     return Curve(_spread(x) if clock and spread else x, [point.loss for point in points])
@@ -106,17 +115,13 @@ def _spread(x: list[float]) -> list[float]:
 
     [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
     """
+    runs = [(value, len(list(equal))) for value, equal in itertools.groupby(x)]
     result: list[float] = []
     width = 0.0
-    start = 0
-    while start < len(x):
-        stop = start
-        while stop < len(x) and x[stop] == x[start]:
-            stop += 1
-        if stop < len(x):
-            width = max(0.0, x[stop] - x[start])
-        result += [x[start] + width * (index + 0.5) / (stop - start) for index in range(stop - start)]
-        start = stop
+    for (value, count), following in itertools.zip_longest(runs, runs[1:]):
+        if following is not None:
+            width = max(0.0, following[0] - value)
+        result += [value + width * (index + 0.5) / count for index in range(count)]
     return result
 
 
@@ -125,9 +130,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     is cut off on one side.
     """
     reach = len(values) // (2 * SMOOTHED_SHARE)
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
+    sums = [0.0, *itertools.accumulate(values)]
     smooth = []
     for index in range(len(values)):
         start, stop = index - min(reach, index), min(index + min(reach, index) + 1, len(values))
@@ -137,7 +140,6 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 def _draw(axes: Axes, training: dict[str, Curve], held_out: Curve) -> None:
     from matplotlib import colormaps
-    from matplotlib.ticker import EngFormatter
 
     few = len(training) <= LEGEND_PEERS
     palette = colormaps["tab10" if few else "viridis"]
@@ -159,9 +161,3 @@ def _draw(axes: Axes, training: dict[str, Curve], held_out: Curve) -> None:
         labels.append(f"held-out, anchor: {held_out.loss[-1]:.3f} at the end")
     if handles:
         axes.legend(handles, labels, loc="upper right", frameon=False, fontsize=9)
-    else:
-        axes.text(0.5, 0.5, "no loss was logged", transform=axes.transAxes, ha="center", va="center", color="gray")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.01)

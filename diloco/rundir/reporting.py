@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 
 from diloco.config import Config
 from diloco.protocol.snapshot import Snapshot
-from diloco.rundir.files import finite
+from diloco.rundir.files import finite, number
 from diloco.rundir.summary import Summary
 
 __all__ = [
@@ -134,7 +133,7 @@ def read_message(said: Said) -> Message | None:
     if kind is Finished:
         with contextlib.suppress(AttributeError, OverflowError, TypeError, ValueError):
             summary = Summary.from_message(said)
-            return Finished(_text(said.get("peer")) or "?", _number(said.get("time")) or 0.0, summary)
+            return Finished(_text(said.get("peer")) or "?", number(said.get("time")) or 0.0, summary)
         return None
     values = {}
     for column in fields(kind):
@@ -148,21 +147,10 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _number(value: Any) -> float | None:
-    with contextlib.suppress(OverflowError):
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    return None
-
-
-def _count(value: Any) -> int | None:
-    number = _number(value)
-    return int(number) if number is not None and math.isfinite(number) else None
-
-
 _READ: dict[str, Callable[[Any], Any]] = {
     "str": _text,
-    "int": _count,
-    "float": _number,
+    "int": lambda value: None if (found := number(value)) is None else int(found),
+    "float": number,
     "bool": lambda value: value if isinstance(value, bool) else None,
     "tuple[str, ...]": lambda value: tuple(map(str, value)) if isinstance(value, list | tuple) else None,
 }
@@ -186,26 +174,17 @@ class log_lines:
     def __call__(self, said: Said) -> None:
         message = read_message(said)
         if isinstance(message, Ready):
-            self._ready(message)
+            if self._notice is not None:
+                text, is_warning = self._notice
+                logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+            if message.address:
+                logger.info("this peer can be reached at %s", message.address)
+            if message.address and message.first:
+                logger.info("others join with: %s %s", message.command, message.address)
         elif isinstance(message, Status) and message.version != self._version and message.loss is not None:
             self._version = message.version
-            logger.info(
-                "[%6.1fs] outer step %s/%s loss %.3f, %s peers",
-                time.monotonic() - self._began_at,
-                message.version,
-                message.outer_steps,
-                message.loss,
-                message.peers,
-            )
-
-    def _ready(self, message: Ready) -> None:
-        if self._notice is not None:
-            text, is_warning = self._notice
-            logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-        if message.address:
-            logger.info("this peer can be reached at %s", message.address)
-            if message.first:
-                logger.info("others join with: %s %s", message.command, message.address)
+            now, steps = time.monotonic() - self._began_at, f"{message.version}/{message.outer_steps}"
+            logger.info("[%6.1fs] outer step %s loss %.3f, %s peers", now, steps, message.loss, message.peers)
 
 
 def who_can_join(config: Config, run_key: str | None) -> tuple[str, bool] | None:

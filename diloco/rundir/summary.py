@@ -70,10 +70,6 @@ class PhaseTimer:
         elapsed = self._clock() - self._since
         return replace(self._done, **{self._phase: getattr(self._done, self._phase) + elapsed})
 
-    @property
-    def utilization(self) -> float:
-        return self.seconds().utilization
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -125,17 +121,17 @@ class Summary:
     contributions: the swarm's public record: how much each peer contributed to the final model.
     """
 
-    run_id: str
-    manifest_hash: str
-    mode: str
-    wall_s: float
-    outer_steps: int
-    tokens: Tokens
-    eval: Evaluation
-    peers: Sequence[PeerSummary]
-    heals: int
-    takeovers: int
-    exit: int
+    run_id: str = ""
+    manifest_hash: str = ""
+    mode: str = ""
+    wall_s: float = 0.0
+    outer_steps: int = 0
+    tokens: Tokens = Tokens()
+    eval: Evaluation = field(default_factory=Evaluation)
+    peers: Sequence[PeerSummary] = ()
+    heals: int = 0
+    takeovers: int = 0
+    exit: int = 0
     predicted: Mapping[str, float | None] | None = None
     contributions: Sequence[Contributor] = ()
 
@@ -163,19 +159,24 @@ class Summary:
     def from_message(cls, message: Mapping[str, Any]) -> Summary:
         """The inverse of `to_message`; a missing field is zero. A message lacks run_id, manifest_hash, mode and wall_s.
 
-        Raises:
-            AttributeError, OverflowError, TypeError, ValueError: a field is of another type than `to_message` writes.
+        Raises AttributeError, OverflowError, TypeError or ValueError if a field is of a type that is never written.
         """
-        loss = (message.get("eval") or {}).get("loss")
+        loss, seconds = (message.get("eval") or {}).get("loss"), message.get("seconds") or {}
+        peer = PeerSummary(
+            peer_id=str(message.get("peer_id") or ""),
+            name=message.get("name") or message.get("peer"),
+            steps=_count(message.get("steps")),
+            tokens=_counts(message).processed,
+            anchor_digest=message.get("anchor_digest"),
+            bytes_sent=_count(message.get("bytes_sent")),
+            bytes_received=_count(message.get("bytes_received")),
+            seconds=PhaseSeconds(*(float(seconds.get(name) or 0) for name in PHASES)),
+        )
         return cls(
-            run_id="",
-            manifest_hash="",
-            mode="",
-            wall_s=0.0,
             outer_steps=_count(message.get("outer_steps")),
             tokens=_counts(message),
             eval=Evaluation(None if loss is None else float(loss)),
-            peers=[_peer(message)],
+            peers=[peer],
             heals=_count(message.get("heals")),
             takeovers=_count(message.get("takeovers")),
             exit=_count(message.get("exit")),
@@ -245,17 +246,3 @@ def _counts(message: Mapping[str, Any]) -> Tokens:
     if not isinstance(tokens, Mapping):
         return Tokens(processed=_count(tokens))
     return Tokens(*(_count(tokens.get(column.name)) for column in fields(Tokens)))
-
-
-def _peer(message: Mapping[str, Any]) -> PeerSummary:
-    seconds = message.get("seconds") or {}
-    return PeerSummary(
-        peer_id=str(message.get("peer_id") or ""),
-        name=message.get("name") or message.get("peer"),
-        steps=_count(message.get("steps")),
-        tokens=_counts(message).processed,
-        anchor_digest=message.get("anchor_digest"),
-        bytes_sent=_count(message.get("bytes_sent")),
-        bytes_received=_count(message.get("bytes_received")),
-        seconds=PhaseSeconds(*(float(seconds.get(name) or 0) for name in PHASES)),
-    )

@@ -35,11 +35,10 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment, Swarm
-from diloco.train.evaluate import EvalResult
+from diloco.train.evaluate import EvalResult, loss_of
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
-from diloco.train.peer_summary import summary_of
-from diloco.train.scoring import loss_of
+from diloco.train.run import summary_of
 from diloco.train.session import Session
 
 __all__ = ["Simulated", "simulate", "simulate_in"]
@@ -251,7 +250,7 @@ class _Simulation:
             if sync.version > 0 and not sync.interrupted:
                 trainer.evaluate()
             trainer.tell(trainer.status("left" if sync.interrupted else "done"))
-            return summary_of(trainer, config, self.loop.time(), config.sim.bandwidth)
+            return summary_of(trainer, self.loop.time(), config.sim.bandwidth)
 
     def _swarm(self, peer: _Peer, config: Config, log: RunLog) -> Swarm:
         def on_event(kind: str, fields: dict[str, object]) -> None:

@@ -64,8 +64,7 @@ class Swarm:
         on_ready: called with this peer's address once it listens, before it waits for others (default: the log).
         runtime: where the swarm node runs (default: a thread of its own); the simulator's lets virtual time pass.
         **outer: settings of the outer step, as under `outer.` in the configuration: `sync_every` (required),
-        `fragments`,
-            `lr`, `momentum`, `codec_up`, `codec_down`.
+            `fragments`, `lr`, `momentum`, `codec_up`, `codec_down`.
 
     Raises `ConfigError` for settings that cannot be. `attach` raises `SwarmError` when nobody is at the address, or the
     run there is another one. Peers that vanish later are no error: the exchange goes on without them.
@@ -197,33 +196,16 @@ class Swarm:
     ) -> NodeOptions:
         """Options of the node over these parameters; watchers are shown `device`."""
         gate = gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains)
-        return NodeOptions(
-            run=self._run_spec(parameters),
-            network=self.network,
-            identity_path=self._identity_path(),
-            name=self.name,
-            saved=saved,
-            gate=gate,
-            trains=trains,
-            device=device,
-        )
-
-    def _run_spec(self, parameters: Mapping[str, Tensor]) -> RunSpec:
-        manifest = self.manifest
-        if manifest is not None:
-            tokens_per_step = manifest.inner.batch_size * manifest.data.sequence_length
-            return RunSpec(self.run_id, manifest.hash(), manifest.to_json(), tokens_per_step)
-        shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        content = {
-            "run": {"id": self.run_id, "key": self.key},
-            "outer": self.outer.model_dump(mode="json"),
-            "parameters": shapes,
-        }
-        text = json.dumps(content, sort_keys=True)
-        return RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
-
-    def _identity_path(self) -> Path:
-        if self._identity is not None:
-            return self._identity
-        self._scratch = self._scratch or TemporaryDirectory(prefix="diloco-")
-        return Path(self._scratch.name) / "identity.key"
+        if self._identity is None:
+            self._scratch = TemporaryDirectory(prefix="diloco-")
+            self._identity = Path(self._scratch.name) / "identity.key"
+        if self.manifest is not None:
+            tokens_per_step = self.manifest.inner.batch_size * self.manifest.data.sequence_length
+            spec = RunSpec(self.run_id, self.manifest.hash(), self.manifest.to_json(), tokens_per_step)
+        else:
+            run = {"id": self.run_id, "key": self.key}
+            shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+            content = {"run": run, "outer": self.outer.model_dump(mode="json"), "parameters": shapes}
+            text = json.dumps(content, sort_keys=True)
+            spec = RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
+        return NodeOptions(spec, self.network, self._identity, self.name, saved, gate, trains, device=device)

@@ -25,20 +25,18 @@ from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units
 from diloco.protocol.schedule import Due, Schedule
-from diloco.protocol.states import State
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.conversations.inner_state import InnerState
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import Loss
-from diloco.train.inner_start import InnerStart
+from diloco.swarm.wire.malloc import give_back
+from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
-from diloco.train.node_view import NodeView
 from diloco.train.progress import Progress, Unsent
-from diloco.train.swarm_link import Begun, SwarmLink
+from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 
 __all__ = ["Attachment"]
 
@@ -51,6 +49,7 @@ class Attachment:
         applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its sessions.
         exchanged: whether the last `optimizer.step()` ended in an exchange.
         interrupted: whether the loop has to end before the budget is used up.
+        view: what can be seen of the swarm node; None before entering, and on ranks other than 0.
 
     If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. `interrupt` ends any
     wait; the swarm then loses the inner steps since the last exchange, and the checkpoint before them is good.
@@ -70,6 +69,7 @@ class Attachment:
     ) -> None:
         saved = None if options is None else options.saved
         self.parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        self.view: NodeView | None = None
         self.outer = outer
         self.island = island
         self.phases = phases
@@ -94,11 +94,6 @@ class Attachment:
         self._left_behind = False  # the swarm went on meanwhile
         self._cold = False  # in a first round that is left out
         self._settled = False  # the parameters are the last anchor, for good
-
-    @property
-    def view(self) -> NodeView | None:
-        """What can be seen of the swarm node; None before entering, and on ranks other than 0."""
-        return self._link.view
 
     @property
     def node(self) -> Node | None:
@@ -129,18 +124,14 @@ class Attachment:
             if kind is None or not issubclass(kind, KeyboardInterrupt):
                 self._link.call(lambda node: node.leave(finished))
             if finished:
-                self._settle()
+                self._settled = True
+                self._link.call(lambda node: node.load_anchors())
+                self.island.share_(self.parameters.values())
+                if self.node is not None:
+                    protocol = self.node.protocol
+                    self.version, self.applied_tokens = min(protocol.versions), protocol.applied_tokens
         finally:
             self.close()
-
-    def _settle(self) -> None:
-        """The parameters become the last anchor, for good."""
-        self._settled = True
-        self._link.call(lambda node: node.load_anchors())
-        self.island.share_(self.parameters.values())
-        if self.node is not None:
-            protocol = self.node.protocol
-            self.version, self.applied_tokens = min(protocol.versions), protocol.applied_tokens
 
     def start(self) -> None:
         """Connect to the swarm (first half of entering)."""
@@ -151,7 +142,9 @@ class Attachment:
         numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
         fragments = partition(numels, self.outer.fragments, self.outer.pattern)
         replica = Replica(self.parameters, fragments, self.outer)
-        view = self._link.open(replace(options, inner_state=self._snapshot), replica, self._on_event)
+        # For a joiner, called in other threads; before the first step there is none.
+        options = replace(options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None)
+        self.view = view = self._link.open(options, replica, self._on_event)
         view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
             self.interrupt()
@@ -241,8 +234,7 @@ class Attachment:
         """Tell the mean loss of the last inner steps (nats per token), for watchers of the swarm."""
         own = self._progress
         own.loss = loss
-        figures = loss, own.rounds, own.seconds(), self.discarded_tokens
-        self._link.call_soon(lambda node: node.protocol.measured, *figures)
+        self._link.call_soon(lambda node: node.protocol.measured, loss, own.rounds, own.seconds, self.discarded_tokens)
 
     def _after_step(self) -> None:
         tokens, self._counted_tokens = self._counted_tokens or 1, 0
@@ -285,7 +277,8 @@ class Attachment:
                 self._adopt(lambda node: node.exchange_late(counts))
                 return self._resume()
             if due.send:
-                self._link.send(counts)
+                give_back()  # where gradients were, there is room now
+                self._link.call(lambda node: node.send(counts))
             if due.receive:
                 self._adopt(lambda node: node.receive(due.receive))
                 self._resume()
@@ -330,8 +323,7 @@ class Attachment:
     def _resume(self) -> None:
         """Train on from the anchors that are loaded."""
         if not self.interrupted:
-            state: State = "starting" if self._cold else "training"
-            self._link.call(lambda node: node.enter(state))
+            self._link.call(lambda node: node.enter("starting" if self._cold else "training"))
         self._progress.restart(self.steps)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
@@ -339,7 +331,7 @@ class Attachment:
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """The parameters are the anchor inside; what is trained comes back afterwards. At a barrier they are equal."""
-        if self.node is None or self._settled:
+        if self.view is None or self._settled:
             yield
             return
         with self._paused():
@@ -347,7 +339,7 @@ class Attachment:
                 yield
                 return
             local = {name: parameter.clone() for name, parameter in self.parameters.items()}
-            self._link.show_anchors()
+            self.view.show_anchors()
             try:
                 yield
             finally:
@@ -372,7 +364,7 @@ class Attachment:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains on."""
-        if self._is_paused or self._link.closed:
+        if self._is_paused or (self.view is not None and self.view.closed):
             yield
             return
         self._is_paused = True
@@ -388,12 +380,3 @@ class Attachment:
         """As `NodeView.anchor_digest`."""
         assert self.view is not None
         return self.view.anchor_digest()
-
-    def anchors(self) -> dict[str, str]:
-        """As `NodeView.anchors`."""
-        assert self.view is not None
-        return self.view.anchors()
-
-    def _snapshot(self) -> InnerState | None:
-        """This peer's inner state for a joiner, from another thread; before its first step there is none."""
-        return self._inner_start.snapshot() if self.steps else None

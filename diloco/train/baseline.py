@@ -25,19 +25,12 @@ class DataParallel:
     """The same methods as `Attachment`, for the training loop. If one process dies, all end."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        island: Island,
-        sync_every: int,
-        phases: PhaseTimer,
-        version: int = 0,
-        applied_tokens: int = 0,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, island: Island, sync_every: int, phases: PhaseTimer
     ) -> None:
         self.island = island
         self.phases = phases
-        self.version, self.applied_tokens = version, applied_tokens
-        self.inner_step, self.target_steps = 0, sync_every
+        self.target_steps = sync_every
+        self.version = self.applied_tokens = self.inner_step = 0
         self.steps = self.tokens = self.discarded_tokens = self.unsent_tokens = 0
         self.exchanged = self.interrupted = self._asked_to_stop = False
         self.view = None
@@ -82,14 +75,10 @@ class DataParallel:
         self.applied_tokens += self._counted_tokens * self.island.size
         self._counted_tokens = 0
         self.exchanged = self.inner_step >= self.target_steps
-        (interrupted,) = self.island.agree([self._asked_to_stop])
-        self.interrupted = bool(interrupted)
+        self.interrupted = bool(self.island.agree([self._asked_to_stop])[0])
         if self.exchanged:
             self.version += 1
             self.inner_step = 0
-
-    def anchors(self) -> None:
-        """There are no anchors that could differ."""
 
     def anchor_digest(self) -> str:
         """Digest of the parameters, which are equal on all processes."""

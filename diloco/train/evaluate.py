@@ -1,21 +1,24 @@
-"""How good the model is: loss on held-out text, and text that it writes."""
+"""How good parameters are: the loss on held-out text, text that the model writes, and the loss of a contribution."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, default_generator, nn
+from torch.func import functional_call
 
 from diloco import model as models
-from diloco.data import Tokenizer
+from diloco.data import Dataset, Tokenizer
 from diloco.errors import ConfigError, DivergedError
+from diloco.swarm.node.spot import SEQUENCES, Loss
 
-__all__ = ["EvalResult", "evaluate", "generate"]
+__all__ = ["EvalResult", "evaluate", "generate", "loss_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +36,13 @@ class EvalResult:
 
 
 def evaluate(
-    model: nn.Module,
-    holdout: Tensor,
-    batch_size: int,
-    device: torch.device | str,
-    tokenizer: Tokenizer | None = None,
+    model: nn.Module, holdout: Tensor, batch_size: int, device: torch.device | str, tokenizer: Tokenizer | None = None
 ) -> EvalResult:
     """The loss of `model` on the sequences `holdout`, (N, T) int64.
 
     Deterministic: no dropout, no randomness, sums in float64. Another `batch_size` may change the last digits. The
     training or evaluation mode of every module is as before afterwards. Call it under `torch.autocast` to evaluate in
-    bf16.
-
-    Raises:
-        DivergedError: the loss is not finite.
+    bf16. Raises `DivergedError` if the loss is not finite.
     """
     assert holdout.ndim == 2 and len(holdout), tuple(holdout.shape)
     total = torch.zeros((), dtype=torch.float64)
@@ -62,26 +58,17 @@ def evaluate(
     if tokenizer is not None:
         num_bytes = sum(tokenizer.num_bytes(row) for row in predicted.tolist())
         bits_per_byte = loss * predicted.numel() / max(num_bytes, 1) / math.log(2)
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return EvalResult(loss, perplexity, predicted.numel(), bits_per_byte)
+    return EvalResult(loss, math.exp(loss) if loss < 700 else math.inf, predicted.numel(), bits_per_byte)
 
 
 def generate(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_new_tokens: int = 200,
-    temperature: float = 0.8,
-    seed: int = 0,
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, temperature: float, seed: int = 0
 ) -> str:
     """The text that `model` writes after `prompt`, without it, until the end of the document or `max_new_tokens`.
 
     Temperature 0 takes the likeliest token each time. An empty prompt begins a document. The same arguments give the
-    same text on the same machine; the global RNG is left as it was.
-
-    Raises:
-        ConfigError: the prompt and the new tokens do not fit the model's positions, or a value is out of range.
+    same text on the same machine; the global RNG is left as it was. Raises `ConfigError` if the prompt and the new
+    tokens do not fit the model's positions, or a value is out of range.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens: {max_new_tokens} is too small; expected at least 1")
@@ -99,7 +86,10 @@ def generate(
     device = next(model.parameters()).device
     prompt_tokens = torch.tensor([tokens], device=device)  # (1, P)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    with _evaluating(model), _seeded(seed, device):
+    with _evaluating(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         output = model_any.generate(
             prompt_tokens,
             attention_mask=torch.ones_like(prompt_tokens),
@@ -109,6 +99,31 @@ def generate(
             **(sampling if temperature > 0 else {"do_sample": False}),
         )
     return tokenizer.decode(output[0, len(tokens) :].tolist())
+
+
+def loss_of(model: nn.Module, dataset: Dataset, holdout: Tensor, *, numbered: bool = True) -> Loss:
+    """The loss of parameters other than the model's, with which a syncer checks contributions (`outer.spot_check`).
+
+    It is computed in evaluation mode, beside a model that trains: modules and buffers are copied, so `model` does not
+    change; parameters are not copied. Sequences are computed one at a time, which takes the least memory, and in fp32
+    whatever `train.precision` is: bf16 would round away the difference of two losses.
+
+    Peers name sequences of `dataset` by number, if these are `numbered` alike everywhere. If a peer names none, the
+    first sequences of `holdout`, (N, T) int64, are used.
+    """
+    modules = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    device = next(model.parameters()).device
+
+    def loss(parameters: Mapping[str, Tensor], numbers: Sequence[int]) -> list[float]:
+        def forward(**inputs: object) -> object:
+            return functional_call(modules, dict(parameters), (), inputs)
+
+        found = dataset.sequences(numbers) if numbers and numbered else None
+        tokens = holdout[:SEQUENCES] if found is None else found  # (N, T)
+        with torch.inference_mode():
+            return [float(models.loss(forward, row.to(device))) for row in torch.split(tokens, 1)]
+
+    return loss
 
 
 @contextlib.contextmanager
@@ -123,13 +138,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was_training in training.items():
             module.training = was_training
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """A seeded RNG on the CPU and on `device`, and the old state again afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        yield

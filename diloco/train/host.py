@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 
 import torch
@@ -15,19 +16,18 @@ from diloco.rundir.files import prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Status
 from diloco.rundir.summary import write_contributions
-from diloco.swarm.node.node import Node
 from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.visit.look import check_clock, look, parse_manifest
 from diloco.swarm.wire.gate import watching
 from diloco.train.api import Swarm
-from diloco.train.node_view import NodeView
 from diloco.train.session import identity_path
+from diloco.train.swarm_link import NodeView
 
 __all__ = ["Host"]
 
 
 class Host:
-    """A swarm node over parameters that it does not train. On leaving it hands over its fragments with their state.
+    """A swarm `node` over parameters that it does not train. On leaving it hands over its fragments with their state.
 
     Entering raises `SwarmError` when the swarm cannot be reached or refuses this host; nothing stays open then.
     """
@@ -56,34 +56,21 @@ class Host:
         torch.set_grad_enabled(False)
 
     def __enter__(self) -> Host:
-        try:
-            node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
-        except BaseException:
-            self._runtime.close()
-            raise
-        self._view = NodeView(node, self._runtime)
-        if not self._config.swarm.initial_peers:
-            write_atomic(self._config.run.dir / "address", self.address + "\n")
+        with ExitStack() as stack:
+            stack.callback(self._log.close)
+            stack.callback(self._runtime.close)
+            self.node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
+            self._view = NodeView(self.node, self._runtime)
+            stack.callback(self._view.close)
+            if not self._config.swarm.initial_peers:
+                write_atomic(self._config.run.dir / "address", self.address + "\n")
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
+        with self._open:
             self._runtime.call(self.node.leave(finished=False))
             write_contributions(self._config.run.dir / "contributions.csv", self._view.contributions())
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        try:
-            self._view.close()
-        finally:
-            self._runtime.close()
-            self._log.close()
-
-    @property
-    def node(self) -> Node:
-        """The swarm node, while this context is open."""
-        return self._view.node
 
     @property
     def address(self) -> str:

@@ -1,20 +1,29 @@
-"""The inner optimizer: AdamW, or Muon on the matrices inside the model with AdamW on the rest."""
+"""The inner optimizer, and the state with which it starts in a peer that joins late: a donor's, or none.
+
+1. The peer asks others for their inner state, where its optimizer is AdamW, Adam, Muon or SGD.
+2. When nobody has any, or the optimizer is another one, it starts cold: its first H inner steps warm the optimizer up.
+   The swarm does not wait for them, and their tokens count as discarded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diloco.config import InnerConfig
+from diloco.swarm.conversations.inner_state import InnerState, Layout
+from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.runtime import Runtime
+from diloco.train.island import Island
 
-__all__ = ["Pair", "inner_optimizer"]
+__all__ = ["InnerStart", "Pair", "inner_optimizer", "layout_of", "load_moments_", "moments", "snapshot"]
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
-    """The optimizer of these settings over the parameters that require a gradient; weight decay on matrices only."""
+    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay on matrices only."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if p.ndim == 2 and "embed" not in name and "head" not in name]
     if inner.optimizer == "muon" and hidden:
@@ -46,23 +55,141 @@ class Pair(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]  # shared, not copies
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Both step; the closure is evaluated once."""
         loss = None if closure is None else closure()
         for part in self.parts:
             part.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of both."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of both."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the states of both."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+class InnerStart:
+    """The inner optimizer's state, on its way in and out. A donor's state takes its memory again on both sides.
+
+    `source` is `own` for a peer that has saved state, else the setting `swarm.inner_state`.
+    """
+
+    source: Literal["own", "donor", "cold"] = "own"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, island: Island, on_event: OnEvent) -> None:
+        self._optimizer = optimizer
+        self._island = island
+        self._on_event = on_event
+
+    def fetch(self, node: Node, runtime: Runtime, stopping: Callable[[], bool]) -> tuple[InnerState | None, bool]:
+        """A donor's state, if this peer comes late and somebody has one, and whether the peer starts cold."""
+        if self.source == "own" or not runtime.call(node.joins_late()):
+            return None, False
+        why = "swarm.inner_state=cold"
+        if self.source == "donor":
+            layout = layout_of(self._optimizer)
+            if layout is not None and not layout.names:
+                return None, False
+            state = None if layout is None else runtime.call(node.fetch_inner(layout))
+            if state is not None or stopping():
+                return state, False
+            why = "no donor has any" if layout else f"{type(self._optimizer).__name__} keeps what is not known here"
+        self._on_event("cold_start", {"why": why})
+        return None, True
+
+    def take_over_(self, state: InnerState | None) -> None:
+        """All ranks: the optimizer goes on from a donor's state, which rank 0 has."""
+        layout = layout_of(self._optimizer)
+        assert layout is not None, "ranks have different optimizers"
+        state = state or InnerState(layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels)))
+        steps = tuple(int(step) for step in self._island.agree(state.steps))
+        load_moments_(self._optimizer, InnerState(layout, steps, state.values))
+        self._island.share_(moments(self._optimizer))
+
+
+class _Slot(NamedTuple):
+    """What the optimizer keeps for one parameter."""
+
+    name: str
+    part: torch.optim.Optimizer
+    group: dict[str, Any]
+    parameter: Tensor
+    keys: tuple[str, ...]
+    counts: bool  # whether it has a step counter
+
+
+def layout_of(optimizer: torch.optim.Optimizer) -> Layout | None:
+    """The shape of its state once every parameter has had a gradient; None for classes that are not known here."""
+    slots = list(_slots(optimizer))
+    if not all(type(part) in _KEYS for part in _parts(optimizer)):
+        return None
+    named = [(f"{slot.name}.{key}", slot.parameter.numel()) for slot in slots for key in slot.keys]
+    return Layout(
+        tuple(name for name, _ in named), tuple(numel for _, numel in named), sum(slot.counts for slot in slots)
+    )
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
+    """A copy of its state, on the CPU; None while some parameter has none. The optimizer may take steps meanwhile."""
+    layout = layout_of(optimizer)
+    if layout is None or not layout.names:
+        return None
+    values, at, steps = torch.empty(sum(layout.numels)), 0, []
+    for slot in _slots(optimizer):
+        state = slot.part.state.get(slot.parameter, {})  # not by index: the defaultdict would grow
+        for key in slot.keys:
+            if state.get(key) is None:
+                return None
+            values[at : at + slot.parameter.numel()].copy_(state[key].detach().reshape(-1))
+            at += slot.parameter.numel()
+        if slot.counts:
+            steps.append(int(state["step"]))
+    return InnerState(layout, tuple(steps), values)
+
+
+@torch.no_grad()
+def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
+    """Copy a state into the optimizer, in tensors of the dtype and on the device that torch would choose."""
+    assert state.layout == layout_of(optimizer), "a state of another layout"
+    values, steps = iter(torch.split(state.values, list(state.layout.numels))), iter(state.steps)
+    for slot in _slots(optimizer):
+        parameter, kept = slot.parameter, slot.part.state[slot.parameter]
+        if slot.counts:
+            beside = slot.group.get("capturable") or slot.group.get("fused")
+            device = parameter.device if beside else torch.device("cpu")
+            kept["step"] = torch.tensor(float(next(steps)), dtype=torch.float32, device=device)
+        for key in slot.keys:
+            kept[key] = torch.empty_like(parameter, memory_format=torch.preserve_format)
+            kept[key].copy_(next(values).view(parameter.shape))
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The optimizer's own tensors, without the step counters."""
+    return [slot.part.state[slot.parameter][key] for slot in _slots(optimizer) for key in slot.keys]
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    return optimizer.parts if isinstance(optimizer, Pair) else (optimizer,)
+
+
+def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
+    for number, part in enumerate(_parts(optimizer)):
+        parameters = [(group, p) for group in part.param_groups for p in group["params"] if p.requires_grad]
+        for index, (group, parameter) in enumerate(parameters):
+            keys = () if group.get("momentum") == 0 else _KEYS.get(type(part), ())
+            if group.get("amsgrad"):
+                keys = (*keys, "max_exp_avg_sq")
+            yield _Slot(f"{number}.{index}", part, group, parameter, keys, "exp_avg" in keys)
+
+
+_KEYS: dict[type, tuple[str, ...]] = {
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+    torch.optim.SGD: ("momentum_buffer",),
+}

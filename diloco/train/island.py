@@ -41,14 +41,20 @@ class Island:
     def from_environment(cls, device: str) -> Island:
         """The island that torchrun's environment describes; one process without it.
 
-        Args:
-            device: `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU.
-
-        Raises:
-            ConfigError: train.device names a device that is not there.
+        `device` is `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU. Raises `ConfigError`
+        if train.device names a device that is not there.
         """
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        chosen = _device(device, int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0') if size > 1 else 0}"
+        count = torch.cuda.device_count()
+        if device.startswith("cuda") and int(device.removeprefix("cuda:")) >= count:
+            raise ConfigError(
+                f"train.device={device} is not there: this machine has {count} CUDA devices; use auto or cpu"
+            )
+        chosen = torch.device(device)
         if size > 1:
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
@@ -89,11 +95,11 @@ class Island:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """For all ranks but rank 0: it has said why it failed, so a broken connection to it is not reported again."""
+        """Ranks other than 0 end in silence when the connection to rank 0 breaks: it has said why it failed."""
         try:
             yield
         except RuntimeError as error:
-            if not any(broken in str(error) for broken in BROKEN):
+            if self.leads or not any(broken in str(error) for broken in BROKEN):
                 raise
             raise SystemExit(DilocoError.exit_code) from None
 
@@ -124,17 +130,3 @@ class Island:
         """Leave the process group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _device(name: str, local_rank: int | None) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda"):
-        count = torch.cuda.device_count()
-        if name == "cuda":
-            name = f"cuda:{local_rank or 0}"
-        if int(name.removeprefix("cuda:")) >= count:
-            raise ConfigError(
-                f"train.device={name} is not there: this machine has {count} CUDA devices; use auto or cpu"
-            )
-    return torch.device(name)

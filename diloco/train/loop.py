@@ -3,44 +3,44 @@
 1. Every rank of every peer takes its rows of the next batch and an ordinary inner step.
 2. After every H-th step the attachment exchanges pseudo-gradients with the swarm, inside `optimizer.step()`.
 3. Once in a while, at such a boundary, rank 0 evaluates the anchor and writes a checkpoint.
+
+Learning rate and end of the run follow what the swarm has applied, never a local counter. A peer that joins late
+therefore has the learning rate of the others from its first step, and all end together.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diloco import model as models
-from diloco.config import Config
+from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.data import Stream
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Message, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
-from diloco.train.clock import finished, learning_rate
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
 from diloco.train.session import Session, Sync
 
-__all__ = ["Trainer", "autocast"]
+__all__ = ["Trainer", "autocast", "finished", "learning_rate"]
 
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
 
 
-@contextlib.contextmanager
-def autocast(config: Config, device: torch.device) -> Iterator[None]:
-    """The precision of the inner steps."""
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
-        yield
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """A context with the precision of the inner steps."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16")
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Trainer:
     sync: Sync
     session: Session
     phases: PhaseTimer
-    log: RunLog | None
+    log: RunLog
     tell: Callable[[Message], None]
     eval_loss: float | None = None
     most_peers: int = 0
@@ -70,12 +70,9 @@ class Trainer:
     _boundary_version: int = 0
     _logged: tuple[int, float] = (0, 0.0)
     _anchors: dict[str, str] = field(default_factory=dict)
-    _micro_batch: int | None = None  # rows computed at a time
+    _micro_batch: int | None = None  # rows that fit the memory at a time, once some did not
     _pace: float = 0.0  # tokens per second, of the whole peer
     _shown_loss: float | None = None
-
-    def __post_init__(self) -> None:
-        self._micro_batch = self.config.train.micro_batch
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
@@ -118,7 +115,7 @@ class Trainer:
         fit, `ConfigError` ends the run.
         """
         while True:
-            part = self._micro_batch or len(rows)
+            part = self._micro_batch or self.config.train.micro_batch or len(rows)
             try:
                 return self._accumulate(rows, part)
             except torch.OutOfMemoryError:
@@ -130,7 +127,7 @@ class Trainer:
             self._micro_batch = part // 2
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
-            if self.log is not None:
+            if self.island.leads:
                 self.log.event("micro_batch", sequences=self._micro_batch)
 
     def _accumulate(self, rows: Tensor, micro_batch: int) -> Tensor:
@@ -166,67 +163,46 @@ class Trainer:
             self.tell(self.status("evaluating"))
             self.evaluate()
         if config.checkpoint.every and (over or self._passed(config.checkpoint.every)):
-            self._try_to_save()
+            try:
+                self.save()
+            except ConfigError as error:  # the swarm has the model, and the next boundary is another chance
+                logger.warning("%s", error)
+                self.log.event("checkpoint_failed", version=sync.version, why=str(error))
         self._boundary_version = sync.version
 
     def _passed(self, every: int) -> bool:
-        """Whether a multiple of that many outer steps was reached since the last boundary. Without a barrier, a version
-        may be skipped.
-        """
+        """Whether a multiple of `every` was reached since the last boundary; without a barrier, some are skipped."""
         return every > 0 and self.sync.version // every > self._boundary_version // every
 
     def _account(self) -> None:
         """One line per outer step: seconds and bytes so far, the anchors, and how many peers are connected, train, and
         contributed to the newest version.
         """
-        view = self.sync.view
         self.most_peers = max(self.most_peers, self._num_peers())
-        if self.log is not None:
-            sync, seconds = self.sync, self.phases.seconds()
-            self.log.metric(
-                version=sync.version,
-                inner_step=sync.steps,
-                tokens=sync.applied_tokens,
-                bytes_sent=self.traffic()[0],
-                anchors=self._moved_anchors(),
-                **({} if view is None else view.membership()),
-                **{f"{phase}_s": round(getattr(seconds, phase), 3) for phase in ("compute", "wait", "comm", "outer")},
-            )
+        figures: dict[str, Any] = {"bytes_sent": self.traffic()[0]}
+        if self.sync.view is not None:
+            anchors = self.sync.view.anchors()  # only those that moved since the line before: lines must stay short
+            moved = {fragment: at for fragment, at in anchors.items() if self._anchors.get(fragment) != at}
+            self._anchors = anchors
+            figures |= {"anchors": moved, **self.sync.view.membership()}
+        seconds = asdict(self.phases.seconds())
+        self._log(**figures, **{f"{phase}_s": round(spent, 3) for phase, spent in seconds.items()})
 
-    def _moved_anchors(self) -> dict[str, str] | None:
-        """Version and digest of the fragments that moved since the line before: lines must stay short."""
-        anchors = self.sync.anchors()
-        if anchors is None:
-            return None
-        moved = {fragment: at for fragment, at in anchors.items() if self._anchors.get(fragment) != at}
-        self._anchors = anchors
-        return moved
+    def _log(self, **figures: Any) -> None:
+        sync = self.sync
+        self.log.metric(version=sync.version, inner_step=sync.steps, tokens=sync.applied_tokens, **figures)
 
     def evaluate(self) -> EvalResult:
         """Held-out loss of the anchor."""
         with self.sync.anchored(), autocast(self.config, self.island.device):
             result = evaluate(self.model, self.holdout, self.config.inner.batch_size, self.island.device)
         self.eval_loss = result.loss
-        if self.log is not None:
-            sync = self.sync
-            self.log.metric(
-                version=sync.version, inner_step=sync.steps, tokens=sync.applied_tokens, eval_loss=result.loss
-            )
+        self._log(eval_loss=result.loss)
         return result
 
-    def _try_to_save(self) -> None:
-        """A full disk does not end the run: the swarm has the model, and the next boundary is another chance."""
-        try:
-            self.save()
-        except ConfigError as error:
-            logger.warning("%s", error)
-            if self.log is not None:
-                self.log.event("checkpoint_failed", version=self.sync.version, why=str(error))
-
     def save(self) -> None:
-        """Write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`.
-
-        Raises `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
+        """Write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises
+        `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
         """
         self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
         if self.config.run.lead and self.sync.view is not None:
@@ -252,15 +228,7 @@ class Trainer:
             tokens, at = self._logged
             pace = (self.sync.tokens - tokens) / max(now - at, 1e-9)
             self._logged = (self.sync.tokens, now)
-            if self.log is not None:
-                self.log.metric(
-                    version=self.sync.version,
-                    inner_step=self.sync.steps,
-                    tokens=self.sync.applied_tokens,
-                    loss=self._loss,
-                    lr=lr,
-                    tokens_per_s=pace,
-                )
+            self._log(loss=self._loss, lr=lr, tokens_per_s=pace)
             self._pace, self._shown_loss, self._loss = pace, self._loss, None
         if now - self._told_at >= REPORT_EVERY_S or self.sync.exchanged:
             self._told_at = now
@@ -285,3 +253,30 @@ class Trainer:
             bytes_received=received,
             peers=self._num_peers(),
         )
+
+
+def finished(clock: Sync, budget: BudgetConfig) -> bool:
+    """Whether a limit of the budget is reached; between exchanges the answer does not change."""
+    steps_over = budget.outer_steps is not None and clock.version >= budget.outer_steps
+    tokens_over = budget.tokens is not None and clock.applied_tokens >= budget.tokens
+    return steps_over or tokens_over
+
+
+def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
+    """Learning rate of the coming inner step: linear warm-up, then constant, or a cosine from `lr` to its last value.
+
+    Progress is the largest part of any limit of the budget that is used up; tokens count when they are applied.
+    """
+    step = clock.version * sync_every + clock.inner_step
+    if step < inner.warmup_steps:
+        return inner.lr * (step + 1) / inner.warmup_steps
+    if inner.schedule == "constant":
+        return inner.lr
+    progress = 0.0
+    if budget.outer_steps is not None:
+        total = budget.outer_steps * sync_every - inner.warmup_steps
+        progress = (step - inner.warmup_steps) / max(1, total)
+    if budget.tokens is not None:
+        progress = max(progress, clock.applied_tokens / budget.tokens)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return inner.lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * cosine)

@@ -1,18 +1,21 @@
-"""What a link makes of a run, before it starts: utilization, bytes and bandwidth, by arithmetic alone.
+"""Predicts utilization, bytes and bandwidth of a run from its link, before it starts, by arithmetic alone.
 
-Streaming DiLoCo (arXiv 2501.18512) counts 2 N bits (1 - 1/n) per outer step over an all-reduce. Here every fragment
-has one syncer. Of n peers the busiest holds h = ceil(F/n) of the F fragments that are exchanged at once, and through
-its link go, in each direction once,
+Streaming DiLoCo (arXiv 2501.18512) counts 2 N bits (1 - 1/n) per outer step for an all-reduce. Here every fragment has
+one syncer. F fragments are exchanged at once, and the busiest of n peers holds h = ceil(F/n) of them. Its link carries
+in each direction once
 
     (n - 1) h/F U   contributions of the others        U, D: bytes of the exchanged fragments up and down
     (n - 1) h/F D   updates to the others
 
-With F a multiple of n this is (1 - 1/n) (U + D), as there. The two follow each other, so one exchange takes
-T = 8 (n - 1) h/F (U + D) / W + 6 latency: streams are opened, and it is agreed who takes part, before anything moves.
-Of that the overlap hides tau s; the rest is waited for once per outer step, or once per fragment where fragments are
-staggered. Against `diloco simulate` (1.6M parameters, 4 peers, 1 MB/s, 50 ms) the wait is up to a sixth too short where
-fragments go together, as streams that share links do not keep all of them busy, and a third too long where they are
-staggered, as one that is late uses what others leave. Models of a few chunks wait longer than this says.
+If n divides F, this is (1 - 1/n) (U + D), as in that paper. The updates follow the contributions. Before anything
+moves, streams are opened and the peers agree on who takes part. One exchange therefore takes
+T = 8 (n - 1) h/F (U + D) / W + 6 latency at bandwidth W. Overlap hides tau s of it, for tau inner steps of s seconds.
+The peer waits for the rest once per outer step, or once per fragment if fragments are staggered.
+
+Compared with `diloco simulate` (1.6M parameters, 4 peers, 1 MB/s, 50 ms), the predicted wait is up to a sixth too short
+if fragments go together, because streams that share links do not keep all links busy. It is a third too long if
+fragments are staggered, because a late fragment uses the bandwidth that others leave. Models of a few chunks wait
+longer than predicted.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,9 +47,9 @@ __all__ = [
     "recommend",
 ]
 
-HIGHEST_H = 500  # DiLoCo's own (arXiv 2311.08105); beyond it the loss suffers
-TRIPS = 6  # one-way trips of an exchange in the simulator, once a run is under way
-SAFE_OVERLAP = 5  # up to here the loss does not change (Streaming DiLoCo)
+HIGHEST_H = 500  # H of DiLoCo (arXiv 2311.08105); a higher one costs loss
+TRIPS = 6  # one-way trips of an exchange in the simulator, after the first rounds of a run
+SAFE_OVERLAP = 5  # the highest overlap that does not change the loss (Streaming DiLoCo)
 
 _BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]?)(bit|b|B)(?:/s|ps)?\s*")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -54,7 +57,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Link:
-    """Of each peer, each way; the latency is one way."""
+    """A peer's link, with the same bandwidth in both directions; the latency is one way."""
 
     bits_per_s: float
     latency_s: float = 0.0
@@ -62,9 +65,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What n = `peers` exchange every H = `sync_every` inner steps.
+    """The exchange of `peers` = n peers in each H = `sync_every` inner steps.
 
-    `bytes_up` and `bytes_down` are the whole model in the encodings of pseudo-gradients and of updates.
+    `bytes_up` and `bytes_down` are the sizes of the whole model, encoded as pseudo-gradients and as updates.
     """
 
     bytes_up: int
@@ -77,48 +80,41 @@ class Exchange:
 
     @classmethod
     def of(cls, outer: OuterConfig, numel: int, peers: int) -> Exchange:
-        """What a run with these settings exchanges; data parallel as a ring in every inner step, in fp32."""
-        if outer.method == "data_parallel":  # a ring moves what as many syncers of gradients would
+        """The exchange of a run with these settings; data parallel is an fp32 ring in every inner step."""
+        if outer.method == "data_parallel":  # a ring moves as many bytes as one syncer of gradients per peer would
             nbytes = codec("fp32").nbytes(numel)
             return cls(nbytes, nbytes, peers, sync_every=1, fragments=peers)
-        return cls(
-            codec(outer.codec_up).nbytes(numel),
-            codec(outer.codec_down).nbytes(numel),
-            peers,
-            sync_every=outer.sync_every,
-            fragments=outer.fragments,
-            overlap=outer.overlap,
-            staggered=outer.staggered,
-        )
+        up, down = codec(outer.codec_up).nbytes(numel), codec(outer.codec_down).nbytes(numel)
+        return cls(up, down, peers, outer.sync_every, outer.fragments, outer.overlap, outer.staggered)
 
     @property
     def at_once(self) -> int:
-        """Fragments that are exchanged together."""
+        """The number of fragments that are exchanged together."""
         return 1 if self.staggered else self.fragments
 
     @property
     def held(self) -> int:
-        """Fragments of one exchange that the busiest syncer holds, as `protocol.rendezvous` deals them out."""
+        """The number of fragments of one exchange that the busiest syncer holds (`protocol.rendezvous`)."""
         return -(-self.at_once // self.peers)
 
     @property
     def per_cycle(self) -> int:
-        """Exchanges in `sync_every` inner steps."""
+        """The number of exchanges in `sync_every` inner steps."""
         return self.fragments // self.at_once
 
     @property
     def busiest_bytes(self) -> float:
-        """Bytes of one exchange through the link of the busiest syncer, one direction after the other."""
+        """Bytes of one exchange in each direction of the busiest syncer's link."""
         return (self.peers - 1) * self.held / self.fragments * (self.bytes_up + self.bytes_down)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one outer step (`sync_every` inner steps) of a peer.
+    """One outer step (`sync_every` inner steps) of a peer.
 
-    utilization: share of compute. bytes_sent: of an average peer; it receives as many. exchange_s: one exchange,
-    whether or not training goes on meanwhile. wait_s: what is waited for. peak_bytes: of one exchange, through the
-    link of the busiest syncer.
+    utilization: the share of compute. exchange_s: seconds of one exchange, even if training goes on meanwhile.
+    wait_s: seconds that the peer waits. bytes_sent: bytes that an average peer sends; it receives as many.
+    peak_bytes: bytes of one exchange through the busiest syncer's link.
     """
 
     utilization: float
@@ -146,19 +142,13 @@ def predict(exchange: Exchange, link: Link, step_s: float) -> Prediction:
         exchange_s = 8 * exchange.busiest_bytes / link.bits_per_s + TRIPS * link.latency_s
     compute_s = exchange.sync_every * step_s
     wait_s = exchange.per_cycle * max(0.0, exchange_s - exchange.overlap * step_s)
-    sent = (1 - 1 / exchange.peers) * (exchange.bytes_up + exchange.bytes_down)
-    return Prediction(
-        utilization=compute_s / (compute_s + wait_s),
-        compute_s=compute_s,
-        exchange_s=exchange_s,
-        wait_s=wait_s,
-        bytes_sent=round(sent),
-        peak_bytes=round(exchange.busiest_bytes),
-    )
+    sent = round((1 - 1 / exchange.peers) * (exchange.bytes_up + exchange.bytes_down))
+    utilization = compute_s / (compute_s + wait_s)
+    return Prediction(utilization, compute_s, exchange_s, wait_s, sent, round(exchange.busiest_bytes))
 
 
 def needed_bits_per_s(exchange: Exchange, latency_s: float, step_s: float, target: float) -> float:
-    """The bandwidth at which the utilization is `target` (0 to 1, exclusive); infinite where the latency forbids it."""
+    """The bandwidth at which the utilization is `target` (0 to 1, exclusive); infinite if the latency forbids it."""
     if exchange.peers == 1:
         return 0.0
     allowed_s = exchange.overlap * step_s + (1 - target) / target * exchange.sync_every * step_s / exchange.per_cycle
@@ -174,32 +164,26 @@ def needed_sync_every(exchange: Exchange, link: Link, step_s: float, target: flo
 
 
 def recommend(
-    exchange: Exchange,
-    codecs: tuple[str, str],
-    nbytes: Callable[[str], int],
-    link: Link,
-    step_s: float,
-    target: float,
+    exchange: Exchange, codecs: tuple[str, str], nbytes: Callable[[str], int], link: Link, step_s: float, target: float
 ) -> Recommendation:
-    """The mildest change of the settings by which the utilization reaches `target`.
+    """The mildest change of the settings that brings the utilization to `target`.
 
-    In this order: as many fragments as spread evenly, another H, int8, overlap, staggered fragments, 4 bits up. The
-    first that needs no H above 500 is taken, else the one with the smallest H. An H that suffices already is kept.
-
-    Args:
-        codecs: names of the encodings up and down that `exchange` has.
-        nbytes: bytes of the whole model in an encoding, by name.
+    Candidates, in order: fragments in a multiple of the peers, a higher H, int8, overlap, staggered fragments, 4 bits
+    up. The first one with an H of at most 500 wins, or else the one with the smallest H. H never falls.
+    `codecs` are the names of the encodings up and down in `exchange`; `nbytes` gives the bytes of the whole model in an
+    encoding, by name.
     """
+    overlap, staggered, longer = exchange.overlap, exchange.staggered, max(exchange.overlap, SAFE_OVERLAP)
+    candidates = [(*codecs, overlap, staggered)]  # the mildest first
+    if exchange.bytes_up >= exchange.bytes_down:  # else it is compressed more than any of these
+        candidates += [("int8", "int8", overlap, staggered), ("int8", "int8", longer, staggered)]
+        candidates += [("int8", "int8", longer, True), ("e3m0", "int8", longer, staggered)]
+        candidates += [("e3m0", "int8", longer, True)]
     even = -(-exchange.fragments // exchange.peers) * exchange.peers
     found: list[Recommendation] = []
-    for up, down, overlap, staggered in _candidates(exchange, codecs):
+    for up, down, overlap, staggered in candidates:
         candidate = replace(
-            exchange,
-            bytes_up=nbytes(up),
-            bytes_down=nbytes(down),
-            fragments=even,
-            overlap=overlap,
-            staggered=staggered,
+            exchange, bytes_up=nbytes(up), bytes_down=nbytes(down), fragments=even, overlap=overlap, staggered=staggered
         )
         needed = needed_sync_every(candidate, link, step_s, target)
         candidate = replace(candidate, sync_every=max(needed, exchange.sync_every))
@@ -209,58 +193,33 @@ def recommend(
     return min(found, key=lambda one: one.exchange.sync_every)
 
 
-def _candidates(exchange: Exchange, codecs: tuple[str, str]) -> Iterator[tuple[str, str, int, bool]]:
-    """Yields (codec up, codec down, overlap, staggered), the mildest first."""
-    overlap, staggered = exchange.overlap, exchange.staggered
-    longer = max(overlap, SAFE_OVERLAP)
-    yield *codecs, overlap, staggered
-    if exchange.bytes_up >= exchange.bytes_down:  # else it is compressed more than any of these
-        yield "int8", "int8", overlap, staggered
-        yield "int8", "int8", longer, staggered
-        yield "int8", "int8", longer, True
-        yield "e3m0", "int8", longer, staggered
-        yield "e3m0", "int8", longer, True
-
-
 def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> list[tuple[str, str]]:
-    """The prediction as (what, sum with its numbers), line by line."""
+    """The prediction as pairs of a name and a formula with its numbers."""
     now = predict(exchange, link, step_s)
-    n, fragments, cycles = exchange.peers, exchange.at_once, exchange.per_cycle
-    up, down = _bytes(exchange.bytes_up), _bytes(exchange.bytes_down)
-    parts = f"{n - 1} x {exchange.held}/{fragments} x ({up} + {down}){f' / {cycles} fragments' if cycles > 1 else ''}"
-    wait = f"max(0, {_seconds(now.exchange_s)} - {exchange.overlap} x {_seconds(step_s)})"
-    allowed = f"{exchange.overlap} x {_seconds(step_s)} + {(1 - target) / target:.4g} x {_seconds(now.compute_s)}"
-    if cycles > 1:
-        allowed += f" / {cycles}"
-    needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
+    n, cycles = exchange.peers, exchange.per_cycle
+    both = f"({_bytes(exchange.bytes_up)} + {_bytes(exchange.bytes_down)})"
+    peak, width = _bytes(now.peak_bytes), _scaled(link.bits_per_s, "bit/s")
+    latency = f"{TRIPS} x {_seconds(link.latency_s)}"
+    compute, exchanged, wait = _seconds(now.compute_s), _seconds(now.exchange_s), _seconds(now.wait_s)
+    hidden = f"{exchange.overlap} x {_seconds(step_s)}"
+    times, share, part = (f"{cycles} x ", f" / {cycles}", f" / {cycles} fragments") if cycles > 1 else ("", "", "")
+    allowed = f"{hidden} + {(1 - target) / target:.4g} x {compute}{share}"
+    needed = _scaled(needed_bits_per_s(exchange, link.latency_s, step_s, target), "bit/s")
+    busiest = f"{n - 1} x {exchange.held}/{exchange.at_once} x {both}{part} = {peak} per exchange"
     return [
-        ("sent per peer and outer step", f"(1 - 1/{n}) x ({up} + {down}) = {_bytes(now.bytes_sent)}"),
-        ("through the busiest syncer", f"{parts} = {_bytes(now.peak_bytes)} per exchange"),
-        (
-            "one exchange",
-            f"8 x {_bytes(now.peak_bytes)} / {_bits(link.bits_per_s)} + {TRIPS} x {_seconds(link.latency_s)}"
-            f" = {_seconds(now.exchange_s)}"
-            if n > 1
-            else "none: one peer",
-        ),
-        ("compute", f"{exchange.sync_every} x {_seconds(step_s)} = {_seconds(now.compute_s)} per outer step"),
-        ("waiting", f"{f'{cycles} x ' if cycles > 1 else ''}{wait} = {_seconds(now.wait_s)} per outer step"),
-        (
-            "utilization",
-            f"{_seconds(now.compute_s)} / ({_seconds(now.compute_s)} + {_seconds(now.wait_s)}) = {now.utilization:.1%}",
-        ),
-        (
-            f"peak bandwidth for {target:.4g}",
-            f"8 x {_bytes(now.peak_bytes)} / ({allowed} - {TRIPS} x {_seconds(link.latency_s)}) = {_bits(needed)}",
-        ),
+        ("sent per peer and outer step", f"(1 - 1/{n}) x {both} = {_bytes(now.bytes_sent)}"),
+        ("through the busiest syncer", busiest),
+        ("one exchange", f"8 x {peak} / {width} + {latency} = {exchanged}" if n > 1 else "none: one peer"),
+        ("compute", f"{exchange.sync_every} x {_seconds(step_s)} = {compute} per outer step"),
+        ("waiting", f"{times}max(0, {exchanged} - {hidden}) = {wait} per outer step"),
+        ("utilization", f"{compute} / ({compute} + {wait}) = {now.utilization:.1%}"),
+        (f"peak bandwidth for {target:.4g}", f"8 x {peak} / ({allowed} - {latency}) = {needed}"),
     ]
 
 
 def parse_bandwidth(text: str) -> float:
-    """`100Mbit`, `1.5Gbit/s`, `20Mbps` or `12MB/s` in bits per second; B is bytes, prefixes are powers of 1000.
-
-    Raises:
-        ConfigError: anything else, and zero.
+    """`100Mbit`, `1.5Gbit/s`, `20Mbps` or `12MB/s` in bits per second; B is bytes, prefixes are powers of 1000. Raises
+    `ConfigError` for anything else, and for zero.
     """
     found = _BANDWIDTH.fullmatch(text)
     if found is None or float(found[1]) == 0:
@@ -272,7 +231,7 @@ def parse_bandwidth(text: str) -> float:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a plan takes of a link and a machine; the defaults are those of an ordinary connection."""
+    """The figures of a link and a machine that a plan needs; the defaults describe an ordinary connection."""
 
     bits_per_s: float = 100e6
     latency_ms: float = 50.0
@@ -280,10 +239,8 @@ class Figures:
 
 
 def read_figures(path: Path) -> Figures:
-    """What `diloco doctor --json` has measured, with the slower direction of the link.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no such report.
+    """The figures that `diloco doctor --json` has measured, with the slower direction of the link. Raises `ConfigError`
+    if the file cannot be read, or is no such report.
     """
     try:
         found = json.loads(path.read_text())["figures"]
@@ -314,10 +271,6 @@ def _scaled(value: float, unit: str) -> str:
 
 def _bytes(value: float) -> str:
     return _scaled(value, "B")
-
-
-def _bits(value: float) -> str:
-    return _scaled(value, "bit/s")
 
 
 def _seconds(value: float) -> str:

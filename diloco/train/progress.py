@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 
 from diloco.config import OuterConfig
 from diloco.protocol.phase_seconds import PhaseSeconds
@@ -22,17 +23,18 @@ class Progress:
         steps_per_s: inner steps per second since the parameters were loaded last, without exchanges and what follows
             them; other peers plan with it.
         loss: mean loss of the last inner steps (nats per token). rounds: how many are over.
+        seconds: of the last round, by phase in the order of `PHASES`; empty before the first round is over.
     """
 
     def __init__(self, phases: PhaseTimer, clock: Callable[[], float]) -> None:
         self.steps_per_s = 0.0
         self.loss = 0.0
         self.rounds = 0
+        self.seconds: list[float] = []
         self._phases = phases
         self._clock = clock
         self._began = (0, 0.0)  # inner steps and the time when the parameters were loaded last
         self._round_began = PhaseSeconds()
-        self._last_round: PhaseSeconds | None = None
 
     def begin_run(self, steps: int) -> None:
         """The peer begins to train, after so many inner steps in its earlier sessions."""
@@ -58,13 +60,8 @@ class Progress:
     def end_round(self) -> None:
         """A round is over: the inner steps since the one before it, and its exchange."""
         now, began = self._phases.seconds(), self._round_began
-        self.rounds, self._round_began, self._last_round = self.rounds + 1, now, now - began
-
-    def seconds(self) -> list[float]:
-        """Seconds of the last round: compute, wait, comm, outer; empty before the first round is over."""
-        last = self._last_round
-        phases = [] if last is None else [last.compute, last.wait, last.comm, last.outer]
-        return [max(0.0, phase) for phase in phases]
+        self.rounds, self._round_began = self.rounds + 1, now
+        self.seconds = [max(0.0, spent) for spent in astuple(now - began)]
 
 
 class Unsent:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import math
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +18,17 @@ from torch import nn
 from diloco import data
 from diloco import model as models
 from diloco.config import Config
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, UnsavedError, on_signals
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures, to_wire
 from diloco.rundir.summary import (
+    Evaluation,
+    PeerSummary,
     PhaseTimer,
     Summary,
+    Tokens,
     merge_peer_summaries,
     write_contributions,
     write_summary,
@@ -30,45 +36,38 @@ from diloco.rundir.summary import (
 from diloco.swarm.wire.libp2p import identity_number
 from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
-from diloco.train.in_and_out import arriving, signals
+from diloco.train.evaluate import loss_of
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
-from diloco.train.peer_summary import nothing, summary_of
-from diloco.train.scoring import loss_of
+from diloco.train.planning import Exchange, Link, predict
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
-__all__ = ["run"]
+__all__ = ["run", "summary_of"]
 
-logger = logging.getLogger(__name__)
+ARRIVAL_EVERY_S = 0.2
+ARRIVING_BYTES = 12  # per parameter: the anchor, and the two moments of a donor
 
 
 def run(config: Config, listen: Listener) -> Summary:
     """Train as one peer until the budget is used up, or until Ctrl+C.
 
     Leaves in the run directory: config.yaml, manifest.json, metrics, events, checkpoints, and from the peer that leads
-    contributions.csv, model/, loss.png and summary.json.
-
-    Raises:
-        DilocoError: whatever ends the run early, as one line for the user; the last checkpoint is good.
+    contributions.csv, model/, loss.png and summary.json. Raises `DilocoError`, one line for the user, if anything else
+    ends the run early; the last checkpoint is good then.
     """
     island = Island.from_environment(config.train.device)
     try:
-        if not island.leads:
-            with island.following():
-                _check(config, island)
+        with island.following():
+            if config.outer.method == "diloco":
+                island.check_batch_size(config.inner.batch_size)
+            if not island.leads:
                 return _run(config, island, lambda message: None)
-        _check(config, island)
-        prepare_run_directory(config.run.dir)
-        with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
-            return _run(config, island, listen)
+            prepare_run_directory(config.run.dir)
+            with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
+                return _run(config, island, listen)
     finally:
         island.close()
-
-
-def _check(config: Config, island: Island) -> None:
-    if config.outer.method == "diloco":
-        island.check_batch_size(config.inner.batch_size)
 
 
 def _run(config: Config, island: Island, listen: Listener) -> Summary:
@@ -76,9 +75,12 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
+
+    def tell(message: Message) -> None:
+        listen(to_wire(replace(message, peer=name, time=time.time())))
+
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
-    tell = _teller(listen, name)
     tell(Stage(stage="data"))
     dataset = data.load(config.data, config.run.seed)
     holdout = dataset.holdout(config.eval.sequences)
@@ -88,37 +90,36 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     ).to(island.device)
     wrapped = island.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
-    shard = _shard(config, island)
-
-    if island.leads and config.run.lead:
-        _write_settings(config)
-    with RunLog(config.run.dir, name, _wandb(config, name) if island.leads else None) as log:
-        if session.resumed and island.leads:
+    wandb = WandbLog(config, name) if island.leads else None
+    with RunLog(config.run.dir, name, wandb) as log:
+        if session.saved_version >= 0 and island.leads:
             log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         if config.outer.spot_check and isinstance(sync, Attachment):
             # A peer with a shard of its own may number its sequences differently than the others do.
             sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
-        stream = _stream(config, dataset, shard, island, sync)
-        log.follow(lambda: {} if sync.view is None else swarm_figures(sync.view.observe()))
+        stream = _stream(config, dataset, island, sync)
+        if wandb is not None:
+            wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
         session.restore(sync, model, optimizer, stream)
-        trainer = Trainer(
-            config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases,
-            log if island.leads else None, tell,
-        )  # fmt: skip
+        trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
+        if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
+            if not config.run.report:  # a supervisor writes its own, which names all of its peers
+                write_atomic(config.run.dir / "config.yaml", config.to_yaml())
+            write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         tell(trainer.status("waiting"))
-        with signals(sync, island):
+        with _signals(sync, island):
             with ExitStack() as stack:
-                with arriving(sync, model, tell):
+                with _arriving(sync, model, tell):
                     stack.enter_context(sync)
                 trainer.train()
                 if island.leads:
                     tell(trainer.status("leaving"))
                     if sync.version > 0:
                         trainer.save()
-            summary = _finish(trainer, config, tokenizer, began_at, tell) if island.leads else nothing(config)
-    return summary
+            # Rank 0 speaks for the island.
+            return _finish(trainer, tokenizer, began_at) if island.leads else Summary()
 
 
 def _session(config: Config, island: Island) -> Session:
@@ -151,48 +152,72 @@ def _sync(
     def ready(address: str) -> None:
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
-        first, command = not config.swarm.initial_peers, config.joining_command
-        addresses, advice = tuple(node.addresses), node.advice
-        tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=advice))
+        first, addresses, command = not config.swarm.initial_peers, tuple(node.addresses), config.joining_command
+        tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=node.advice))
         if first:
             write_atomic(config.run.dir / "address", address + "\n")
 
-    swarm = Swarm.of(
-        config,
-        config.manifest(),
-        identity_path(config, name),
-        name,
-        log.swarm_event,
-        ready,
-    )
+    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 
 
-def _finish(
-    trainer: Trainer, config: Config, tokenizer: Any, began_at: float, tell: Callable[[Message], None]
-) -> Summary:
+@contextmanager
+def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Message], None]) -> Iterator[None]:
+    """Says how much has come from the swarm, while its state is fetched."""
+    arrived = threading.Event()
+    wanted = ARRIVING_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def watch() -> None:
+        while not arrived.wait(ARRIVAL_EVERY_S):
+            if sync.view is not None:
+                tell(Stage(stage="state", received=sync.view.node.traffic.bytes_received, wanted=wanted))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        arrived.set()
+        watcher.join()
+
+
+@contextmanager
+def _signals(sync: Sync, island: Island) -> Iterator[None]:
+    """Ctrl+C or SIGTERM once: leave cleanly, and rank 0 says so. Twice: end at once (the daemon ends with it)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os._exit(UnsavedError.exit_code)
+        if island.leads:
+            sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
+        sync.interrupt()
+
+    with on_signals(stop):
+        yield
+
+
+def _finish(trainer: Trainer, tokenizer: Any, began_at: float) -> Summary:
     """After the swarm: evaluate the final anchor, write the model, the picture and the summary."""
-    sync = trainer.sync
+    config, sync, tell = trainer.config, trainer.sync, trainer.tell
     if config.run.lead:
         tell(trainer.status("evaluating"))
         # In the middle of a round the parameters are no anchor, and before the first there is nothing to show.
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
             models.save(trainer.model, config.run.dir / "model", tokenizer)
-    mine = summary_of(trainer, config, time.monotonic() - began_at)
+    mine = summary_of(trainer, time.monotonic() - began_at)
     tell(Finished(summary=mine))
     summary = merge_peer_summaries(
-        [mine],
-        run_id=mine.run_id,
-        manifest_hash=mine.manifest_hash,
-        mode=mine.mode,
-        wall_s=mine.wall_s,
-        exit=mine.exit,
+        [mine], run_id=mine.run_id, manifest_hash=mine.manifest_hash, mode=mine.mode, wall_s=mine.wall_s, exit=mine.exit
     )
     if config.run.lead and not config.run.report:
-        plot_losses(
-            config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", f"{config.run.id}: {config.model.name}"
-        )
+        title = f"{config.run.id}: {config.model.name}"
+        plot_losses(config.run.dir / "metrics.jsonl", config.run.dir / "loss.png", title)
         write_summary(config.run.dir / "summary.json", summary)
         if summary.contributions:
             write_contributions(config.run.dir / "contributions.csv", summary.contributions)
@@ -200,53 +225,67 @@ def _finish(
     return summary
 
 
-def _shard(config: Config, island: Island) -> int:
-    if config.outer.method == "data_parallel":
-        return island.rank
-    if config.data.shard is not None:
-        return config.data.shard
-    # Nobody deals out shards here, so each identity has an order of its own over all the data.
-    shard = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
-    return int(island.agree([shard])[0])
+def summary_of(trainer: Trainer, wall_s: float, bandwidth: float | None = None) -> Summary:
+    """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known."""
+    config, sync, view = trainer.config, trainer.sync, trainer.sync.view
+    sent, received = trainer.traffic()
+    mine = PeerSummary(
+        peer_id=view.node.protocol.me if view else f"rank{trainer.island.rank}",
+        name=config.run.name or "peer",
+        steps=sync.steps,
+        tokens=sync.tokens,
+        anchor_digest=sync.anchor_digest(),
+        bytes_sent=sent,
+        bytes_received=received,
+        seconds=trainer.phases.seconds(),
+    )
+    return Summary(
+        run_id=config.run.id,
+        manifest_hash=config.manifest().hash(),
+        mode=config.outer.method,
+        wall_s=wall_s,
+        outer_steps=sync.version,
+        tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
+        eval=Evaluation(trainer.eval_loss),
+        peers=[mine],
+        heals=view.node.protocol.heals if view else 0,
+        takeovers=view.node.protocol.takeovers if view else 0,
+        contributions=view.contributions() if view else (),
+        predicted=_predicted(trainer, bandwidth or config.swarm.upload_limit),
+    )
 
 
-def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, sync: Sync) -> data.Stream:
+def _predicted(trainer: Trainer, bandwidth: float | None) -> dict[str, float | None] | None:
+    """What `diloco plan` says of this run, given its measured inner step and the limit of its link."""
+    sync, compute_s = trainer.sync, trainer.phases.seconds().compute
+    if not sync.steps or not compute_s:
+        return None
+    numel = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    bits_per_s = math.inf if bandwidth is None else 8 * bandwidth
+    exchange = Exchange.of(trainer.config.outer, numel, max(trainer.most_peers, 1))
+    found = predict(exchange, Link(bits_per_s), compute_s / sync.steps)
+    return {
+        "utilization": found.utilization,
+        "bytes_sent": round(found.bytes_sent * sync.steps / exchange.sync_every),
+        "step_s": compute_s / sync.steps,
+        "bits_per_s": None if bandwidth is None else bits_per_s,
+    }
+
+
+def _stream(config: Config, dataset: data.Dataset, island: Island, sync: Sync) -> data.Stream:
     """Leased units, where several peers share one list of sequences and nobody has cut it into shards.
 
     A hub stream has no numbered sequences. The ranks of an island each need a part of every batch, and only the first
     one has a node, so an island goes on in an order of its own.
     """
-    batch_size = config.inner.batch_size
-    if isinstance(sync, Attachment) and config.data.shard is None and config.data.source != "hub" and island.size == 1:
-        take = sync.lease_units(batch_size * config.outer.sync_every)
-        return dataset.leased(batch_size, take, shard=shard)
-    return dataset.batches(batch_size, shard=shard, shards=_shards(config, island))
-
-
-def _shards(config: Config, island: Island) -> int | None:
-    return island.size if config.outer.method == "data_parallel" else config.data.shards
-
-
-def _write_settings(config: Config) -> None:
-    """Once nothing is left that could be wrong with them."""
-    if not config.run.report:  # a supervisor writes its own, which names all of its peers
-        write_atomic(config.run.dir / "config.yaml", config.to_yaml())
-    write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
-
-
-def _wandb(config: Config, name: str) -> WandbLog:
-    settings = config.wandb
-    return WandbLog(
-        mode="disabled" if settings.aggregate and not config.run.lead else settings.mode,
-        aggregate=settings.aggregate,
-        project=settings.project,
-        entity=settings.entity,
-        run_id=config.run.id,
-        peer=name,
-        directory=config.run.dir,
-        config=config.model_dump(mode="json"),
-    )
-
-
-def _teller(listen: Listener, name: str) -> Callable[[Message], None]:
-    return lambda message: listen(to_wire(replace(message, peer=name, time=time.time())))
+    batch_size, shard, shards = config.inner.batch_size, config.data.shard, config.data.shards
+    if isinstance(sync, DataParallel):
+        return dataset.batches(batch_size, shard=island.rank, shards=island.size)
+    if shard is not None:
+        return dataset.batches(batch_size, shard=shard, shards=shards)
+    # Nobody deals out shards here, so each identity has an order of its own over all the data.
+    own = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
+    shard = int(island.agree([own])[0])
+    if config.data.source == "hub" or island.size > 1:
+        return dataset.batches(batch_size, shard=shard, shards=shards)
+    return dataset.leased(batch_size, sync.lease_units(batch_size * config.outer.sync_every), shard=shard)

@@ -2,32 +2,43 @@
 
 Written at outer boundaries: anchors and their versions, outer states of the fragments held, inner optimizer, random
 generators, position in the data, counters. At a barrier the local parameters are the anchors, so they are not stored
-twice; where they differ (overlap, mixing, no barrier), a resumed peer goes on from the anchors.
+twice; where they differ (overlap, mixing, no barrier), a resumed peer goes on from the anchors. The state of optimizers
+and random generators becomes tensors and JSON: no checkpoint needs pickle.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from diloco.config import Config
 from diloco.data import Stream
+from diloco.errors import CheckpointError
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import check_same_run
-from diloco.rundir.state import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
 
-__all__ = ["Session", "checkpoints_name", "identity_path"]
-
-logger = logging.getLogger(__name__)
+__all__ = [
+    "Session",
+    "checkpoints_name",
+    "flatten_optimizer",
+    "identity_path",
+    "restore_optimizer",
+    "restore_rng",
+    "rng_state",
+]
 
 Sync = Attachment | DataParallel
 Tensors = dict[str, Tensor]
@@ -52,8 +63,8 @@ class Session:
     more than the budget, which may be extended) raises `CheckpointError` that names the keys.
 
     Attributes:
-        saved_version: outer step of the newest checkpoint, -1 without one.
-        resumed: whether this session goes on from a checkpoint. skipped: which newer ones it could not use, and why.
+        saved_version: outer step of the checkpoint from which this session goes on, then of the newest; -1 without one.
+        skipped: which newer checkpoints this session could not use, and why.
         seconds, traffic: wall time per phase, and bytes sent and received, in the sessions before this one.
     """
 
@@ -62,7 +73,6 @@ class Session:
         self.store = CheckpointStore(config.run.dir / "checkpoints" / checkpoints_name(config), config.checkpoint.keep)
         found = self._checkpoint = self.store.load_latest()
         self.saved_version = -1
-        self.resumed = found is not None
         self.skipped: list[str] = []
         self.seconds, self.traffic = PhaseSeconds(), (0, 0)
         if found is None:
@@ -93,7 +103,7 @@ class Session:
             residuals={int(name): residual for name, residual in self._checkpoint.tensors["residual"].items()},
         )
 
-    def restore(self, sync: Sync, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream) -> None:
+    def restore(self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: Stream) -> None:
         """Restore everything but the swarm's part; call it before `sync` is entered.
 
         The checkpoint is released then: while its files are mapped, their space stays in use after they are deleted.
@@ -117,7 +127,7 @@ class Session:
         self,
         sync: Sync,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         stream: Stream,
         seconds: PhaseSeconds,
         traffic: Sequence[int],
@@ -129,44 +139,27 @@ class Session:
         """
         if sync.version == self.saved_version:
             return
-        if isinstance(sync, DataParallel):
-            swarm = _parallel_state(sync, model)
-            self._write(sync, swarm, optimizer, stream, seconds, traffic)
-            return
-        with sync.checkpointing() as saved:
-            self._write(sync, _swarm_state(saved), optimizer, stream, seconds, traffic)
-
-    def _write(
-        self,
-        sync: Sync,
-        swarm_state: tuple[dict[str, Tensors], dict[str, Any]],
-        optimizer: torch.optim.Optimizer,
-        stream: Stream,
-        seconds: PhaseSeconds,
-        traffic: Sequence[int],
-    ) -> None:
-        inner, inner_json = flatten_optimizer(optimizer)
-        rng, rng_json = rng_state()
-        swarm, swarm_json = swarm_state
-        state: dict[str, Any] = {
-            "manifest": self.config.manifest().to_json(),
-            **swarm_json,
-            "counters": [sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens],
-            "stream": stream.state(),
-            "inner": inner_json,
-            "rng": rng_json,
-            "seconds": {name: getattr(seconds, name) for name in ("compute", "wait", "comm", "outer")},
-            "traffic": list(traffic),
-        }
-        self.store.save(sync.version, {**swarm, "inner": inner, "rng": rng}, state)
-        self.saved_version = sync.version
-
-
-def _parallel_state(sync: DataParallel, model: nn.Module) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """As `_swarm_state`, without a swarm."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    position = {"versions": [sync.version], "terms": [0], "applied_tokens": sync.applied_tokens}
-    return {"anchor": parameters, "outer": {}, "residual": {}}, position
+        with ExitStack() as stack:
+            if isinstance(sync, DataParallel):
+                parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+                swarm: dict[str, Tensors] = {"anchor": parameters, "outer": {}, "residual": {}}
+                swarm_json = {"versions": [sync.version], "terms": [0], "applied_tokens": sync.applied_tokens}
+            else:
+                swarm, swarm_json = _swarm_state(stack.enter_context(sync.checkpointing()))
+            inner, inner_json = flatten_optimizer(optimizer)
+            rng, rng_json = rng_state()
+            state: dict[str, Any] = {
+                "manifest": self.config.manifest().to_json(),
+                **swarm_json,
+                "counters": [sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens],
+                "stream": stream.state(),
+                "inner": inner_json,
+                "rng": rng_json,
+                "seconds": asdict(seconds),
+                "traffic": list(traffic),
+            }
+            self.store.save(sync.version, {**swarm, "inner": inner, "rng": rng}, state)
+            self.saved_version = sync.version
 
 
 def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
@@ -185,3 +178,94 @@ def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "shares": [{peer: list(share) for peer, share in known.items()} for known in saved.shares],
         "applied": dict(saved.applied),
     }
+
+
+def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`state_dict()` of any torch optimizer as (named tensors, JSON that refers to them).
+
+    The tensors are the optimizer's own, not copies: save them before the next step. Raises `TypeError` if the state
+    holds anything else than tensors, containers, numbers, strings and None.
+    """
+    tensors: dict[str, Tensor] = {}
+    encoded = _encode(optimizer.state_dict(), "", tensors)
+    return tensors, {"type": type(optimizer).__name__, "shapes": _shapes(optimizer), "state_dict": encoded}
+
+
+def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """The inverse of `flatten_optimizer`: restores per-parameter state and the hyper-parameters of every group.
+
+    The optimizer keeps the tensors themselves if device and dtype fit: do not use them elsewhere afterwards. Raises
+    `CheckpointError` if the state belongs to another optimizer class or to parameters of other shapes.
+    """
+    here, there = (type(optimizer).__name__, _shapes(optimizer)), (saved["type"], saved["shapes"])
+    if here != there:
+        raise CheckpointError(
+            f"run.dir: its checkpoint holds the state of {there[0]} for {_numel(there[1])} parameters, "
+            f"this run has {here[0]} for {_numel(here[1])} with other shapes or order; "
+            f"resume with the configuration that wrote it, or choose another run.dir"
+        )
+    optimizer.load_state_dict(_decode(saved["state_dict"], tensors))
+
+
+def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State of the global generators of torch (CPU; every CUDA device once CUDA is in use), Python and numpy."""
+    tensors = {"torch": torch.get_rng_state()}  # (5056,) uint8
+    version, words, gauss = random.getstate()
+    tensors["python"] = torch.tensor(words)  # (625,) int64
+    legacy: dict[str, Any] = dict(numpy.random.get_state(legacy=False))
+    twister = legacy.pop("state")
+    tensors["numpy"] = torch.tensor(twister["key"].astype(numpy.int64))  # (624,), torch supports little of uint32
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index, state in enumerate(torch.cuda.get_rng_state_all()):
+            tensors[f"cuda.{index}"] = state
+    return tensors, {"python": {"version": version, "gauss": gauss}, "numpy": {**legacy, "position": twister["pos"]}}
+
+
+def restore_rng(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """The inverse of `rng_state`; ignores the state of CUDA devices that this machine lacks."""
+    torch.set_rng_state(tensors["torch"])
+    python, legacy = saved["python"], saved["numpy"]
+    random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
+    keys = tensors["numpy"].numpy().astype(numpy.uint32)
+    twister = {"key": keys, "pos": legacy["position"]}
+    numpy.random.set_state({**{key: legacy[key] for key in ("bit_generator", "has_gauss", "gauss")}, "state": twister})
+    for index in range(torch.cuda.device_count()):
+        if f"cuda.{index}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
+
+
+def _shapes(optimizer: Optimizer) -> list[list[int]]:
+    return [list(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _numel(shapes: list[list[int]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Nested containers as JSON. Tensors, tuples and number keys, which JSON lacks, become small objects and lists."""
+    if isinstance(value, Tensor):
+        assert path not in tensors, f"two tensors have the name {path}"
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, dict):
+        return {"dict": [[key, _encode(item, f"{path}.{key}".lstrip("."), tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{path}: a checkpoint cannot hold {type(value).__name__}")
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(_decode(item, tensors) for item in content)
+    return {key: _decode(item, tensors) for key, item in content}

@@ -1,25 +1,89 @@
-"""How the ranks of an island use one node: rank 0 has it, and all ranks learn what came of each call.
-
-`begin`, `adopt` and `swarm_clock` are called by all ranks at the same point of their training; the ranks without a node
-wait there for what rank 0 found. The other methods do nothing on ranks without a node.
-"""
+"""How a training process uses a swarm node that runs beside it: alone, or as the ranks of an island together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from diloco.outer.digest import anchor_digest
 from diloco.outer.replica import Replica
+from diloco.protocol.shares import Contributor
+from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
-from diloco.swarm.node.rounds import Count, Exchanged
+from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.island import Island
-from diloco.train.node_view import NodeView
 
-__all__ = ["Adopted", "Begun", "SwarmLink"]
+__all__ = ["Adopted", "Begun", "NodeView", "SwarmLink"]
+
+T = TypeVar("T")
+
+
+class NodeView:
+    """A node that lives in a runtime, seen from the training loop's thread, also after it was closed."""
+
+    def __init__(self, node: Node, runtime: Runtime) -> None:
+        self.node = node
+        self.closed = False
+        self._runtime = runtime
+
+    def look(self, question: Callable[[Node], T]) -> T:
+        """What a function finds in the node; nothing moves there meanwhile."""
+        if self.closed:
+            return question(self.node)
+
+        async def here() -> T:
+            return question(self.node)
+
+        return self._runtime.call(here())
+
+    def close(self) -> None:
+        """Close the node. Can be called twice."""
+        if not self.closed:
+            self.closed = True
+            self._runtime.call(self.node.close())
+
+    def show_anchors(self) -> None:
+        """The parameters become the anchors, also after `close`."""
+        if not self.closed:
+            return self._runtime.call(self.node.show_anchors())
+        for fragment in range(len(self.node.replica.fragments)):
+            self.node.replica.show_anchor_(fragment)
+
+    @property
+    def address(self) -> str:
+        """The best address at which others reach this peer; empty when there is none."""
+        return next(iter(self.node.addresses), "")
+
+    @property
+    def num_peers(self) -> int:
+        """Connected peers, this one included."""
+        return 1 + len(self.node.protocol.members)
+
+    def membership(self) -> dict[str, int]:
+        """Peers that are connected (`live`), that train, and that contributed to the newest version of fragment 0."""
+        protocol = self.node.protocol
+        return {"live": self.num_peers, "training": protocol.num_trainers(), "merged": protocol.num_merged()}
+
+    def contributions(self) -> list[Contributor]:
+        """How much each peer contributed to this peer's anchor."""
+        return self.look(lambda node: node.protocol.accounts.contributions())
+
+    def observe(self) -> Snapshot | None:
+        """What this peer knows of the swarm; None when it has left."""
+        return None if self.closed else self._runtime.call(self.node.observe())
+
+    def anchor_digest(self) -> str:
+        """Digest of the whole anchor (hex); equal on all peers at equal version."""
+        return self.look(lambda node: anchor_digest(node.protocol.digests))
+
+    def anchors(self) -> dict[str, str]:
+        """`version:digest` (its first 16 digits) of each fragment's anchor now; equal on all peers at equal version."""
+        both = self.look(lambda node: list(zip(node.protocol.versions, node.protocol.digests, strict=True)))
+        return {str(fragment): f"{version}:{digest[:16]}" for fragment, (version, digest) in enumerate(both)}
 
 
 class Begun(NamedTuple):
@@ -48,7 +112,12 @@ class Adopted(NamedTuple):
 
 
 class SwarmLink:
-    """The node of an island. What fails in the node is raised on rank 0, and ends the other ranks with it."""
+    """The one node of an island: rank 0 has it, and all ranks learn what came of each call.
+
+    All ranks call `begin`, `adopt` and `swarm_clock` at the same point of their training, and the ranks without a node
+    wait there for what rank 0 found. The other methods do nothing on those ranks. What fails in the node is raised on
+    rank 0, and ends the other ranks with it.
+    """
 
     def __init__(self, island: Island, runtime: Runtime, phases: PhaseTimer) -> None:
         self.island = island
@@ -91,25 +160,6 @@ class SwarmLink:
         if node is not None and position is not None:
             found = Begun(1, position, min(node.protocol.versions), node.protocol.applied_tokens, cold, fetched)
         return Begun(*map(int, self.island.agree(found)))
-
-    @property
-    def closed(self) -> bool:
-        """Whether there was a node, and it is closed."""
-        return self.view is not None and self.view.closed
-
-    def show_anchors(self) -> None:
-        """The parameters of rank 0 become the anchors, also after `close`."""
-        if not self.closed:
-            self.call(lambda node: node.show_anchors())
-        elif self.node is not None:
-            for fragment in range(len(self.node.replica.fragments)):
-                self.node.replica.show_anchor_(fragment)
-
-    def send(self, counts: dict[int, Count]) -> None:
-        """Begin to exchange these fragments."""
-        if self.node is not None:
-            give_back()  # where gradients were, there is room now
-            self.runtime.call(self.node.send(counts))
 
     def adopt(
         self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]], cycle_steps: Callable[[Node], int]

@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         "fragment-is-not-locked",
         "A record is applied, and a contribution folded in, while a thread moves the same anchor.",
-        "diloco.swarm.conversations.locks",
+        "diloco.swarm.conversations.tasks",
         """        return self._lock
 
 """,

@@ -35,8 +35,8 @@ from diloco.swarm.conversations.parts import (
     check_request,
     copy_state,
 )
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["AnchorDonor", "AnchorFetcher"]
 
@@ -143,7 +143,7 @@ class AnchorFetcher:
             return unfinished
         if context.protocol.fragments[fragment].version != listed.version:
             return PartialAnchor(torch.empty(context.replica.fragments[fragment].numel), [])
-        _, [anchor] = await copy_state(context, fragment)
+        anchor = (await copy_state(context, fragment)).anchor
         return PartialAnchor(anchor, list(await in_thread(part_digests, anchor)))
 
     def _keep(self, fragment: int, partial: PartialAnchor) -> None:
@@ -174,4 +174,4 @@ class AnchorDonor:
         elif request.in_parts and not request.outer:
             await self.frozen.offer(stream, fragment)
         else:
-            await send_state(stream, *await copy_state(context, fragment, request.outer))
+            await send_state(stream, await copy_state(context, fragment, request.outer))

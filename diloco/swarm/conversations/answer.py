@@ -12,14 +12,15 @@ from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
-from diloco.protocol.messages.watching import DialBack, ManifestRequest, Probe, SnapshotRequest
+from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
 from diloco.protocol.penalties import Offence, offences
-from diloco.swarm.conversations import contribution, manifest, units, watch
+from diloco.swarm.conversations import contribution, units
 from diloco.swarm.conversations.anchor import AnchorDonor
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import refuse
-from diloco.swarm.conversations.inner_state import InnerDonor
+from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
 from diloco.swarm.conversations.probe import ProbeServer
+from diloco.swarm.conversations.watch import send_snapshot
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.transport import Reader, Writer
 
@@ -33,34 +34,23 @@ Answer = Callable[[Stream, Any], Awaitable[None]]
 class BulkServer:
     """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, inner_state: Snapshot) -> None:
         self.serving = 0  # streams under way
         self.anchors = AnchorDonor(context)
-        self.inner = InnerDonor()
         self._context = context
         self._limiter = Limiter(len(context.replica.fragments))
-        self._answers = self._table(ProbeServer(context.transport, context.protocol, context.now))
-
-    def _table(self, probes: ProbeServer) -> dict[type[Message], Answer]:
-        context = self._context
-
-        async def inner_state(stream: Stream, request: InnerRequest) -> None:
-            context.check_run(request.manifest_hash)
-            await self.inner.answer(stream)
-
-        async def snapshot(stream: Stream, request: SnapshotRequest) -> None:
-            await watch.answer(stream, context.recorder.packed(context.protocol, context.manifest_text, context.now()))
-
-        return {
+        self._inner = InnerDonor(inner_state)
+        probes = ProbeServer(context.transport, context.protocol, context.now)
+        self._answers: dict[type[Message], Answer] = {
             Contribution: lambda stream, request: contribution.answer(context, stream, request),
             StateRequest: self.anchors.answer,
             PartRequest: self.anchors.frozen.answer,
-            InnerRequest: inner_state,
+            InnerRequest: self._send_inner,
             UnitRequest: lambda stream, request: units.answer(context, stream, request),
-            ManifestRequest: lambda stream, request: manifest.answer(stream, context.manifest_text),
-            SnapshotRequest: snapshot,
-            Probe: probes.answer,
-            DialBack: probes.answer,
+            ManifestRequest: lambda stream, request: stream.send(ManifestReply(text=context.manifest_text)),
+            SnapshotRequest: lambda stream, request: send_snapshot(stream, context.recorder.packed(context.now())),
+            Probe: probes.measure,
+            DialBack: probes.call_back,
         }
 
     async def serve(self, peer: str, reader: Reader, writer: Writer) -> None:
@@ -107,6 +97,10 @@ class BulkServer:
         if answer is None:
             raise PayloadError(f"{type(request).__name__} is not answered here")
         await answer(stream, request)
+
+    async def _send_inner(self, stream: Stream, request: InnerRequest) -> None:
+        self._context.check_run(request.manifest_hash)
+        await send_inner(stream, await self._inner.get())
 
 
 async def _quietly(work: Awaitable[None]) -> None:

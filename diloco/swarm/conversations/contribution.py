@@ -35,8 +35,8 @@ from diloco.swarm.conversations.framing import (
     send_state,
 )
 from diloco.swarm.conversations.parts import copy_state
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole"]
 
@@ -120,7 +120,7 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
     if record is not None and record.header.version == header.base_version + 1:
         await send_record(stream, record, context.replica)
     elif syncer.folds_whole and context.holds(syncer):
-        await send_state(stream, *await copy_state(context, fragment))
+        await send_state(stream, await copy_state(context, fragment))
     else:
         raise _another_syncer(fragment)
 

@@ -24,8 +24,8 @@ from diloco.protocol.messages.bulk import InnerHeader, InnerRequest
 from diloco.protocol.peer import Peer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import receive_vector, send_vector
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import BROKEN, Stream
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["InnerDonor", "InnerState", "Layout", "Snapshot", "fetch_inner", "receive_inner", "send_inner"]
 
@@ -108,14 +108,10 @@ class InnerDonor:
     `snapshot` makes it, in another thread; None where there is none yet.
     """
 
-    def __init__(self) -> None:
-        self.snapshot: Snapshot = lambda: None
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
         self._making = asyncio.Lock()
         self._kept: weakref.ref[InnerState] | None = None
-
-    async def answer(self, stream: Stream) -> None:
-        """Send the snapshot; `PayloadError` as of `get`."""
-        await send_inner(stream, await self.get())
 
     async def get(self) -> InnerState:
         """The snapshot that somebody still reads, or a new one.
@@ -129,7 +125,7 @@ class InnerDonor:
         async with self._making:
             state = None if self._kept is None else self._kept()
             if state is None:
-                state = await in_thread(self.snapshot)
+                state = await in_thread(self._snapshot)
                 if state is None:
                     raise PayloadError("no inner optimizer state is here")
                 await in_thread(_check_values, state)

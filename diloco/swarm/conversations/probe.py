@@ -132,14 +132,8 @@ class ProbeServer:
         self._calls: deque[float] = deque(maxlen=CALLS_PER_MINUTE)
         self._calling = asyncio.Lock()
 
-    async def answer(self, stream: Stream, request: Probe | DialBack) -> None:
-        """Reply to one request on its stream."""
-        if isinstance(request, Probe):
-            await self._probe(stream, request)
-        else:
-            await self._call_back(stream, request)
-
-    async def _probe(self, stream: Stream, request: Probe) -> None:
+    async def measure(self, stream: Stream, request: Probe) -> None:
+        """Say what this peer is, and take and send the payload that is asked for."""
         nbytes = request.sends + request.wants
         if nbytes and not self._may_measure(stream.peer, nbytes):
             await refuse(stream, "enough has been measured for a while; ask another peer")
@@ -174,7 +168,8 @@ class ProbeServer:
         used.append((now, nbytes))
         return True
 
-    async def _call_back(self, stream: Stream, request: DialBack) -> None:
+    async def call_back(self, stream: Stream, request: DialBack) -> None:
+        """Call the asker, and say at which addresses it answered."""
         observed = await self._transport.observed(stream.peer)
         if not self._may_call(stream.peer):
             await stream.send(Refusal(reason="too many calls back for a while; ask another peer"))

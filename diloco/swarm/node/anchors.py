@@ -17,11 +17,10 @@ from diloco.protocol.shares import Share
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
-from diloco.swarm.conversations.locks import FragmentLock
+from diloco.swarm.conversations.tasks import FragmentLock, in_thread
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BROKEN
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Anchors"]
 

@@ -13,10 +13,10 @@ from diloco.protocol.messages.bulk import Record
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.malloc import short_lived
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Merging"]
 

@@ -26,13 +26,11 @@ from diloco.swarm.conversations.units import LeasedData, UnitSupply
 from diloco.swarm.node.actions import Actions
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.node.backups import Backups
-from diloco.swarm.node.compose import make_context
-from diloco.swarm.node.dht import RECORD_PERIOD_S, DhtRecords
+from diloco.swarm.node.dht import RECORD_PERIOD_S, learn_terms, store_leases
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.mesh import ControlMesh
-from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.options import NodeOptions, make_context
 from diloco.swarm.node.own_tokens import OwnTokens
-from diloco.swarm.node.revocation import RevocationRelay
 from diloco.swarm.node.rounds import Count, Exchanged, Rounds, Seconds
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
@@ -72,16 +70,13 @@ class Node:
         self.checks = SpotChecks(context.replica, options.seed, options.loss)
         self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
         self._units = UnitSupply(context)
-        self._server = BulkServer(context)
-        self._server.inner.snapshot = options.inner_state
-        self._dht = DhtRecords(context)
-        self._mesh = ControlMesh(context, self._dht, options.run)
+        self._server = BulkServer(context, options.inner_state)
+        self._mesh = ControlMesh(context, options.run)
         self._anchors = Anchors(context, OwnTokens(saved.applied if saved else None))
         merging = Merging(context, self._anchors, self.checks)
-        self._actions = Actions(context, self._mesh, self._anchors, merging, self._server, self._dht)
+        self._actions = Actions(context, self._mesh, self._anchors, merging, self._server)
         self.rounds = Rounds(context, self._anchors, self._units)
         self._backups = Backups(context, self._anchors.fetcher)
-        self._revocation = RevocationRelay(context, self._mesh, self._dht)
         self._interrupted = False
         self._paused_at = math.inf
 
@@ -113,7 +108,7 @@ class Node:
             context.note("unreachable", advice=transport.advice or "swarm.reachable=no")
         if self.replica.settings.spot_check and self.checks.loss is None:
             context.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
-        await self._dht.learn_terms()
+        await learn_terms(context)
         await transport.handle(BULK, self._serve)
         answered = await self._mesh.start()
         if self._mesh.refusal is not None:
@@ -160,9 +155,9 @@ class Node:
             if context.now() - stored_at >= RECORD_PERIOD_S:
                 stored_at = context.now()
                 if protocol.leases.held_by(protocol.me):
-                    context.tasks.spawn(self._dht.store_leases())
-                context.tasks.spawn(self._revocation.compare())
-            self._revocation.expel()
+                    context.tasks.spawn(store_leases(context))
+                context.tasks.spawn(self._actions.compare())
+            self._actions.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
 
     def _announce_pause(self) -> None:
@@ -192,7 +187,7 @@ class Node:
 
     async def observe(self) -> Snapshot:
         """What this peer knows of the swarm."""
-        return self.context.recorder.snapshot(self.protocol, self.context.manifest_text, self.context.now())
+        return self.context.recorder.snapshot(self.context.now())
 
     async def enter(self, state: State) -> None:
         """Tell the swarm what this peer is doing. The tensors of the last `snapshot` may move again."""

@@ -19,10 +19,10 @@ from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole
 from diloco.swarm.conversations.framing import UpdateRecord
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.conversations.units import UnitSupply
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.wire.streams import BROKEN
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Count", "Exchanged", "Rounds", "Seconds"]
 

@@ -29,7 +29,7 @@ from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, intersection
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.wire.threads import in_thread
+from diloco.swarm.conversations.tasks import in_thread
 
 __all__ = ["Loss", "Score", "SpotChecks"]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from diloco.config import WIRE_VERSION, Manifest
 from diloco.errors import PayloadError, SwarmError
-from diloco.swarm.conversations.manifest import request_manifest
 from diloco.swarm.conversations.probe import Probed, probe
+from diloco.swarm.conversations.watch import request_manifest
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p

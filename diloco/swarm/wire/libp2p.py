@@ -314,8 +314,6 @@ class Libp2p:
         return await self._open(peer, GREETING)
 
     async def handle(self, protocol: str, handler: Handler) -> None:
-        """As in `Transport`."""
-
         async def serve(info: StreamInfo, reader: Reader, writer: Writer) -> None:
             await self._gate.serve(info.peer_id.to_base58(), reader, writer, handler)
 
@@ -350,7 +348,6 @@ class Libp2p:
         return "" in (await call_each(self._p2p, self.where(peer))).values()
 
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
-        """As in `Transport`."""
         assert self._dht is not None
         try:
             await self._dht.store(key, value, get_dht_time() + life_s, subkey=subkey)
@@ -358,7 +355,6 @@ class Libp2p:
             raise ConnectionError(str(error)) from error
 
     async def get(self, key: str) -> dict[str, object]:
-        """As in `Transport`."""
         assert self._dht is not None
         try:
             found = await self._dht.get(key, latest=True)
@@ -369,7 +365,6 @@ class Libp2p:
         return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
 
     async def observed(self, peer: str) -> str:
-        """As in `Transport`."""
         for info in await self._p2p.list_peers():
             if info.peer_id.to_base58() == peer:
                 return next((str(address) for address in info.addrs), "")

@@ -23,16 +23,8 @@ CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
 
-# Raised by reading from or writing to a peer that vanished.
-BROKEN = (
-    asyncio.IncompleteReadError,
-    ConnectionError,
-    BrokenPipeError,
-    EOFError,
-    OSError,
-    TimeoutError,
-    asyncio.TimeoutError,
-)
+# Raised by reading from or writing to a peer that vanished. Before Python 3.11 asyncio's timeout is no `OSError`.
+BROKEN = (EOFError, OSError, asyncio.TimeoutError)
 
 _LENGTH_BYTES = 4
 _DISCARD_BYTES = 1 << 16

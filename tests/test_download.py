@@ -280,7 +280,7 @@ def test_a_version_is_there_for_all_as_long_as_one_reads_it(village: Village) ->
     village.until(lambda: slow.node.traffic.bytes_received > PART_NBYTES)
     joiner = village.joiner(down=UP)
     village.until(lambda: len(village.came) == 3)
-    assert len(donors[0].node._server.anchors.frozen._kept) == 1, "one copy for both"
+    assert len(donors[0].node._server.anchors._kept) == 1, "one copy for both"
     village.round(donors, torch.ones(NUMEL))
     for pipe in [pipe for pipe in village.network._pipes if pipe.target == "joiner"]:
         village.network.break_stream(pipe)
@@ -288,7 +288,7 @@ def test_a_version_is_there_for_all_as_long_as_one_reads_it(village: Village) ->
     assert village.parts() == list(range(PARTS)) and len(village.asked) == PARTS + 1
     village.until(lambda: slow.has(2))
     village.run(asyncio.sleep(1))
-    assert not donors[0].node._server.anchors.frozen._kept, "and none afterwards, without waiting for the collector"
+    assert not donors[0].node._server.anchors._kept, "and none afterwards, without waiting for the collector"
 
 
 def test_a_download_that_broke_off_goes_on_with_what_the_next_version_left_alone(village: Village) -> None:

@@ -1,7 +1,7 @@
 """A fragment's anchor, from a peer that has it to one that is behind.
 
 1. Newcomer: state request, with the version that it has. Donor: the one update record that is missing, if it has that;
-   otherwise the state: the anchor, and with `outer` also the syncer's master and momentum.
+   otherwise the state: the anchor, and with `outer` also the syncer's master and momentum (`parts.AnchorDonor`).
 2. An anchor of more than one part is only listed, and comes in parts from several donors at a time (see `parts`). With
    the outer state, which only the syncer has, it comes whole.
 3. What was published meanwhile is fetched as the record that is missing, once the anchor is adopted.
@@ -24,21 +24,12 @@ from diloco.swarm.conversations.framing import (
     WrongDigestError,
     receive_record,
     receive_state,
-    send_record,
-    send_state,
 )
-from diloco.swarm.conversations.parts import (
-    Download,
-    FrozenAnchors,
-    PartialAnchor,
-    announcing,
-    check_request,
-    copy_state,
-)
+from diloco.swarm.conversations.parts import Download, PartialAnchor, announcing, copy_state
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream
 
-__all__ = ["AnchorDonor", "AnchorFetcher"]
+__all__ = ["AnchorFetcher"]
 
 KEEP_S = 60.0  # many heartbeats: a peer that still wants the fragment has begun the next attempt by then
 
@@ -123,8 +114,7 @@ class AnchorFetcher:
         self._check_published(donor, listed)
         if fragment_digest(listed.parts) != listed.digest:
             raise WrongDigestError(f"the parts of fragment {fragment} have another digest than the whole")
-        partial = await self._here_already(listed)
-        download = Download(self._context, donor, stream, listed, partial, dishonest_donors)
+        download = Download(self._context, donor, stream, listed, await self._here_already(listed), dishonest_donors)
         try:
             return await download.run()
         except BaseException:
@@ -154,24 +144,3 @@ class AnchorFetcher:
                 del self.unfinished[fragment]
 
         asyncio.get_running_loop().call_later(KEEP_S, forget)
-
-
-class AnchorDonor:
-    """The donor's side."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self.frozen = FrozenAnchors(context)
-
-    async def answer(self, stream: Stream, request: StateRequest) -> None:
-        """Send a record, or offer the parts of a state, or send it whole."""
-        context, fragment = self._context, request.fragment
-        check_request(context, request)
-        await context.tasks.until(lambda: not context.protocol.merging(fragment))
-        record = context.records.get(fragment)
-        if record is not None and record.header.version == request.have_version + 1 and not request.outer:
-            await send_record(stream, record, context.replica)
-        elif request.in_parts and not request.outer:
-            await self.frozen.offer(stream, fragment)
-        else:
-            await send_state(stream, await copy_state(context, fragment, request.outer))

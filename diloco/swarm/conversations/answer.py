@@ -15,10 +15,10 @@ from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartReques
 from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations import contribution, units
-from diloco.swarm.conversations.anchor import AnchorDonor
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import refuse
 from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
+from diloco.swarm.conversations.parts import AnchorDonor
 from diloco.swarm.conversations.probe import ProbeServer
 from diloco.swarm.conversations.watch import send_snapshot
 from diloco.swarm.wire.streams import BROKEN, Stream
@@ -44,7 +44,7 @@ class BulkServer:
         self._answers: dict[type[Message], Answer] = {
             Contribution: lambda stream, request: contribution.answer(context, stream, request),
             StateRequest: self.anchors.answer,
-            PartRequest: self.anchors.frozen.answer,
+            PartRequest: self.anchors.answer_part,
             InnerRequest: self._send_inner,
             UnitRequest: lambda stream, request: units.answer(context, stream, request),
             ManifestRequest: lambda stream, request: stream.send(ManifestReply(text=context.manifest_text)),

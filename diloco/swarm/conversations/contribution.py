@@ -55,9 +55,6 @@ class Answered:
     wait_s: float = 0.0  # for the others
 
 
-# -- the contributor --------------------------------------------------------------------------------------------------
-
-
 async def contribute(context: Context, lease: Lease, header: Contribution) -> Answered:
     """Send one contribution to the syncer and wait for what it becomes part of.
 
@@ -86,9 +83,6 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
         else:
             update = await receive_state(stream, replica, fragment, expect(message, StateHeader))
         return Answered(verdict, update, sent_at - begun_at + context.now() - closed_at, closed_at - sent_at)
-
-
-# -- the syncer -------------------------------------------------------------------------------------------------------
 
 
 async def answer(context: Context, stream: Stream, header: Contribution) -> None:

@@ -56,9 +56,6 @@ class InnerState:
 Snapshot = Callable[[], InnerState | None]
 
 
-# -- the joiner -------------------------------------------------------------------------------------------------------
-
-
 async def fetch_inner(context: Context, layout: Layout) -> InnerState | None:
     """The inner state of the first donor that has one, the fastest asked first; None when none of them has.
 
@@ -99,9 +96,6 @@ def _donors(protocol: Peer) -> list[str]:
     return [m.peer for m in sorted(able, key=lambda m: (-m.status.steps_per_s, m.peer))][:DONORS]
 
 
-# -- the donor --------------------------------------------------------------------------------------------------------
-
-
 class InnerDonor:
     """Gives this peer's snapshot to joiners, one to all that read at the same time: many cost the memory of one.
 
@@ -138,9 +132,6 @@ async def send_inner(stream: Stream, state: InnerState) -> None:
     layout = state.layout
     await stream.send(InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps)))
     await send_vector(stream, state.values)
-
-
-# -- both -------------------------------------------------------------------------------------------------------------
 
 
 def _check_header(header: InnerHeader, layout: Layout) -> None:

@@ -35,8 +35,6 @@ class Tasks:
         self._running: dict[asyncio.Task[Any], None] = {}  # a set would be in an order of memory addresses
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
-    # -- tasks --------------------------------------------------------------------------------------------------------
-
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that ends with the node. Its caller awaits it and gets what it raises.
 
@@ -110,8 +108,6 @@ class Tasks:
         if not self.closed and not task.cancelled() and (error := task.exception()) is not None:
             logger.debug("a task of the swarm node failed", exc_info=error)
             self.fail(error)
-
-    # -- conditions ---------------------------------------------------------------------------------------------------
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition that any `notify` may have made true. It holds when this returns.

@@ -123,7 +123,11 @@ class Anchors:
                 if donor in dishonest:
                     break
                 try:
-                    await self._fetch(donor, fragment, have, outer, dishonest)
+                    fetched = await self.fetcher.fetch(donor, fragment, have, outer, dishonest)
+                    if isinstance(fetched, UpdateRecord):
+                        await self.adopt_record(fetched)
+                    else:
+                        await self.adopt_state(fetched)
                     return
                 except (*BROKEN, PayloadError) as error:
                     why = str(error) or type(error).__name__
@@ -132,13 +136,6 @@ class Anchors:
                         break
         self._protocol.catch_up_failed(fragment)
         self._context.tasks.notify()
-
-    async def _fetch(self, donor: str, fragment: int, have: int, outer: bool, dishonest: set[str]) -> None:
-        fetched = await self.fetcher.fetch(donor, fragment, have, outer, dishonest)
-        if isinstance(fetched, UpdateRecord):
-            await self.adopt_record(fetched)
-        else:
-            await self.adopt_state(fetched)
 
     # -- adoption -----------------------------------------------------------------------------------------------------
 

@@ -80,8 +80,6 @@ class Merging:
         self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now))
         return True
 
-    # -- judgement ----------------------------------------------------------------------------------------------------
-
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""
         judged = await in_thread(held.judge, syncer.weights(close.contributors))

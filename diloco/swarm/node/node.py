@@ -9,9 +9,9 @@ All of these are coroutines of one event loop, which drives the protocol core, s
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from diloco.errors import SwarmError
@@ -39,8 +39,6 @@ from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Reader, Transport, Writer
 
 __all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
-
-logger = logging.getLogger(__name__)
 
 DISCOVERY_S = 20.0
 LEAVE_FLOOR_S = 10.0
@@ -137,18 +135,19 @@ class Node:
 
     async def _discover(self) -> None:
         """A newcomer hears every peer that it can reach before it takes any fragment for vacant."""
-
-        def heard_all() -> bool:
-            return self._mesh.all_greeted() and len(self.protocol.members) > 0
-
-        await self._until_or(heard_all, DISCOVERY_S, "hellos of the swarm")
+        await self._until_or(
+            lambda: self._mesh.all_greeted() and len(self.protocol.members) > 0, DISCOVERY_S, "hellos of the swarm"
+        )
         self.context.do(self.protocol.discovered(self.context.now()))
 
     async def _heartbeat(self) -> None:
         context, protocol = self.context, self.protocol
         stored_at = -RECORD_PERIOD_S
         while True:
-            self._announce_pause()
+            if context.now() - self._paused_at >= PAUSE_FLOOR_S:
+                # A slow pace: from it syncers derive when they take this peer for stalled.
+                self._paused_at, said = math.inf, protocol.status()
+                protocol.progress(said.inner_step, said.target_steps, STALL_FACTOR / PAUSE_LIMIT_S, said.tokens)
             context.do(protocol.heartbeat(context.now(), (self.traffic.bytes_sent, self.traffic.bytes_received)))
             self._backups.follow()
             self._units.refill()
@@ -159,13 +158,6 @@ class Node:
                 context.tasks.spawn(self._actions.compare())
             self._actions.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
-
-    def _announce_pause(self) -> None:
-        """While the loop pauses, report a slow pace: from it syncers derive when they take this peer for stalled."""
-        if self.context.now() - self._paused_at >= PAUSE_FLOOR_S:
-            self._paused_at = math.inf
-            said, pace = self.protocol.status(), STALL_FACTOR / PAUSE_LIMIT_S
-            self.protocol.progress(said.inner_step, said.target_steps, pace, said.tokens)
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         await self._server.serve(peer, reader, writer)
@@ -238,7 +230,9 @@ class Node:
         await self.joins_late()
         if self._interrupted:
             return None
-        await self._first_units()
+        self._units.refill()  # without an answer in time, training begins with data of its own order
+        with suppress(asyncio.TimeoutError):
+            await within(FIRST_UNITS_S, self.context.tasks.until(lambda: self._interrupted or not self._units.asking))
         position = 0 if cold else self.protocol.first_position(self.context.now())
         self.protocol.warming = cold
         await self.enter("starting" if cold else "training")
@@ -371,6 +365,11 @@ class Node:
 
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""
+
+        def handed_over() -> bool:
+            able = (m.holds and not m.status.gone for m in self.protocol.members.all())
+            return not any(able) or not self.protocol.leases.held_by(self.protocol.me)
+
         await self.rounds.cancel()
         self.leased.expect(0)
         await self.enter("done" if finished else "leaving")
@@ -378,18 +377,5 @@ class Node:
         if finished:
             await self._until_or(self.protocol.ended_as_one, patience_s, "the others to finish")
         else:
-            await self._until_or(self._handed_over, patience_s, "fragments to be taken over")
+            await self._until_or(handed_over, patience_s, "fragments to be taken over")
         await self._until_or(lambda: self._server.serving == 0, LEAVE_FLOOR_S, "peers to read the last update")
-
-    def _handed_over(self) -> bool:
-        """Whether nobody is there to take this peer's fragments, or they are taken."""
-        able = (m.holds and not m.status.gone for m in self.protocol.members.all())
-        return not any(able) or not self.protocol.leases.held_by(self.protocol.me)
-
-    async def _first_units(self) -> None:
-        """What the first batches come from. Without an answer in time, training begins with data of its own order."""
-        self._units.refill()
-        try:
-            await within(FIRST_UNITS_S, self.context.tasks.until(lambda: self._interrupted or not self._units.asking))
-        except asyncio.TimeoutError:
-            logger.debug("no units yet")

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from diloco.errors import DivergedError, PayloadError
 from diloco.protocol.exchange import Exchange, Step
@@ -56,11 +55,8 @@ class Exchanged:
     position: int = 0
 
 
-class Flight(NamedTuple):
-    """An exchange of one fragment that is over."""
-
-    exchange: Exchange
-    seconds: Seconds
+Flight = tuple[Exchange, Seconds]
+"""An exchange of one fragment that is over."""
 
 
 class Rounds:
@@ -137,14 +133,8 @@ class Rounds:
 
     def _depart(self, fragment: int, count: Count) -> None:
         steps, tokens = count
-        exchange = Exchange(
-            fragment,
-            self._anchors.loaded[fragment],
-            steps,
-            tokens,
-            self._protocol.manifest_hash,
-            staleness_limit=self._settings.staleness_limit,
-        )
+        base_version, limit = self._anchors.loaded[fragment], self._settings.staleness_limit
+        exchange = Exchange(fragment, base_version, steps, tokens, self._protocol.manifest_hash, staleness_limit=limit)
         if fragment == CONTROL_FRAGMENT:
             exchange.units = self._units.data.send()
         elif self._settings.spot_check:
@@ -158,7 +148,7 @@ class Rounds:
         finally:
             self._replica.release_capture(exchange.fragment)
         self.longest_exchange_s = max(self.longest_exchange_s, self._context.now() - begun_at)
-        return Flight(exchange, seconds)
+        return exchange, seconds
 
     def arrived(self, fragments: Sequence[int]) -> bool:
         """Whether the exchanges of these fragments are over; raises what one of them failed with."""
@@ -173,7 +163,7 @@ class Rounds:
             self._late = self._late + 1 if exchange.discarded else 0
             if exchange.fragment == CONTROL_FRAGMENT:
                 discarded += self._account(exchange)
-        longest = max((flight.seconds for flight in flights), key=lambda s: s.comm + s.wait, default=Seconds())
+        longest = max((seconds for _, seconds in flights), key=lambda s: s.comm + s.wait, default=Seconds())
         return discarded, longest  # of all, because they travel side by side
 
     def _account(self, exchange: Exchange) -> int:
@@ -207,20 +197,17 @@ class Rounds:
             await self._give_up(exchange)
             return
         while True:
-            lease = protocol.live_lease(fragment)
+            lease, version = protocol.live_lease(fragment), protocol.fragments[fragment].version
             merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
-            match exchange.next_step(
-                lease, protocol.fragments[fragment].version, self._context.now(), retry_at, merged
-            ):
+            match exchange.next_step(lease, version, self._context.now(), retry_at, merged):
                 case Step.DONE:
                     return
                 case Step.WAIT:
                     await self._context.tasks.pause(RETRY_S)
                 case Step.CATCH_UP:
-                    before = protocol.fragments[fragment].version
                     donors = protocol.members.donors(fragment, exchange.base_version + 1)
                     await self._anchors.catch_up(fragment, donors)
-                    if protocol.fragments[fragment].version == before:
+                    if protocol.fragments[fragment].version == version:
                         await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other
                 case Step.CONTRIBUTE:
                     assert lease is not None

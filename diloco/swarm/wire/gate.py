@@ -75,11 +75,6 @@ class Gate:
         """The public key of the run, in hexadecimal digits; None where everybody is let in."""
         return None if self.admission is None else self.admission.run_key.hex()
 
-    @property
-    def only_watches(self) -> bool:
-        """Whether this peer's own invitation is an observer's."""
-        return self.admission is not None and self.admission.token.grant.role == "observer"
-
     # -- this side begins ---------------------------------------------------------------------------------------------
 
     def believes(self, peer: str) -> bool:

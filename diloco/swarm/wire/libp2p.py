@@ -164,16 +164,11 @@ def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
 
 
 def _nobody(outcome: Mapping[str, str]) -> str:
-    reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
     if len(outcome) == 1:
         [(address, why)] = outcome.items()
         return f"{address} cannot be reached: {why}; check that a peer is running there and that its port is open"
+    reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
     return f"none of {len(outcome)} addresses can be reached ({reasons}); ask for one of a peer that is running"
-
-
-def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
-    """Whether it is in doubt if others can call this peer: not within one machine, unless it names an address."""
-    return bool(seeds) and (bool(announce) or any(scope(seed) != "loopback" for seed in seeds))
 
 
 class Libp2p:
@@ -194,12 +189,7 @@ class Libp2p:
 
     @classmethod
     async def connect(
-        cls,
-        network: SwarmConfig,
-        identity_path: Path,
-        gate: Gate,
-        run_id: str | None = None,
-        ask: Ask | None = None,
+        cls, network: SwarmConfig, identity_path: Path, gate: Gate, run_id: str | None = None, ask: Ask | None = None
     ) -> Libp2p:
         """Start listening and join the DHT.
 
@@ -228,7 +218,9 @@ class Libp2p:
             if network.reachable != "no":
                 self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()])
             self.reachable = bool(self.addresses)
-            if ask is not None and network.reachable == "auto" and _elsewhere(seeds, network.announce):
+            # Within one machine nobody doubts that others can call this peer, unless it names an address.
+            in_doubt = seeds and (network.announce or any(scope(seed) != "loopback" for seed in seeds))
+            if ask is not None and network.reachable == "auto" and in_doubt:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
                 await self._join_dht(run_id, seeds, identity_path)
@@ -236,7 +228,7 @@ class Libp2p:
             await p2p.shutdown()
             if isinstance(error, SwarmError) or not isinstance(error, Exception):
                 raise
-            if gate.only_watches:
+            if gate.admission is not None and gate.admission.token.grant.role == "observer":
                 raise SwarmError(
                     "the swarm refused this peer: its invitation allows to watch only; ask for another one"
                 ) from error
@@ -253,10 +245,7 @@ class Libp2p:
         records = OwnedRecords(run_id, _identity(identity_path))
         records.on_refused = self._gate.refused
         self._dht = await DHTNode.create(
-            p2p=self._p2p,
-            initial_peers=_multiaddrs(seeds),
-            record_validator=records,
-            client_mode=not self.reachable,
+            p2p=self._p2p, initial_peers=_multiaddrs(seeds), record_validator=records, client_mode=not self.reachable
         )
 
     @classmethod
@@ -339,13 +328,11 @@ class Libp2p:
                 _, reader, writer = await self._p2p.call_binary_stream_handler(peer_id, protocol)
                 return reader, writer
             except (ControlFailure, P2PDaemonError) as error:
-                if called or not str(error).endswith(_LOST) or not await self._call(peer):
+                lost = not called and str(error).endswith(_LOST)
+                # It may answer at an address that we know.
+                if not lost or "" not in (await call_each(self._p2p, self.where(peer))).values():
                     raise ConnectionError(f"{peer} cannot be reached: {error}") from error
         raise AssertionError
-
-    async def _call(self, peer: str) -> bool:
-        """Connect to a peer that libp2p does not find, at the addresses that we know; whether it answers."""
-        return "" in (await call_each(self._p2p, self.where(peer))).values()
 
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
         assert self._dht is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from diloco.errors import PayloadError
@@ -59,7 +60,8 @@ class BulkServer:
         why = self._limiter.opened(peer, context.now())
         if why is not None:
             logger.debug("a bulk stream of %s is over a limit: %s", peer, why)
-            await _quietly(stream.send(Refusal(reason=why)))  # and nothing is awaited: that would hold the stream open
+            with suppress(*BROKEN, PayloadError):
+                await stream.send(Refusal(reason=why))  # and no answer is awaited: that would hold the stream open
             stream.close()
             return
         self.serving += 1
@@ -70,7 +72,8 @@ class BulkServer:
             context.note("refused", peer=peer, why=str(error))
             if isinstance(error, Offence):
                 context.do(context.protocol.offence(peer, str(error), context.now()))
-            await _quietly(refuse(stream, str(error)))
+            with suppress(*BROKEN, PayloadError):
+                await refuse(stream, str(error))
         except BROKEN as error:
             logger.debug("a bulk stream of %s broke: %r", peer, error)
             # An error and its frames are a cycle, which would keep the copy of a fragment until the collector runs.
@@ -101,10 +104,3 @@ class BulkServer:
     async def _send_inner(self, stream: Stream, request: InnerRequest) -> None:
         self._context.check_run(request.manifest_hash)
         await send_inner(stream, await self._inner.get())
-
-
-async def _quietly(work: Awaitable[None]) -> None:
-    try:
-        await work
-    except (*BROKEN, PayloadError):
-        return

@@ -25,10 +25,6 @@ OnEvent = Callable[[str, dict[str, object]], None]
 """Called with the kind and the fields of everything that happens in the swarm."""
 
 
-def _nobody(actions: Sequence[Action]) -> None:
-    raise AssertionError(f"there is no node yet to carry out {actions}")
-
-
 @dataclass(eq=False)
 class Context:
     """The protocol core of a node, its tensors, its network, and how its conversations wait and report.
@@ -47,7 +43,7 @@ class Context:
     traffic: Traffic = field(default_factory=Traffic)
     tasks: Tasks = field(default_factory=Tasks)
     records: dict[int, UpdateRecord] = field(default_factory=dict)
-    carry_out: Callable[[Sequence[Action]], None] = _nobody
+    carry_out: Callable[[Sequence[Action]], None] = field(init=False)
     locks: Sequence[FragmentLock] = field(init=False)
     recorder: Recorder = field(init=False)
 

@@ -35,9 +35,7 @@ SQUARES = "_sq"  # the end of the names of second moments in all of torch's opti
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of an inner optimizer's state in a fixed order, by name and number of elements, and the number of its
-    step counters.
-    """
+    """Tensors of an inner optimizer's state in a fixed order, by name and numel; the number of its step counters."""
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
@@ -77,13 +75,15 @@ async def fetch_inner(context: Context, layout: Layout) -> InnerState | None:
 
 
 async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
-    """Read a snapshot.
-
-    Raises:
-        PayloadError: it is not of this layout, or has values that no optimizer has.
-    """
+    """Read a snapshot; `PayloadError` when it is not of this layout, or has values that no optimizer has."""
     header = expect(await stream.receive(), InnerHeader)
-    _check_header(header, layout)
+    if (tuple(header.names), tuple(header.numels)) != (layout.names, layout.numels):
+        raise PayloadError(
+            f"the inner state there has {len(header.names)} tensors of {sum(header.numels)} elements; expected "
+            f"{len(layout.names)} of {sum(layout.numels)}, in the order of the parameters here"
+        )
+    if len(header.steps) != layout.num_steps:
+        raise PayloadError(f"the inner state there has {len(header.steps)} step counters; expected {layout.num_steps}")
     state = InnerState(layout, tuple(header.steps), torch.empty(sum(layout.numels)))
     await receive_vector(stream, state.values)
     await in_thread(_check_values, state)
@@ -132,16 +132,6 @@ async def send_inner(stream: Stream, state: InnerState) -> None:
     layout = state.layout
     await stream.send(InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps)))
     await send_vector(stream, state.values)
-
-
-def _check_header(header: InnerHeader, layout: Layout) -> None:
-    if (tuple(header.names), tuple(header.numels)) != (layout.names, layout.numels):
-        raise PayloadError(
-            f"the inner state there has {len(header.names)} tensors of {sum(header.numels)} elements; expected "
-            f"{len(layout.names)} of {sum(layout.numels)}, in the order of the parameters here"
-        )
-    if len(header.steps) != layout.num_steps:
-        raise PayloadError(f"the inner state there has {len(header.steps)} step counters; expected {layout.num_steps}")
 
 
 def _check_values(state: InnerState) -> None:

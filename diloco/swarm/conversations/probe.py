@@ -43,17 +43,13 @@ KNOWN_PEERS = 16
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe found.
-
-    round_trip_s: of the request. ahead_s: our clock minus its, give or take half of that. bytes_per_s: up and down,
-    None where no payload was sent.
-    """
+    """What a probe found."""
 
     peer: str
     reply: ProbeReply
     round_trip_s: float
-    ahead_s: float
-    up_bytes_per_s: float | None = None
+    ahead_s: float  # our clock minus its, give or take half of the round trip
+    up_bytes_per_s: float | None = None  # where payload was sent
     down_bytes_per_s: float | None = None
 
 
@@ -197,11 +193,10 @@ def _callable(addresses: list[str], observed: str) -> list[str]:
     _, family, host, *_ = [*observed.split("/"), "", "", ""]
     if family not in ("ip4", "ip6"):
         return []
-    own = []
-    for address in addresses:
-        parts = address.split("/")
-        if len(parts) >= 5 and parts[1] in ("ip4", "ip6"):
-            own.append("/".join(["", family, host, *parts[3:]]))
+    named = (address.split("/") for address in addresses)
+    own = [
+        "/".join(["", family, host, *parts[3:]]) for parts in named if len(parts) >= 5 and parts[1] in ("ip4", "ip6")
+    ]
     return [address for address in dict.fromkeys(own) if _is_place(address)][:CALLS_AT_ONCE]
 
 

@@ -193,10 +193,8 @@ def _callable(addresses: list[str], observed: str) -> list[str]:
     _, family, host, *_ = [*observed.split("/"), "", "", ""]
     if family not in ("ip4", "ip6"):
         return []
-    named = (address.split("/") for address in addresses)
-    own = [
-        "/".join(["", family, host, *parts[3:]]) for parts in named if len(parts) >= 5 and parts[1] in ("ip4", "ip6")
-    ]
+    named = [address.split("/") for address in addresses if address.startswith(("/ip4/", "/ip6/"))]
+    own = ["/".join(["", family, host, *parts[3:]]) for parts in named if len(parts) >= 5]
     return [address for address in dict.fromkeys(own) if _is_place(address)][:CALLS_AT_ONCE]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
+import diloco.protocol.snapshot as schema
 from diloco.config import WIRE_VERSION
 from diloco.protocol.address_book import AddressBook
 from diloco.protocol.membership import Member
@@ -21,31 +22,13 @@ from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
-from diloco.protocol.snapshot import (
-    MAX_FRAGMENTS,
-    MAX_HISTORY,
-    MAX_PEER_ROUNDS,
-    MAX_PEERS,
-    SHORT,
-    Contributions,
-    Event,
-    FragmentRow,
-    LedgerTotals,
-    LossPoint,
-    PeerRound,
-    PeerRow,
-    Round,
-    RunInfo,
-    Snapshot,
-    pack,
-)
 
 __all__ = ["Recorder"]
 
 FRESH_S = 0.5  # a younger snapshot answers the next request too, so the number of watchers costs nothing
 LOSS_EVERY_S = 1.0
 ELSEWHERE_S = 75.0  # the record of a dead peer lives 60 s; one named for longer lives where we cannot reach it
-MAX_KNOWN = 4 * MAX_PEERS
+MAX_KNOWN = 4 * schema.MAX_PEERS
 ROUTINE = ("units",)
 
 
@@ -59,10 +42,10 @@ class Recorder:
     def __init__(self, protocol: Peer, manifest_text: str) -> None:
         self._protocol = protocol
         self._manifest_text = manifest_text
-        self._rounds: deque[Round] = deque(maxlen=MAX_HISTORY)
-        self._timeline: deque[PeerRound] = deque(maxlen=MAX_PEER_ROUNDS)
-        self._events: deque[Event] = deque(maxlen=MAX_HISTORY)
-        self._loss: list[LossPoint] = []
+        self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
+        self._timeline: deque[schema.PeerRound] = deque(maxlen=schema.MAX_PEER_ROUNDS)
+        self._events: deque[schema.Event] = deque(maxlen=schema.MAX_HISTORY)
+        self._loss: list[schema.LossPoint] = []
         self._loss_every_s = LOSS_EVERY_S
         self._told_rounds: dict[str, int] = {}  # by peer
         self._last: dict[str, Status] = {}  # the last of each peer, also of those that left
@@ -75,7 +58,7 @@ class Recorder:
         if kind in ROUTINE:
             return
         text = " ".join(f"{key}={value}" for key, value in fields.items())
-        self._events.append(Event(at=now, kind=kind[:128], text=text[:512]))
+        self._events.append(schema.Event(at=now, kind=kind[:128], text=text[:512]))
 
     def heard(self, peer: str, message: Message, now: float) -> None:
         """A member, or this peer itself, said something. The protocol has taken it in already."""
@@ -89,7 +72,7 @@ class Recorder:
         """The DHT names these peers."""
         protocol = self._protocol
         strangers = [peer for peer in peers if peer not in protocol.members and peer != protocol.me]
-        self._named_since = {peer: self._named_since.get(peer, now) for peer in strangers[:MAX_PEERS]}
+        self._named_since = {peer: self._named_since.get(peer, now) for peer in strangers[: schema.MAX_PEERS]}
 
     def _heard_status(self, peer: str, status: Status, now: float) -> None:
         protocol = self._protocol
@@ -106,7 +89,7 @@ class Recorder:
             self._told_rounds[peer] = figures.rounds
             version = min(status.versions, default=0)
             self._timeline.append(
-                PeerRound(peer_id=peer, round=figures.rounds, version=version, ended_at=now, seconds=seconds)
+                schema.PeerRound(peer_id=peer, round=figures.rounds, version=version, ended_at=now, seconds=seconds)
             )
         if figures.loss and (not self._loss or now - self._loss[-1].at >= self._loss_every_s):
             self._add_loss(now)
@@ -118,7 +101,7 @@ class Recorder:
             return
         self._newest[message.fragment] = place
         self._rounds.append(
-            Round(
+            schema.Round(
                 fragment=message.fragment,
                 version=message.version,
                 live=len(protocol.members) + 1,
@@ -137,18 +120,20 @@ class Recorder:
         if not losses:
             return
         tokens = protocol.swarm_clock()[1]
-        self._loss.append(LossPoint(at=now, tokens=tokens, loss=_mean(losses), low=min(losses), high=max(losses)))
-        if len(self._loss) >= MAX_HISTORY:
+        self._loss.append(
+            schema.LossPoint(at=now, tokens=tokens, loss=_mean(losses), low=min(losses), high=max(losses))
+        )
+        if len(self._loss) >= schema.MAX_HISTORY:
             self._loss = self._loss[::2]
             self._loss_every_s *= 2
 
     def packed(self, now: float) -> list[bytes]:
         """The snapshot in pieces; one that is fresh is not made again."""
         if self._packed is None or now - self._packed[0] >= FRESH_S:
-            self._packed = now, pack(self.snapshot(now))
+            self._packed = now, schema.pack(self.snapshot(now))
         return self._packed[1]
 
-    def snapshot(self, now: float) -> Snapshot:
+    def snapshot(self, now: float) -> schema.Snapshot:
         """Everything that this node knows now, with unix times."""
         protocol, since = self._protocol, time.time() - now
         myself = Member(
@@ -159,9 +144,9 @@ class Recorder:
         elsewhere = [peer for peer, named_at in self._named_since.items() if now - named_at > ELSEWHERE_S]
         newest = protocol.swarm_clock()[0]
         by_version = _means(self._timeline)
-        return Snapshot(
+        return schema.Snapshot(
             run=_run(protocol, self._manifest_text, since + now),
-            peers=[_peer(member, newest, now, protocol.address_book) for member in everybody[:MAX_PEERS]],
+            peers=[_peer(member, newest, now, protocol.address_book) for member in everybody[: schema.MAX_PEERS]],
             fragments=_fragments(protocol),
             rounds=[
                 row.model_copy(update={"closed_at": since + row.closed_at, "seconds": by_version.get(row.version)})
@@ -171,22 +156,25 @@ class Recorder:
             loss=[point.model_copy(update={"at": since + point.at}) for point in self._loss],
             timeline=[row.model_copy(update={"ended_at": since + row.ended_at}) for row in self._timeline],
             events=[event.model_copy(update={"at": since + event.at}) for event in self._events],
-            components=[[member.peer for member in everybody[:MAX_PEERS]], *([elsewhere] if elsewhere else [])],
-            left_out=max(0, len(everybody) - MAX_PEERS),
+            components=[[member.peer for member in everybody[: schema.MAX_PEERS]], *([elsewhere] if elsewhere else [])],
+            left_out=max(0, len(everybody) - schema.MAX_PEERS),
         )
 
-    def _ledger(self, everybody: list[Member]) -> LedgerTotals:
+    def _ledger(self, everybody: list[Member]) -> schema.LedgerTotals:
         """As far as this node knows. Of peers that left before it came, it counts only the tokens in the model."""
         last = self._last | {member.peer: member.status for member in everybody}
         applied = self._protocol.swarm_clock()[1]
         processed = max(applied, sum(status.tokens for status in last.values()))
         discarded = min(processed - applied, sum(s.figures.discarded for s in last.values() if s.figures))
-        return LedgerTotals(
+        return schema.LedgerTotals(
             processed=processed,
             applied=applied,
             discarded=discarded,
             in_flight=processed - applied - discarded,
-            contributions=[Contributions(**asdict(row)) for row in self._protocol.accounts.contributions()[:MAX_PEERS]],
+            contributions=[
+                schema.Contributions(**asdict(row))
+                for row in self._protocol.accounts.contributions()[: schema.MAX_PEERS]
+            ],
         )
 
 
@@ -194,12 +182,12 @@ def _phases(figures: Figures) -> PhaseSeconds | None:
     return PhaseSeconds(*figures.seconds) if len(figures.seconds) == len(PHASES) else None
 
 
-def _peer(member: Member, newest: int, now: float, places: AddressBook) -> PeerRow:
+def _peer(member: Member, newest: int, now: float, places: AddressBook) -> schema.PeerRow:
     status, version = member.status, min(member.status.versions, default=0)
     figures = status.figures or Figures()
-    return PeerRow(
+    return schema.PeerRow(
         peer_id=member.peer,
-        short_id=member.peer[-SHORT:],
+        short_id=member.peer[-schema.SHORT :],
         name=member.name,
         state=status.state,
         trains=member.trains,
@@ -220,12 +208,12 @@ def _peer(member: Member, newest: int, now: float, places: AddressBook) -> PeerR
     )
 
 
-def _fragments(protocol: Peer) -> list[FragmentRow]:
+def _fragments(protocol: Peer) -> list[schema.FragmentRow]:
     heirs, rows = protocol.heirs(), []
-    for fragment, version in enumerate(protocol.versions[:MAX_FRAGMENTS]):
+    for fragment, version in enumerate(protocol.versions[: schema.MAX_FRAGMENTS]):
         lease = protocol.leases.get(fragment)
         rows.append(
-            FragmentRow(
+            schema.FragmentRow(
                 fragment=fragment,
                 syncer=None if lease is None else lease.holder,
                 term=protocol.leases.term(fragment),
@@ -236,7 +224,7 @@ def _fragments(protocol: Peer) -> list[FragmentRow]:
     return rows
 
 
-def _means(timeline: deque[PeerRound]) -> dict[int, PhaseSeconds]:
+def _means(timeline: deque[schema.PeerRound]) -> dict[int, PhaseSeconds]:
     """Mean seconds by phase of each version's rounds."""
     rounds: dict[int, list[tuple[float, ...]]] = {}
     for row in timeline:
@@ -249,12 +237,12 @@ def _mean(values: Sequence[float]) -> float:
     return sum(value / len(values) for value in values)
 
 
-def _run(protocol: Peer, manifest_text: str, at: float) -> RunInfo:
+def _run(protocol: Peer, manifest_text: str, at: float) -> schema.RunInfo:
     manifest: dict[str, Any] = json.loads(manifest_text)
     budget, model = manifest.get("budget") or {}, manifest.get("model") or {}
     mode = "synchronous" if protocol.lockstep else "streaming" if protocol.outer.quorum is None else "asynchronous"
     version, applied = protocol.swarm_clock()
-    return RunInfo(
+    return schema.RunInfo(
         run_id=protocol.run_id,
         manifest_hash=protocol.manifest_hash,
         wire_version=WIRE_VERSION,

@@ -91,8 +91,8 @@ class ControlMesh:
 
     def all_greeted(self) -> bool:
         """Whether no call is under way, and every peer that answered one has said hello in turn."""
-        calling = any(not task.done() for task in self._dialling.values())
-        return not calling and all(peer in self._protocol.members for peer in self._outgoing)
+        answered = all(task.done() for task in self._dialling.values())
+        return answered and all(peer in self._protocol.members for peer in self._outgoing)
 
     def dial(self, peer: str) -> asyncio.Task[bool]:
         """Open our stream to a peer unless there is one; the result says whether it answered.

@@ -7,8 +7,7 @@ what a flight does next; here it is done, and what came of it is reported back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import DivergedError, PayloadError
@@ -213,8 +212,7 @@ class Rounds:
                     assert lease is not None
                     retry_at = self._context.now() + RETRY_S
                     if lease.holder == protocol.me:
-                        with _own(exchange.base_version + 1):
-                            await self._contribute_here(exchange, lease, seconds)
+                        await self._contribute_here(exchange, lease, seconds)
                     else:
                         await self._contribute(exchange, lease, seconds)
 
@@ -275,15 +273,20 @@ class Rounds:
             exchange.refused(verdict, lease)
             await self._context.tasks.pause(RETRY_S)
             return
-        if verdict.first_chunk < len(self._replica.chunks[fragment]):  # else it is here, and its flight was interrupted
-            if syncer.folds_whole:
-                folded_before = await self._fold_whole(syncer, exchange.base_version)
-                if folded_before is None:
-                    await self._context.tasks.pause(RETRY_S)
-                    return
+        try:
+            if verdict.first_chunk == len(self._replica.chunks[fragment]):
+                pass  # it is here, and its flight was interrupted
+            elif not syncer.folds_whole:
+                await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
+            elif (folded_before := await self._fold_whole(syncer, exchange.base_version)) is not None:
                 before = folded_before
             else:
-                await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
+                await self._context.tasks.pause(RETRY_S)
+                return
+        except PayloadError as error:  # a payload that would be refused of others is a sign of divergence
+            remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
+            version = exchange.base_version + 1
+            raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None
         waiting_since = self._context.now()
         await self._context.tasks.until(
             lambda: protocol.fragments[fragment].version > before or not self._context.holds(syncer)
@@ -312,13 +315,3 @@ class Rounds:
             if chunk + 1 < len(self._replica.chunks[fragment]):
                 await asyncio.sleep(0)  # lets the others' chunks in
         self._context.do(self._protocol.arrived(me, fragment, self._context.now()))
-
-
-@contextmanager
-def _own(version: int) -> Iterator[None]:
-    """A payload that would be refused of others is a sign of divergence when it is this peer's own."""
-    try:
-        yield
-    except PayloadError as error:
-        remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
-        raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None

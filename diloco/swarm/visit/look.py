@@ -32,16 +32,11 @@ PATIENCE_S = 15.0  # for each of the peers that are asked at once
 
 @dataclass(frozen=True)
 class Found:
-    """What a swarm said about itself.
-
-    Attributes:
-        peers: the peers that answered a probe; those at the given addresses come first.
-        silent: the addresses without an answer, and why.
-    """
+    """What a swarm said about itself."""
 
     manifest_text: str
-    peers: list[Probed]
-    silent: dict[str, str] = field(default_factory=dict)
+    peers: list[Probed]  # that answered; those at the given addresses come first
+    silent: dict[str, str] = field(default_factory=dict)  # addresses without an answer, and why
 
     @property
     def addresses(self) -> list[str]:

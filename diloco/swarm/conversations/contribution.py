@@ -88,9 +88,8 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
 async def answer(context: Context, stream: Stream, header: Contribution) -> None:
     """Take a contribution in and send what it becomes part of.
 
-    Raises:
-        Offence: the header claims what cannot be, or the payload is invalid.
-        PayloadError: the version closed without this contribution, or the fragment got another syncer.
+    Raises `Offence` when the header claims what cannot be, or the payload is invalid, and `PayloadError` when the
+    version closed without this contribution, or the fragment got another syncer.
     """
     protocol, fragment = context.protocol, header.fragment
     claim = protocol.implausible(stream.peer, header, context.now())

@@ -93,9 +93,8 @@ async def send_state(stream: Stream, state: FragmentState) -> None:
 async def receive_state(stream: Stream, replica: Replica, fragment: int, header: StateHeader) -> FragmentState:
     """Read the vectors that follow the header of a state.
 
-    Raises:
-        PayloadError: it is of another fragment, or holds values that are not finite.
-        WrongDigestError: the anchor is not the one that the header names.
+    Raises `PayloadError` when it is of another fragment, or holds values that are not finite, and `WrongDigestError`
+    when the anchor is not the one that the header names.
     """
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")

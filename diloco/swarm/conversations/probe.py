@@ -56,9 +56,7 @@ class Probed:
 async def probe(transport: Transport, peer: str, nbytes: int = 0) -> Probed:
     """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way with that many.
 
-    Raises:
-        ConnectionError, TimeoutError and the like (`BROKEN`): it does not answer.
-        PayloadError: it refuses, or answers with something else.
+    Raises what is in `BROKEN` when it does not answer, and `PayloadError` when it refuses or answers something else.
     """
     async with open_bulk(transport, peer, Traffic()) as stream:
         sent_at, unix_s = time.monotonic(), time.time()

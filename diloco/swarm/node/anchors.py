@@ -149,9 +149,8 @@ class Anchors:
         async with self._context.locks[fragment].writing():
             self._check_free(fragment)
             if (here.version, here.digest) != (header.version - 1, header.digest_before):
-                raise PayloadError(
-                    f"a record to version {header.version} of fragment {fragment} does not follow version {here.version}"
-                )
+                record_to = f"a record to version {header.version} of fragment {fragment}"
+                raise PayloadError(f"{record_to} does not follow version {here.version}")
             digest = await self._context.tasks.complete(self._apply(record))
         if digest != header.digest:
             self._context.note(

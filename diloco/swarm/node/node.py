@@ -301,12 +301,6 @@ class Node:
         self.rounds.in_step()
         return self.protocol.first_position(self.context.now())
 
-    async def exchange(self, steps: int, tokens: int) -> Exchanged | None:
-        """Send all fragments and receive them."""
-        fragments = range(len(self.replica.fragments))
-        await self.send(dict.fromkeys(fragments, (steps, tokens)))
-        return await self.receive(fragments)
-
     async def exchange_late(self, counts: Mapping[int, Count]) -> Exchanged | None:
         """Receive what was sent a round ago, and send this round's; the next begins from the anchor that is here then.
 

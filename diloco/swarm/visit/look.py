@@ -126,12 +126,7 @@ async def _measure(visitor: Libp2p, peers: Sequence[Probed], nbytes: int) -> lis
 
 
 def parse_manifest(text: str) -> Manifest:
-    """The manifest of a swarm.
-
-    Raises:
-        SwarmError: that swarm speaks another wire version.
-        ConfigError: the manifest is not valid.
-    """
+    """The manifest of a swarm; `ConfigError` when it is not valid, `SwarmError` when it is of another wire version."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -147,11 +142,7 @@ def parse_manifest(text: str) -> Manifest:
 
 
 def check_clock(found: Found) -> str | None:
-    """One line when this machine's clock is off by more than a second.
-
-    Raises:
-        SwarmError: it is off by so much that the DHT would not take this peer.
-    """
+    """One line when this machine's clock is off by a second; `SwarmError` when the DHT would not take this peer."""
     ahead_s = found.ahead_s
     if ahead_s is None or abs(ahead_s) <= 1.0:
         return None

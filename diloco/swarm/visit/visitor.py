@@ -85,9 +85,8 @@ class Visitor:
     async def ask(self) -> Snapshot:
         """The swarm now.
 
-        Raises:
-            SwarmError: nobody answers but programs that are no diloco peers, or speak another wire version.
-            ConfigError: an address is not valid.
+        Raises `SwarmError` when nobody answers but programs that are no diloco peers, or speak another wire version,
+        and `ConfigError` when an address is not valid.
         """
         transport = self._transport or await self._connect()
         if self._last is not None:

@@ -18,11 +18,7 @@ T = TypeVar("T")
 
 
 async def within(timeout_s: float | None, work: Awaitable[T]) -> T:
-    """Await something for so many seconds at most; None is without limit.
-
-    Raises:
-        asyncio.TimeoutError: the deadline passed; the work was cancelled.
-    """
+    """Await something for so many seconds at most (None: without limit), then cancel it: `asyncio.TimeoutError`."""
     if timeout_s is None:
         return await work
     task, passed = asyncio.current_task(), False

@@ -59,9 +59,7 @@ def peer_id_of(address: str) -> str:
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
     """Replace each `@FILE` by the addresses in that file, waiting until somebody has written it.
 
-    Raises:
-        SwarmError: a file did not appear in time.
-        ConfigError: an entry is no address.
+    Raises `SwarmError` when a file did not appear in time, and `ConfigError` when an entry is no address.
     """
     addresses: list[str] = []
     for entry in entries:

@@ -50,6 +50,11 @@ class Villager:
     def said(self, kind: str) -> list[dict[str, object]]:
         return [fields for one, fields in self.events if one == kind]
 
+    async def exchange(self) -> None:
+        """One inner step, of ten tokens."""
+        await self.node.send({0: (1, 10)})
+        assert await self.node.receive([0]) is not None
+
     def has(self, version: int) -> bool:
         protocol = self.node.protocol
         return protocol.versions == [version] and protocol.agrees(0) and self.replica.digests() == protocol.digests
@@ -126,7 +131,7 @@ class Village:
 
         async def one(peer: Villager) -> None:
             peer.replica.parameters["w"].sub_(step)
-            assert await peer.node.exchange(1, 10) is not None
+            await peer.exchange()
             await peer.node.enter("training")
 
         self.run(self.all(peers, one))

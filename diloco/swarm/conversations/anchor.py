@@ -54,14 +54,13 @@ class AnchorFetcher:
     ) -> UpdateRecord | FragmentState:
         """Get the record that is missing after version `have` from a donor, otherwise the state.
 
+        Raises `PayloadError` or what is in `BROKEN` when nothing came of it.
+
         Args:
             have: -1 asks for the state.
             outer: ask for the donor's master and momentum too. All of it then comes from this donor alone.
             dishonest_donors: peers that are asked for no parts. A donor that sends what its header or the list of
                 parts does not name is added, and becomes the event `lying_donor`.
-
-        Raises:
-            PayloadError, or what is in `BROKEN`: nothing came of it.
         """
         context, replica = self._context, self._context.replica
         in_parts = not outer and 1 < len(part_ranges(replica.fragments[fragment].numel)) <= MAX_PARTS

@@ -189,12 +189,10 @@ class Libp2p:
     async def connect(
         cls, network: SwarmConfig, identity_path: Path, gate: Gate, run_id: str | None = None, ask: Ask | None = None
     ) -> Libp2p:
-        """Start listening and join the DHT.
+        """Start listening (nowhere with `reachable=no`) and join the DHT.
 
         Args:
-            network: where to listen (nowhere with `reachable=no`), and whom to join: multiaddrs or `@FILE`s.
             identity_path: private key of this peer; it is made when it is missing.
-            gate: decides who may connect to this peer, and whom it believes.
             run_id: the run whose DHT records this node takes in; None takes no part in the DHT.
             ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that it can.
 
@@ -252,11 +250,8 @@ class Libp2p:
     ) -> Libp2p:
         """A peer that only asks: it listens nowhere and takes no part in the DHT. Without a file its identity is new.
 
-        Its seeds are the peers that answered; `silent` has the other addresses.
-
-        Raises:
-            SwarmError: nobody answers there, or they do not admit this peer.
-            ConfigError: an initial peer is no address.
+        Its seeds are the peers that answered; `silent` has the other addresses. Raises `SwarmError` when nobody
+        answers there, or they do not admit this peer, and `ConfigError` when an initial peer is no address.
         """
         seeds = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:

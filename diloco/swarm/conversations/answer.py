@@ -83,6 +83,15 @@ class BulkServer:
             self._limiter.closed(peer)
             stream.close()
             context.tasks.notify()
+        self.forget_records()
+
+    def forget_records(self) -> None:
+        """Drop the updates that every connected peer has adopted; a peer that comes later gets the state."""
+        members = self._context.protocol.members.all()
+        for fragment, record in list(self._context.records.items()):
+            adopted = all(member.status.versions[fragment] >= record.header.version for member in members)
+            if adopted and self.serving == 0:
+                del self._context.records[fragment]
 
     async def _answer(self, stream: Stream) -> None:
         with offences():

@@ -121,7 +121,7 @@ class ProbeServer:
         self._transport = transport
         self._protocol = protocol
         self._now = now
-        self._bytes: dict[str, deque[tuple[float, int]]] = {}  # by asker: when, and how many, in the last minute
+        self._measured: deque[tuple[float, str, int]] = deque()  # when, for whom, how many bytes, in the last minute
         self._called: dict[str, float] = {}  # when each asker was called last
         self._calls: deque[float] = deque(maxlen=CALLS_PER_MINUTE)
         self._calling = asyncio.Lock()
@@ -151,15 +151,12 @@ class ProbeServer:
 
     def _may_measure(self, peer: str, nbytes: int) -> bool:
         now = self._now()
-        for asker, used in list(self._bytes.items()):
-            while used and now - used[0][0] > 60.0:
-                used.popleft()
-            if not used:
-                del self._bytes[asker]
-        used = self._bytes.setdefault(peer, deque())
-        if sum(n for _, n in used) + nbytes > PROBE_BYTES_PER_MINUTE:
+        while self._measured and now - self._measured[0][0] > 60.0:
+            self._measured.popleft()
+        used = sum(n for _, asker, n in self._measured if asker == peer)
+        if used + nbytes > PROBE_BYTES_PER_MINUTE:
             return False
-        used.append((now, nbytes))
+        self._measured.append((now, peer, nbytes))
         return True
 
     async def call_back(self, stream: Stream, request: DialBack) -> None:

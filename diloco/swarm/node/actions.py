@@ -38,7 +38,7 @@ class Actions:
         """Do what the protocol asked for."""
         for action in actions:
             self._carry_out(action)
-        self.forget_records()
+        self._server.forget_records()
 
     def _carry_out(self, action: Action) -> None:
         context = self._context
@@ -62,14 +62,6 @@ class Actions:
                 asyncio.get_running_loop().call_at(action.at, self._wake)
             case CatchUp():
                 context.tasks.spawn(self._anchors.catch_up(action.fragment, action.donors, action.outer))
-
-    def forget_records(self) -> None:
-        """Drop the updates that every connected peer has adopted; a peer that comes later gets the state."""
-        members = self._context.protocol.members.all()
-        for fragment, record in list(self._context.records.items()):
-            adopted = all(member.status.versions[fragment] >= record.header.version for member in members)
-            if adopted and self._server.serving == 0:
-                del self._context.records[fragment]
 
     def _take_over(self, action: Hold) -> None:
         """Hold a fragment. One that had another syncer goes on with the momentum that is known here, or with none."""

@@ -36,7 +36,7 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BULK
-from diloco.swarm.wire.transport import Reader, Transport, Writer
+from diloco.swarm.wire.transport import Transport
 
 __all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
 
@@ -107,7 +107,7 @@ class Node:
         if self.replica.settings.spot_check and self.checks.loss is None:
             context.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
         await learn_terms(context)
-        await transport.handle(BULK, self._serve)
+        await transport.handle(BULK, self._server.serve)
         answered = await self._mesh.start()
         if self._mesh.refusal is not None:
             raise SwarmError(self._mesh.refusal)
@@ -158,10 +158,6 @@ class Node:
                 context.tasks.spawn(self._actions.compare())
             self._actions.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
-
-    async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
-        await self._server.serve(peer, reader, writer)
-        self._actions.forget_records()
 
     async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         try:

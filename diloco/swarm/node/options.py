@@ -73,32 +73,15 @@ class NodeOptions:
 
 async def make_context(options: NodeOptions, replica: Replica, transport: Transport, on_event: OnEvent) -> Context:
     """What the conversations of a node share. The replica and the protocol go on where `options.saved` stopped."""
-    if options.saved is not None:
-        await in_thread(options.saved.load_, replica)
-    protocol = _protocol(options, replica, transport, await in_thread(replica.digests))
-    protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
-    transport.where = protocol.address_book.of
-    context = Context(
-        protocol=protocol,
-        replica=replica,
-        transport=transport,
-        manifest_text=options.run.manifest_text,
-        gate=options.gate,
-        on_event=on_event,
-        traffic=Traffic(upload_limit=options.network.upload_limit),
-    )
-    options.gate.on_refused = lambda peer, why: context.note("refused", peer=peer, why=why)
-    return context
-
-
-def _protocol(options: NodeOptions, replica: Replica, transport: Transport, digests: list[str]) -> Peer:
     saved = options.saved
+    if saved is not None:
+        await in_thread(saved.load_, replica)
     protocol = Peer(
         me=transport.me,
         name=options.name,
         run_id=options.run.id,
         manifest_hash=options.run.manifest_hash,
-        digests=digests,
+        digests=await in_thread(replica.digests),
         versions=None if saved is None else list(saved.versions),
         applied_tokens=0 if saved is None else saved.applied_tokens,
         trains=options.trains,
@@ -115,4 +98,16 @@ def _protocol(options: NodeOptions, replica: Replica, transport: Transport, dige
             protocol.leases.see_term(fragment, term)
         protocol.accounts.restore_shares(saved.shares)
         protocol.accounts.restore_data_cursor((saved.units[0], union(saved.units[1])))
-    return protocol
+    protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
+    transport.where = protocol.address_book.of
+    context = Context(
+        protocol=protocol,
+        replica=replica,
+        transport=transport,
+        manifest_text=options.run.manifest_text,
+        gate=options.gate,
+        on_event=on_event,
+        traffic=Traffic(upload_limit=options.network.upload_limit),
+    )
+    options.gate.on_refused = lambda peer, why: context.note("refused", peer=peer, why=why)
+    return context

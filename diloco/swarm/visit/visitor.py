@@ -107,7 +107,7 @@ class Visitor:
         reasons: dict[str, str] = {}
         for peer in dict.fromkeys((*self._known, *transport.seeds)):
             try:
-                return await self._ask(transport, peer)
+                return await within(ANSWER_S, request_snapshot(transport, peer))
             except BROKEN as error:
                 reasons[peer] = "is no diloco peer" if "not supported" in str(error) else SILENT
                 logger.debug("%s told nothing of the swarm: %r", peer, error)
@@ -129,9 +129,6 @@ class Visitor:
             await instead_of.close()
         return self._transport
 
-    async def _ask(self, transport: Transport, peer: str) -> Snapshot:
-        return await within(ANSWER_S, request_snapshot(transport, peer))
-
     async def _get_acquainted(self, transport: Transport, snapshot: Snapshot) -> None:
         """Connect to one more peer, while somebody can still say where it is, until there are a few."""
         me = snapshot.run.answered_by
@@ -143,7 +140,7 @@ class Visitor:
         if stranger is None or len(self._acquainted) >= ACQUAINTED:
             return
         try:
-            await self._ask(transport, stranger)
+            await within(ANSWER_S, request_snapshot(transport, stranger))
             self._acquainted.add(stranger)
         except (*BROKEN, PayloadError) as error:
             logger.debug("%s is not reached: %r", stranger, error)

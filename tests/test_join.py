@@ -199,7 +199,9 @@ class Asker:
     async def send(self, message: Message) -> None:
         self.heard.append(message)
 
-    async def drained(self, discard: int = 0) -> None: ...
+    async def refuse(self, reason: str) -> None:
+        self.heard.append(Refusal(reason=reason))
+
     async def send_payload(self, payload: torch.Tensor) -> None: ...
     async def receive_payload(self, out: torch.Tensor) -> None: ...
 

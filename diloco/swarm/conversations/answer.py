@@ -17,7 +17,6 @@ from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestR
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations import contribution, units
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import refuse
 from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
 from diloco.swarm.conversations.parts import AnchorDonor
 from diloco.swarm.conversations.probe import ProbeServer
@@ -73,7 +72,7 @@ class BulkServer:
             if isinstance(error, Offence):
                 context.do(context.protocol.offence(peer, str(error), context.now()))
             with suppress(*BROKEN, PayloadError):
-                await refuse(stream, str(error))
+                await stream.refuse(str(error))
         except BROKEN as error:
             logger.debug("a bulk stream of %s broke: %r", peer, error)
             # An error and its frames are a cycle, which would keep the copy of a fragment until the collector runs.
@@ -98,7 +97,7 @@ class BulkServer:
             request = await stream.receive()
         penalty = self._context.protocol.penalties.refusal(stream.peer, self._context.now())
         if penalty is not None:
-            await refuse(stream, penalty)
+            await stream.refuse(penalty)
             return
         if request.place is not Place.REQUEST:
             raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")

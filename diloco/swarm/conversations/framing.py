@@ -13,7 +13,6 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
-from diloco.protocol.messages import Refusal
 from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.malloc import short_lived
@@ -26,13 +25,11 @@ __all__ = [
     "receive_record",
     "receive_state",
     "receive_vector",
-    "refuse",
     "send_record",
     "send_state",
     "send_vector",
 ]
 
-REFUSED_BYTES = 1 << 24  # discarded of a peer that still sends, so that it comes to read why it is refused
 STATE_CODEC = codec("fp32")
 
 
@@ -121,9 +118,3 @@ async def receive_vector(stream: Stream, out: Tensor, size: int = CHUNK) -> None
         payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
         await stream.receive_payload(payload)
         STATE_CODEC.decode(payload, values)
-
-
-async def refuse(stream: Stream, reason: str) -> None:
-    """Tell the other side why its stream is not wanted."""
-    await stream.send(Refusal(reason=reason[:2000]))
-    await stream.drained(discard=REFUSED_BYTES)

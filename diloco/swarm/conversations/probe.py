@@ -24,7 +24,6 @@ from diloco.errors import PayloadError
 from diloco.protocol.messages import Refusal, expect
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.protocol.peer import Peer
-from diloco.swarm.conversations.framing import refuse
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
@@ -130,7 +129,7 @@ class ProbeServer:
         """Say what this peer is, and take and send the payload that is asked for."""
         nbytes = request.sends + request.wants
         if nbytes and not self._may_measure(stream.peer, nbytes):
-            await refuse(stream, "enough has been measured for a while; ask another peer")
+            await stream.refuse("enough has been measured for a while; ask another peer")
             return
         if request.sends:
             await stream.receive_payload(torch.empty(request.sends, dtype=torch.uint8))

@@ -16,7 +16,6 @@ from diloco.protocol.messages import expect
 from diloco.protocol.messages.base import MAX_RANGES, MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED, UnitGrant, UnitRequest
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import refuse
 from diloco.swarm.wire.streams import BROKEN, Stream
 
 __all__ = ["LeasedData", "UnitSupply", "answer"]
@@ -32,7 +31,7 @@ async def answer(context: Context, stream: Stream, request: UnitRequest) -> None
     if request.manifest_hash == context.protocol.manifest_hash:
         granted = context.protocol.accounts.lease_units(stream.peer, request.wanted, request.has)
     if granted is None:  # no event: right after a takeover, peers ask the wrong one once
-        await refuse(stream, "no units for this peer here")
+        await stream.refuse("no units for this peer here")
         return
     await stream.send(UnitGrant(units=[list(unit) for unit in granted[:MAX_RANGES]]))
 

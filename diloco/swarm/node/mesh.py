@@ -176,8 +176,7 @@ class ControlMesh:
                 hello = expect(await stream.receive(), Hello)
             objection = self._objection(peer, hello)
             if objection is not None:
-                await stream.send(Refusal(reason=objection))
-                await stream.drained()
+                await stream.refuse(objection, discard=0)
                 return
             self._check_possible(hello)
             await stream.send(self._protocol.status())
@@ -247,8 +246,7 @@ class ControlMesh:
         self.disconnect(peer)
         if new:
             with contextlib.suppress(*BROKEN, PayloadError):
-                await stream.send(Refusal(reason=str(error)))
-                await stream.drained()
+                await stream.refuse(str(error), discard=0)
 
     async def _call_back(self, peer: str) -> None:
         """Dial a peer that connected. A call that had begun before may fail, because its connection is replaced."""

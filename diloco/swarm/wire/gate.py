@@ -136,8 +136,7 @@ class Gate:
             self.refused(peer, reason)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
-                await stream.send(Refusal(reason=reason))
-                await stream.drained(discard=MAX_GREETING_BYTES)
+                await stream.refuse(reason, discard=MAX_GREETING_BYTES)
             stream.close()
             return
         self._serving[peer][writer] = None

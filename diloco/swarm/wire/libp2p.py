@@ -183,7 +183,7 @@ class Libp2p:
         self._p2p = p2p
         self._dht: DHTNode | None = None
         self._gate = p2p.gate = gate
-        p2p.open_greeting = self._open_greeting
+        p2p.open_greeting = partial(self._open, protocol=GREETING)
 
     @classmethod
     async def connect(
@@ -276,7 +276,7 @@ class Libp2p:
     async def _greet_seeds(self) -> None:
         """Comes first. `SwarmError` when all seeds refuse this peer, or it believes none of them."""
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
-        greetings = (self._gate.greet(seed, partial(self._open_greeting, seed)) for seed in self.seeds)
+        greetings = (self._gate.greet(seed, partial(self._open, seed, GREETING)) for seed in self.seeds)
         answers = await asyncio.gather(*greetings, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
@@ -292,9 +292,6 @@ class Libp2p:
     async def _welcome(self, info: StreamInfo, reader: Reader, writer: Writer) -> None:
         await self._gate.welcome(info.peer_id.to_base58(), reader, writer)
 
-    async def _open_greeting(self, peer: str) -> tuple[Reader, Writer]:
-        return await self._open(peer, GREETING)
-
     async def handle(self, protocol: str, handler: Handler) -> None:
         async def serve(info: StreamInfo, reader: Reader, writer: Writer) -> None:
             await self._gate.serve(info.peer_id.to_base58(), reader, writer, handler)
@@ -304,12 +301,12 @@ class Libp2p:
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         """As in `Transport`. A peer that restarted does not know us, so each control stream begins with a greeting."""
         if self._gate.admission is not None:
-            await self._gate.greet(peer, partial(self._open_greeting, peer), again=protocol == CONTROL)
+            await self._gate.greet(peer, partial(self._open, peer, GREETING), again=protocol == CONTROL)
         return await self._open(peer, protocol)
 
     async def greet(self, peer: str) -> None:
         """Tell a peer again who is here, and what is revoked; raises as `open`."""
-        await self._gate.greet(peer, partial(self._open_greeting, peer), again=True)
+        await self._gate.greet(peer, partial(self._open, peer, GREETING), again=True)
 
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         try:

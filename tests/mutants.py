@@ -170,7 +170,7 @@ MUTANTS = [
         "record-of-another-version",
         "An update is applied to an anchor that it does not follow.",
         "diloco.swarm.node.anchors",
-        "if here != (header.version - 1, header.digest_before):",
+        "if (here.version, here.digest) != (header.version - 1, header.digest_before):",
         "if False:",
     ),
     Mutant(

@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: `before` stands once in the module, and becomes `after`. It is found in `seeds` from `first` on."""
+    """One bug: `before` stands once in the module, and becomes `after`; so does each pair of `also`.
+
+    The fuzz finds it in `seeds` from `first` on.
+    """
 
     name: str
     story: str
@@ -32,13 +35,14 @@ class Mutant:
     after: str
     first: int = 0
     seeds: int = 100
+    also: tuple[tuple[str, str], ...] = ()
 
     def applied_to(self, source: str) -> str:
         """The source with the bug."""
-        assert source.count(self.before) == 1, (
-            f"{self.name}: the text is {source.count(self.before)} times in its module"
-        )
-        return source.replace(self.before, self.after)
+        for before, after in ((self.before, self.after), *self.also):
+            assert source.count(before) == 1, f"{self.name}: {before!r} is {source.count(before)} times in its module"
+            source = source.replace(before, after)
+        return source
 
 
 MUTANTS = [
@@ -53,13 +57,9 @@ MUTANTS = [
         "half-open",
         "A peer is refused by another that has called it; it never calls again, and that one never hears of it.",
         "diloco.swarm.node.mesh",
-        """                self.dial(peer)
-            for member in self._protocol.members.all():
-                self.dial(member.peer)""",
-        """                if peer not in self._protocol.members:
-                    self.dial(peer)
-            for member in []:
-                self.dial(member.peer)""",
+        "for member in self._protocol.members.all():",
+        "for member in []:",
+        also=(("if self._penalty(peer) is not None:", "if False:"),),
     ),
     Mutant(
         "waits-for-min-peers-for-ever",

@@ -24,8 +24,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.protocol.messages.bulk import InnerHeader
 from diloco.protocol.messages.control import Status
 from diloco.protocol.states import State
-from diloco.sim.outcome import Simulated
-from diloco.sim.run import simulate
+from diloco.sim.run import Simulated, simulate
 from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, send_inner
 from diloco.swarm.wire.streams import Stream
 from diloco.train import inner_start

@@ -14,8 +14,7 @@ from swarm_helpers import DEADLINE_S, SMOKE, diloco, json_lines
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError, SwarmError
 from diloco.protocol.view import View
-from diloco.sim.outcome import Simulated
-from diloco.sim.run import simulate
+from diloco.sim.run import Simulated, simulate
 from diloco.swarm.node import node
 
 SMALL = ("experiment=smoke", "local.peers=4", "budget.outer_steps=2", "outer.sync_every=4")

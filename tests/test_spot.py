@@ -26,8 +26,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Close, Syncer
-from diloco.sim.outcome import Simulated
-from diloco.sim.run import simulate
+from diloco.sim.run import Simulated, simulate
 from diloco.swarm.conversations.units import LeasedData
 from diloco.swarm.node.spot import BETA, SEQUENCES, Score, SpotChecks
 from diloco.train.scoring import loss_of

@@ -10,8 +10,7 @@ from rich.console import Console
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.rundir.reporting import Said, read_message
-from diloco.sim.outcome import Simulated
-from diloco.sim.run import simulate
+from diloco.sim.run import Simulated, simulate
 
 __all__ = ["run"]
 

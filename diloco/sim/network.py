@@ -156,7 +156,11 @@ class _Direction:
         self.held: Callable[[_Pipe], bool] = lambda pipe: False
 
     def serve(self, pipe: _Pipe) -> None:
-        """The stream has something to send; it takes its turn."""
+        """The stream has something to send; it takes its turn, if the link has a limit."""
+        if self._bytes_per_s is None:
+            while self._queue(pipe) and not self.held(pipe):
+                self._served(pipe, self._take(pipe), 0.0)
+            return
         self._turns.setdefault(pipe)
         self._go_on()
 
@@ -167,7 +171,7 @@ class _Direction:
             if not self._queue(pipe) or self.held(pipe):
                 continue
             piece = self._take(pipe)
-            seconds = 0.0 if self._bytes_per_s is None else piece.nbytes / self._bytes_per_s
+            seconds = piece.nbytes / self._bytes_per_s  # type: ignore[operator]
             if self._queue(pipe):
                 self._turns[pipe] = None
             if seconds > 0.0:

@@ -29,7 +29,6 @@ from diloco.sim import adversary, events
 from diloco.sim.events import Event
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Link, Network
-from diloco.sim.outcome import Simulated
 from diloco.sim.peers import PacedStream, SimRuntime, SimTrainer
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.options import NodeOptions
@@ -43,10 +42,18 @@ from diloco.train.peer_summary import summary_of
 from diloco.train.scoring import loss_of
 from diloco.train.session import Session
 
-__all__ = ["simulate", "simulate_in"]
+__all__ = ["Simulated", "simulate", "simulate_in"]
 
 LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "contributions.csv", "loss.png")
 PATIENCE_S = 3600.0  # virtual; with nothing learnt for that long (and some steps and transfers), it hangs
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The summary of the run, whose `wall_s` are real seconds and whose phases are virtual ones, and its length."""
+
+    summary: Summary
+    virtual_s: float
 
 
 @dataclass

@@ -17,14 +17,8 @@ from diloco.errors import PayloadError
 from diloco.outer.digest import fragment_digest, part_digests, part_ranges
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import MAX_PARTS, PartList, Record, StateHeader, StateRequest
+from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import (
-    FragmentState,
-    UpdateRecord,
-    WrongDigestError,
-    receive_record,
-    receive_state,
-)
 from diloco.swarm.conversations.parts import Download, PartialAnchor, announcing, copy_state
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream
@@ -51,7 +45,7 @@ class AnchorFetcher:
 
     async def fetch(
         self, donor: str, fragment: int, have: int, outer: bool, dishonest_donors: set[str]
-    ) -> UpdateRecord | FragmentState:
+    ) -> framing.UpdateRecord | framing.FragmentState:
         """Get the record that is missing after version `have` from a donor, otherwise the state.
 
         Raises `PayloadError` or what is in `BROKEN` when nothing came of it.
@@ -75,7 +69,7 @@ class AnchorFetcher:
             await stream.send(request)
             answer = await stream.receive()
             if isinstance(answer, Record):
-                return await receive_record(stream, replica, fragment, answer)
+                return await framing.receive_record(stream, replica, fragment, answer)
             try:
                 if isinstance(answer, PartList) and in_parts:
                     return await self._download(donor, stream, fragment, answer, dishonest_donors)
@@ -83,8 +77,8 @@ class AnchorFetcher:
                 if header.outer and not outer:
                     raise PayloadError(f"asked for the anchor of fragment {fragment}, got its outer state too")
                 self._check_published(donor, header)
-                return await receive_state(stream, replica, fragment, header)
-            except WrongDigestError:
+                return await framing.receive_state(stream, replica, fragment, header)
+            except framing.WrongDigestError:
                 dishonest_donors.add(donor)
                 context.note("lying_donor", peer=donor, fragment=fragment)
                 raise
@@ -103,7 +97,7 @@ class AnchorFetcher:
 
     async def _download(
         self, donor: str, stream: Stream, fragment: int, listed: PartList, dishonest_donors: set[str]
-    ) -> FragmentState:
+    ) -> framing.FragmentState:
         count = len(part_ranges(self._context.replica.fragments[fragment].numel))
         if (listed.fragment, len(listed.parts)) != (fragment, count):
             raise PayloadError(
@@ -112,7 +106,7 @@ class AnchorFetcher:
             )
         self._check_published(donor, listed)
         if fragment_digest(listed.parts) != listed.digest:
-            raise WrongDigestError(f"the parts of fragment {fragment} have another digest than the whole")
+            raise framing.WrongDigestError(f"the parts of fragment {fragment} have another digest than the whole")
         download = Download(self._context, donor, stream, listed, await self._here_already(listed), dishonest_donors)
         try:
             return await download.run()

@@ -283,7 +283,7 @@ class Rounds:
             else:
                 await self._context.tasks.pause(RETRY_S)
                 return
-        except PayloadError as error:  # a payload that would be refused of others is a sign of divergence
+        except PayloadError as error:  # a payload of its own that it would refuse of others
             remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
             version = exchange.base_version + 1
             raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None
@@ -296,9 +296,7 @@ class Rounds:
             exchange.recorded(syncer.last_contributors, me)
 
     async def _fold_whole(self, syncer: Syncer, base_version: int) -> int | None:
-        """With a quorum: fold in the whole contribution. Returns the version that it was not in yet, or None when it is
-        not wanted any more.
-        """
+        """With a quorum: fold in all of it. Returns the version that it was not in yet; None when it is not wanted."""
         fragment = syncer.fragment
         async with self._context.locks[fragment].writing():
             chunks = range(len(self._replica.chunks[fragment]))

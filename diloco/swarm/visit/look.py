@@ -142,7 +142,7 @@ def parse_manifest(text: str) -> Manifest:
 
 
 def check_clock(found: Found) -> str | None:
-    """One line when this machine's clock is off by a second; `SwarmError` when the DHT would not take this peer."""
+    """One line when this clock is off by more than a second; `SwarmError` when the DHT would not take this peer."""
     ahead_s = found.ahead_s
     if ahead_s is None or abs(ahead_s) <= 1.0:
         return None

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def within(timeout_s: float | None, work: Awaitable[T]) -> T:
-    """Await something for so many seconds at most (None: without limit), then cancel it: `asyncio.TimeoutError`."""
+    """Await something; after so many seconds (None: never) cancel it and raise `asyncio.TimeoutError`."""
     if timeout_s is None:
         return await work
     task, passed = asyncio.current_task(), False

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from diloco.errors import SwarmError
 from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import (
-    Contributions,
     Event,
     FragmentRow,
     LedgerTotals,
@@ -83,7 +83,7 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
         ledger=LedgerTotals(
             processed=sum(tokens), applied=applied, discarded=0, in_flight=sum(tokens) - applied,
             contributions=[
-                Contributions(
+                Contributor(
                     peer_id=peer_id(index), name=names[index], tokens=tokens[index], outer_steps=version,
                     bytes=tokens[index] * 40, first_version=1, last_version=version,
                 )

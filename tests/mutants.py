@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant(
         "higher-version-wins-the-lease",
         "Of two claims under one term the higher version wins, so that the order of arrival decides.",
-        "diloco.protocol.leases",
+        "diloco.protocol.fragment",
         "rank = (score(peer, claim.fragment), peer, claim.version)",
         "rank = (score(peer, claim.fragment) + (claim.version > current.version), peer, claim.version)",
     ),

@@ -15,7 +15,7 @@ from test_penalties import Pipe, framed
 
 from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Note
-from diloco.protocol.leases import LEAP
+from diloco.protocol.fragment import LEAP
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.bulk import Contribution, Receipt
 from diloco.protocol.messages.control import Claim, Hello, Published, Revocations, Status

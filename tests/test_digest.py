@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diloco.errors import PayloadError
-from diloco.outer.digest import PART, anchor_digest, fragment_digest, part_digest, part_digests, part_ranges, short
+from diloco.outer.digest import PART, anchor_digest, fragment_digest, part_digest, part_digests, part_ranges
 
 
 def sha256(data: bytes) -> str:
@@ -88,7 +88,3 @@ def test_more_than_a_part_or_another_dtype_is_our_bug() -> None:
     for part in (torch.zeros(PART + 1), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2)):
         with pytest.raises(AssertionError, match="one fp32 vector"):
             part_digest(part)
-
-
-def test_the_short_form_is_for_people() -> None:
-    assert short(sha256(b"a")) == sha256(b"a")[:12] == "ca978112ca1b"

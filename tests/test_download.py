@@ -57,7 +57,11 @@ class Villager:
 
     def has(self, version: int) -> bool:
         protocol = self.node.protocol
-        return protocol.versions == [version] and protocol.agrees(0) and self.replica.digests() == protocol.digests
+        return (
+            protocol.versions == [version]
+            and protocol.fragments[0].agrees()
+            and self.replica.digests() == protocol.digests
+        )
 
 
 class Village:

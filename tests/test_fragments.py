@@ -163,11 +163,6 @@ def test_fewer_layers_than_fragments_are_refused_with_the_remedy() -> None:
         partition({"embed": 100}, 1, "strided")
 
 
-def test_an_unknown_pattern_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"outer\.pattern=random is not known; choose contiguous or strided"):
-        partition({"a": 3}, 1, "random")
-
-
 @pytest.mark.parametrize("fragments", [0, 9])
 def test_an_impossible_number_of_fragments_is_refused_with_the_largest_possible(fragments: int) -> None:
     with pytest.raises(ConfigError, match=rf"outer\.fragments={fragments} is not possible; choose 1 to 8"):

@@ -145,9 +145,9 @@ def test_a_contribution_in_two_versions_of_one_anchor_is_found() -> None:
     assert lineage.totals(two)["a"] == Total(2, 16, 1, 2)
 
 
-def crowd_of_two(loop: VirtualLoop, units: bool = False) -> tuple[Crowd, Watch]:
+def crowd_of_two(loop: VirtualLoop, units: bool = False, **settings: Any) -> tuple[Crowd, Watch]:
     """Two peers that have trained for a while."""
-    crowd = Crowd(loop, 0, {"sync_every": 2, "fragments": 2, "lr": 0.7, "momentum": 0.9}, units=units)
+    crowd = Crowd(loop, 0, {"sync_every": 2, "fragments": 2, "lr": 0.7, "momentum": 0.9, **settings}, units=units)
     watch = Watch(crowd)
 
     async def begin() -> None:
@@ -239,6 +239,21 @@ def test_a_sequence_that_an_anchor_has_learned_twice_is_found() -> None:
         assert len(learned) == 2 * 5 and all(learned.values())
         learned[Contributed("a", 3)] = learned[Contributed("b", 2)]
         with pytest.raises(Violation, match="4 sequences are merged more than once, and 0 are counted so"):
+            check_end(crowd, watch.lineage)
+
+
+@pytest.mark.parametrize("settings", [{}, {"robust": "none"}, {"quorum": 2}])
+def test_bytes_that_are_merged_under_another_name_are_found(settings: dict[str, Any]) -> None:
+    with virtual_time() as loop:
+        crowd, watch = crowd_of_two(loop, **settings)
+        crowd.goal = 5
+        loop.run_until_complete(asyncio.sleep(30.0))
+        check_end(crowd, watch.lineage)
+        made = [digest for digest, each in watch.lineage.made.items() if each.fragment == 0]
+        first, second = (watch.lineage.payloads[digest] for digest in made[:2])
+        assert len(first) == len(second) == 2
+        second[0] = first[0]
+        with pytest.raises(Violation, match="in fragment 0 1 payloads are merged more than once"):
             check_end(crowd, watch.lineage)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.config.groups import OuterOptimizerName, WindowedOptimizer
-from diloco.errors import ConfigError
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK, chunks, gather_, partition, scatter_
 from diloco.outer.optimizer import (
@@ -24,7 +23,6 @@ from diloco.outer.optimizer import (
     delayed_nesterov_,
     mean_,
     nesterov_,
-    optimizer,
     pseudo_gradient_,
 )
 from diloco.outer.replica import Replica
@@ -287,7 +285,7 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 def outer_optimizer(name: str, **outer: object) -> OuterOptimizer:
     settings = OuterConfig(method="diloco", sync_every=1, **outer)
-    return optimizer(settings.model_copy(update={"optimizer": name}))
+    return OPTIMIZERS[name](settings.model_copy(update={"optimizer": name}))
 
 
 def stepped(one: OuterOptimizer, steps: Sequence[OuterStep], cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -346,11 +344,6 @@ def test_every_name_of_the_configuration_is_an_optimizer_and_the_other_way_round
     windowed = {name for name in OPTIMIZERS if outer_optimizer(name).settings.windowed}
     assert windowed == set(get_args(WindowedOptimizer))
     assert not any(OPTIMIZERS[name].can_follow for name in windowed), "updates within a window do not tell the momentum"
-
-
-def test_an_unknown_optimizer_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"outer\.optimizer=adam is not known; choose nesterov, delayed_nesterov"):
-        outer_optimizer("adam")
 
 
 def test_a_class_in_the_registry_is_all_that_a_new_optimizer_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,10 @@ from test_rounds import MANIFEST, OTHER, StubHost
 from diloco.errors import PayloadError, SwarmError
 from diloco.outer.codecs import codec
 from diloco.protocol.actions import Note
-from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Refusal, decode, encode
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim
-from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
-from diloco.protocol.plausible import implausible
+from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Limiter, Penalties, implausible
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.node.node import Node
 

@@ -10,7 +10,7 @@ import pytest
 from fake_swarm import snapshot
 from swarm_helpers import Crowd
 
-from diloco.protocol.address_book import MAX_ADDRESSES, MAX_PEERS, AddressBook
+from diloco.protocol.membership import MAX_ADDRESSES, MAX_PEERS, AddressBook
 from diloco.protocol.peer import Peer
 from diloco.swarm.visit.visitor import Visitor, request_snapshot
 from diloco.swarm.wire.gate import Gate

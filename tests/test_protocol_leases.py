@@ -7,8 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.fragment import Fragment, Lease
-from diloco.protocol.leases import LEAP, LeaseTable
+from diloco.protocol.fragment import LEAP, Fragment, Lease, LeaseTable
 from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.rendezvous import order
 from tests.protocol_helpers import digest_of

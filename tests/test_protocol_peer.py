@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
-from diloco.protocol.leases import LEAP
+from diloco.protocol.fragment import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
@@ -244,7 +244,7 @@ def test_a_syncer_that_caught_up_says_where_it_stands_now() -> None:
     assert of_type(CatchUp, peer.heard(OTHER, status_of(versions=[7, 0]), 1.0)) == [CatchUp(0, (OTHER,), outer=False)]
     actions = peer.adopted(0, 7, digest_of("seven"), 2.0)
     assert said(Claim, actions) == [claim_of(0, version=7, digest=digest_of("seven"))]
-    assert peer.syncers[0].version == 7 and peer.agrees(0)
+    assert peer.syncers[0].version == 7 and peer.fragments[0].agrees()
 
 
 def test_contributions_are_collected_anew_when_the_anchor_they_refer_to_is_replaced() -> None:
@@ -568,7 +568,7 @@ def test_a_round_is_merged_published_and_announced() -> None:
         fragment=0, term=1, version=1, digest=digest_of("one"), contributors=["a", "b"], applied_tokens=18
     )
     assert (peer.versions, peer.digests[0], peer.applied_tokens) == ([1, 0], digest_of("one"), 18)
-    assert not peer.merging(0) and peer.agrees(0)
+    assert not peer.merging(0) and peer.fragments[0].agrees()
 
 
 def test_only_the_control_fragment_moves_the_clock() -> None:

@@ -59,7 +59,7 @@ def test_who_joins_in_the_middle_sends_what_is_left_of_the_cycle() -> None:
 
 def test_a_shorter_cycle_comes_sooner() -> None:
     schedule = started(1, 10)
-    schedule.next_cycle(3)
+    schedule.target_steps = 3
     assert [step for step, what, _ in cycle(schedule, 6) if what == "send"] == [3, 6]
 
 

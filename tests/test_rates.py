@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.outer.rates import dylu_steps, lr_at, momentum_at
+from diloco.outer.optimizer import lr_at, momentum_at
+from diloco.protocol.schedule import dylu_steps
 
 PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 

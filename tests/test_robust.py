@@ -17,6 +17,7 @@ from diloco.config.compose import compose
 from diloco.errors import ConfigError, PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK, partition
+from diloco.outer.merging import SKETCH, Staged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
 from diloco.outer.robust import (
@@ -29,7 +30,6 @@ from diloco.outer.robust import (
     trim_count,
     trimmed_mean,
 )
-from diloco.outer.staged import SKETCH, Staged
 from diloco.sim.adversary import Lying, parse
 from diloco.sim.run import simulate
 

@@ -16,8 +16,17 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import partition
-from diloco.outer.optimizer import OuterStep, delayed_nesterov_, eager_, mean_, nesterov_, optimizer
-from diloco.outer.rates import lr_at, momentum_at
+from diloco.outer.optimizer import (
+    DelayedNesterov,
+    FedBuff,
+    OuterStep,
+    delayed_nesterov_,
+    eager_,
+    lr_at,
+    mean_,
+    momentum_at,
+    nesterov_,
+)
 from diloco.outer.rda import add_directions_, radial_directional_
 from diloco.outer.replica import Replica
 from diloco.protocol.messages.bulk import Contribution
@@ -163,7 +172,7 @@ def test_naive_async_nesterov() -> None:
 #   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
 #   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
 def test_fedbuff() -> None:
-    fedbuff = optimizer(OuterConfig(method="diloco", sync_every=1, optimizer="fedbuff", lr=0.5, momentum=0.5))
+    fedbuff = FedBuff(OuterConfig(method="diloco", sync_every=1, optimizer="fedbuff", lr=0.5, momentum=0.5))
     master, momentum, window = full(10.0), full(0.0), full(0.0)
     pairs = [DELTAS[:2], DELTAS[2:]] * 2
     for pair, expected in zip(pairs, [9.775, 9.0625, 8.70625, 7.928125], strict=True):
@@ -186,7 +195,7 @@ def test_fedbuff() -> None:
     ],
 )
 def test_delayed_nesterov(c: float, golden: list[float]) -> None:
-    delayed = optimizer(
+    delayed = DelayedNesterov(
         OuterConfig(method="diloco", sync_every=1, optimizer="delayed_nesterov", lr=0.5, momentum=0.5, delay_c=c)
     )
     master, momentum, window = full(10.0), full(0.0), full(0.0)

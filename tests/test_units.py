@@ -225,7 +225,7 @@ def test_one_message_does_not_use_up_the_list() -> None:
 
 def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
     peer = Peer("a", "a", "run", MANIFEST, [digest_of(7)], versions=[7])
-    peer.accounts.restore_data_cursor((12, [(2, 4), (8, 12)]))
+    peer.accounts.dealer.know(7, (12, [(2, 4), (8, 12)]))
     peer.tick(0.0)
     assert peer.accounts.lease_units("a", 8, []) == [(2, 4), (8, 14)]
 

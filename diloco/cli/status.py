@@ -14,7 +14,6 @@ from rich.live import Live
 from diloco.cli.panels import render
 from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
-from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.visit.visitor import Visitor, light_hivemind
@@ -43,7 +42,7 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
     async with Visitor(place.peers, place.token) as visitor:
         snapshot = await visitor.ask()
         if table is not None:
-            write_contributions(table, [Contributor(**row.model_dump()) for row in snapshot.ledger.contributions])
+            write_contributions(table, snapshot.ledger.contributions)
         if watch:
             await _watch(visitor, snapshot)
         elif as_json:

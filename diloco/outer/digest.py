@@ -12,6 +12,7 @@ Digests are lower-case hex of 64 characters.
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +23,11 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
 
-__all__ = [
-    "PART", "anchor_digest", "digest_of", "fragment_digest", "part_digest", "part_digests", "part_ranges", "short",
-]  # fmt: skip
+__all__ = ["PART", "anchor_digest", "digest_of", "fragment_digest", "part_digest", "part_digests", "part_ranges"]
 
 assert sys.byteorder == "little", "digests are defined over little-endian fp32"
 
-PART = 4 * CHUNK
-"""Elements under one part digest: 4 MiB of fp32."""
+PART = 4 * CHUNK  # elements under one part digest: 4 MiB of fp32
 
 
 def part_digest(part: Tensor) -> str:
@@ -71,19 +69,11 @@ def anchor_digest(fragments: Sequence[str]) -> str:
     return _combine(b"diloco anchor\0", fragments)
 
 
-def short(digest: str) -> str:
-    """The first 12 characters, to show to people; compare and store whole digests."""
-    return digest[:12]
-
-
 def _combine(label: bytes, digests: Sequence[str]) -> str:
     combined = hashlib.sha256(label)
     for digest in digests:
         # The length matters: otherwise bytes could move from one digest to the next without changing the result.
-        if len(digest) != 64 or not set(digest) <= _HEX:
+        if not re.fullmatch("[0-9a-f]{64}", digest):
             raise PayloadError(f"{digest[:80]!r} is not a sha256 digest of 64 lower-case hex characters")
         combined.update(bytes.fromhex(digest))
     return combined.hexdigest()
-
-
-_HEX = frozenset("0123456789abcdef")

@@ -27,11 +27,8 @@ from diloco.errors import ConfigError
 
 __all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "gathered", "partition", "scatter_"]
 
-BLOCK = 4096
-"""Elements that share one scale in the block codecs."""
-
-CHUNK = 64 * BLOCK
-"""Elements handled at a time: 1 MiB of fp32."""
+BLOCK = 4096  # elements that share one scale in the block codecs
+CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A set of parameter slices that is synchronised together.
-
-    Element i of the fragment is element i of the slices' concatenation.
-    """
+    """A set of parameter slices that is synchronised together; its elements are those of the slices, in order."""
 
     index: int
     slices: tuple[Slice, ...]
@@ -100,18 +94,14 @@ def partition(numels: Mapping[str, int], fragments: int, pattern: str = "contigu
         pattern: "contiguous" or "strided".
 
     Raises:
-        ConfigError: fewer elements than fragments (with "strided", fewer layers), or an unknown pattern.
+        ConfigError: fewer elements than fragments (with "strided", fewer layers).
     """
     total = sum(numels.values())
     if total == 0:
         raise ConfigError("the model has no parameters to synchronise; give it at least one that requires a gradient")
     if not 1 <= fragments <= total:
         raise ConfigError(f"outer.fragments={fragments} is not possible; choose 1 to {total}, the model's elements")
-    if pattern == "contiguous":
-        return _contiguous(numels, fragments)
-    if pattern == "strided":
-        return _strided(numels, fragments)
-    raise ConfigError(f"outer.pattern={pattern} is not known; choose contiguous or strided")
+    return _strided(numels, fragments) if pattern == "strided" else _contiguous(numels, fragments)
 
 
 def _contiguous(numels: Mapping[str, int], fragments: int) -> tuple[Fragment, ...]:
@@ -173,11 +163,9 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 @torch.no_grad()
 def gather_(out: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor]) -> None:
-    """Copy [start, stop) of the fragment out of the parameters into `out`, with conversion and device copy as needed.
+    """Copy [start, stop) of the fragment out of the parameters into `out`, (stop - start,) fp32 and contiguous.
 
-    Args:
-        out: (stop - start,) fp32, contiguous.
-        parameters: the fragment's parameters by name, of any dtype, device and memory layout.
+    The parameters, by name, are of any dtype, device and memory layout.
     """
     assert out.shape == (stop - start,), f"out is {tuple(out.shape)}, the range has {stop - start} elements"
     for offset, piece in fragment.locate(start, stop):

@@ -20,12 +20,11 @@ from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
-from diloco.outer.merging import Sum, average_of, judge_of
-from diloco.outer.optimizer import OuterStep, optimizer
+from diloco.outer.merging import AVERAGES, JUDGES, Staged, Sum
+from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
-from diloco.outer.staged import Staged
 
 __all__ = ["Held", "Judged"]
 
@@ -37,8 +36,7 @@ class Held:
     """Outer state of one fragment, and the contributions to its next version.
 
     Args:
-        fragment: which one.
-        anchor: (numel,) fp32, this peer's anchor of it, which `merge_` moves.
+        anchor: (numel,) fp32, this peer's anchor of the fragment, which `merge_` moves.
         settings: codecs, merge rule and outer optimizer.
         rng: decides what of contributions is compared; nobody else may be able to foresee it.
         master: (numel,) fp32, what the anchor would be without the codec's loss; starts at the anchor. The residual
@@ -64,7 +62,8 @@ class Held:
     ) -> None:
         self.fragment, self.anchor, self.settings = fragment, anchor, settings
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
-        self.optimizer, self.average, self.rule = optimizer(settings), average_of(settings), judge_of(settings)
+        self.optimizer, self.average = OPTIMIZERS[settings.optimizer](settings), AVERAGES[settings.merge](settings)
+        self.rule = JUDGES[settings.judging](settings) if settings.judged_together else None
         self.master = anchor.clone() if master is None else master
         self.momentum = torch.zeros_like(anchor) if momentum is None else momentum
         self.buffers = tuple(torch.zeros_like(anchor) for _ in range(self.optimizer.num_buffers))
@@ -75,15 +74,12 @@ class Held:
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
         if self.rule is None:
-            total = torch.zeros_like(anchor)
-            sums = zip(total.split_with_sizes(self._numels), self._pieces, strict=True)
-            self.sums = [Sum(part, pieces) for part, pieces in sums]
+            totals = torch.zeros_like(anchor).split_with_sizes(self._numels)
+            self.sums = list(map(Sum, totals, self._pieces))
         else:
             self.staged = Staged(self._numels, self.up, self.norms, rng)
         self._clips = settings.judging == "recent"
         self._update_at = self.down.offsets(fragment.numel)
-
-    # -- contributions ------------------------------------------------------------------------------------------------
 
     def take(self, chunk: int, peer: str, payload: Tensor, weight: float) -> None:
         """Stage or fold a received chunk, as the merge rule needs it."""
@@ -134,8 +130,6 @@ class Held:
         if len(peers) < MIN_JUDGED:
             return peers, Judgement.plain(by_peer)
         return peers, self.rule.judge(self.staged, peers, by_peer)
-
-    # -- the next version ---------------------------------------------------------------------------------------------
 
     def merge_(self, step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
         """Make the next version: fill its `update` (uint8), move the anchor, and return its digest.

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.errors import ConfigError, PayloadError
+from diloco.errors import PayloadError
 from diloco.outer.fragments import BLOCK
 from diloco.outer.payloads import (
     LIMIT,
@@ -47,10 +47,9 @@ _ELEMENTS_PER_KEPT = 64
 
 
 class _LossyCodec(Codec):
-    """A codec for contributions only; publishing an update with it raises ConfigError."""
+    """A codec for contributions only; the settings refuse it for updates."""
 
     carries_values = False
-    can_publish = False
     num_levels: ClassVar[int]  # of a block
     lowest_level: ClassVar[float]
 
@@ -72,17 +71,6 @@ class _LossyCodec(Codec):
         for parts in self._blocks(x, levels, packed):
             self._encode_rows(*parts)
         head.copy_(levels.bfloat16().view(torch.uint8))
-
-    def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        raise self._refusal()
-
-    def apply_update_(self, anchor: Tensor, payload: Tensor) -> None:
-        raise self._refusal()
-
-    def _refusal(self) -> ConfigError:
-        return ConfigError(
-            f"outer.codec_down={self.name} cannot carry updates, it is for outer.codec_up only; choose int8"
-        )
 
     def _sizes(self, numel: int) -> list[int]:
         """Bytes of the parts of a payload: the levels of all blocks, then as in `_widths`."""
@@ -174,7 +162,6 @@ class _TopK(_LossyCodec):
 
 
 LOSSY: dict[str, Codec] = {one.name: one for one in (_Stat2(), _TopK())}
-"""The codecs for contributions only, by name."""
 
 
 def _statistical(scaled: Tensor) -> tuple[Tensor, Tensor]:

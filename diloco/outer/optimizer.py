@@ -17,30 +17,30 @@ zeros before the first one. The outer optimizers of the literature are these fun
     Delayed Nesterov    delayed_nesterov_ on each contribution, or on the mean of those that came together
     eager updates       eager_ on each peer's own pseudo-gradient at once, nesterov_ on the mean a round late
 
-`OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class chooses rates and calls these functions; the
-vectors belong to the syncer's `Held`.
+`OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class chooses rates and calls these
+functions; the vectors belong to the syncer's `Held`. Every syncer computes the same rates from what every peer knows,
+and so does a successor that takes a fragment over.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.errors import ConfigError
 from diloco.outer.fragments import chunks
 from diloco.outer.payloads import buffer
-from diloco.outer.rates import lr_at, momentum_at
 
 __all__ = [
-    "OPTIMIZERS", "OuterOptimizer", "OuterStep", "delayed_nesterov_", "eager_", "followed_", "mean_", "nesterov_",
-    "optimizer", "pseudo_gradient_",
+    "OPTIMIZERS", "OuterOptimizer", "OuterStep", "delayed_nesterov_", "eager_", "followed_", "lr_at", "mean_",
+    "momentum_at", "nesterov_", "pseudo_gradient_",
 ]  # fmt: skip
 
 
@@ -74,10 +74,7 @@ def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: 
     """One outer step, bit for bit that of `torch.optim.SGD(nesterov=True, momentum=beta, dampening=0)`.
 
     m = beta m + delta;  master -= lr (delta + beta m). From a momentum of zero the first step is
-    lr (1 + beta) delta, and a constant delta approaches lr / (1 - beta) delta. Special cases: lr=1, beta=0 is plain
-    averaging (FedAvg); beta=0 is SGD.
-
-    `delta`, the merged pseudo-gradient, is left as it is.
+    lr (1 + beta) delta, and a constant delta approaches lr / (1 - beta) delta. `delta` is left as it is.
     """
     assert master.shape == momentum.shape == delta.shape, "master, momentum and delta must have one shape"
     for start, stop in chunks(master.numel()):  # so that the direction needs a temporary of one chunk only
@@ -190,6 +187,42 @@ def eager_(
     previous.copy_(delta)
 
 
+def momentum_at(version: int, momentum: float, warmup: int) -> float:
+    """Outer momentum of the step from `version` to the next, for a warm-up of that many versions (0 for none).
+
+    1 / (1 - m), which times lr is the effective learning rate, rises linearly from 1 at version 0 to that of
+    `momentum` at version `warmup`, as an inner learning rate warms up. This is m = t / (t + const), the schedule of
+    Nesterov's method for convex functions. Its memory 1 / (1 - m) is about a fixed part of the rounds so far, which
+    soon forgets the deltas of the steep start. If m itself were linear, the effective rate would rise almost only in
+    the last rounds.
+
+    Pier (arXiv 2511.17849) lowers the momentum instead, from 0.99 to 0.9, after a data-parallel start, which we do not
+    have.
+    """
+    assert 0 <= momentum < 1 and version >= 0, f"momentum={momentum}, version={version} is impossible"
+    if version >= warmup:
+        return momentum
+    memory = 1 + (1 / (1 - momentum) - 1) * version / warmup
+    return 1 - 1 / memory
+
+
+def lr_at(version: int, peers: int, lr: float, lr_by_peers: Mapping[int, float]) -> float:
+    """Outer learning rate of the step from `version`, merged from `peers` contributors.
+
+    `lr_by_peers` gives it for some numbers of peers (scaling laws of DiLoCo, arXiv 2503.09799: 1: .4, 2: .6, 4: .6,
+    8: .8). In between it is linear in log2(peers), and beyond the ends constant. Empty means `lr`. The version changes
+    nothing, because a decay of the outer learning rate gained nothing (DiLoCo, arXiv 2311.08105).
+    """
+    assert version >= 0 and peers >= 1, f"version={version}, peers={peers} is impossible"
+    if not lr_by_peers:
+        return lr
+    known = sorted(lr_by_peers.items())
+    for (low, at_low), (high, at_high) in pairwise(known):
+        if low <= peers < high:
+            return at_low + (at_high - at_low) * math.log2(peers / low) / math.log2(high / low)
+    return known[0][1] if peers < known[0][0] else known[-1][1]
+
+
 class OuterOptimizer(ABC):
     """An outer optimizer: what a merged pseudo-gradient does to the master parameters of a fragment.
 
@@ -213,9 +246,7 @@ class OuterOptimizer(ABC):
         return lr, momentum_at(step.version, settings.momentum, settings.momentum_warmup)
 
     @abstractmethod
-    def step_(
-        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-    ) -> None:
+    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
         """Move the master by a merged pseudo-gradient `delta`, which is left as it is; the others change in place."""
 
     def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
@@ -229,9 +260,7 @@ class Nesterov(OuterOptimizer):
     name = "nesterov"
     can_follow = True
 
-    def step_(
-        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-    ) -> None:
+    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
         nesterov_(master, momentum, delta, *self.rates(step))
 
     def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
@@ -244,9 +273,7 @@ class DelayedNesterov(OuterOptimizer):
     name = "delayed_nesterov"
     num_buffers = 1
 
-    def step_(
-        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-    ) -> None:
+    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
         lr, beta = self.rates(step)
         delayed_nesterov_(
             master, momentum, buffers[0], delta,
@@ -260,9 +287,7 @@ class FedBuff(OuterOptimizer):
     name = "fedbuff"
     num_buffers = 1
 
-    def step_(
-        self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-    ) -> None:
+    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
         [window] = buffers
         window.add_(delta, alpha=step.contributions / step.delay)
         if step.flush:
@@ -271,12 +296,3 @@ class FedBuff(OuterOptimizer):
 
 
 OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov, FedBuff)}
-"""The outer optimizers by name."""
-
-
-def optimizer(settings: OuterConfig) -> OuterOptimizer:
-    """The optimizer that the settings name. Raises ConfigError for an unknown one."""
-    found = OPTIMIZERS.get(settings.optimizer)
-    if found is None:
-        raise ConfigError(f"outer.optimizer={settings.optimizer} is not known; choose {', '.join(OPTIMIZERS)}")
-    return found(settings)

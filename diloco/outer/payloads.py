@@ -42,8 +42,6 @@ class Codec(ABC):
     name: ClassVar[str]
     carries_values: ClassVar[bool]
     """Whether an update holds the new values, which need no earlier anchor, rather than a displacement."""
-    can_publish: ClassVar[bool] = True
-    """Whether update records can be encoded with it, and not contributions only."""
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
@@ -63,10 +61,7 @@ class Codec(ABC):
         """Write the decoded values to `out`."""
 
     def values(self, payload: Tensor, numel: int) -> Tensor:
-        """The decoded values (numel,) fp32, to be read before this thread uses the codec again.
-
-        They are a view of the payload or lie in the thread's buffer.
-        """
+        """The decoded values (numel,) fp32, in the payload or this thread's buffer: read them before its next use."""
         values = buffer("chunk", torch.float32, numel)
         self.decode(payload, values)
         return values
@@ -133,8 +128,7 @@ def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
 def blockwise(x: Tensor, parts: Sequence[Tensor], widths: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
     """Yield `x` and vectors that belong to it as rows, one per block: all full blocks, then the rest.
 
-    Args:
-        widths: elements of each vector that belong to a full block. The rest has what remains.
+    `widths` are the elements of each vector that belong to a full block. The rest has what remains.
     """
     full, rest = divmod(x.numel(), BLOCK)
     columns = list(zip([x, *parts], [BLOCK, *widths], strict=True))

@@ -24,20 +24,16 @@ from diloco.outer.payloads import buffer
 
 __all__ = ["add_directions_", "directional_pieces", "radial_directional_"]
 
-Piece = tuple[int, int]
-"""A half-open range of a chunk."""
+Piece = tuple[int, int]  # a half-open range of a chunk
 
 _SMALLEST_NORM = 2.0**-126
 """Smaller norms are subnormal in fp32; hardware that flushes them to zero would divide by zero."""
-_CANCELLED = 2.0**-20
-"""A sum of directions that is shorter than this part of its weight consists of rounding errors."""
+_CANCELLED = 2.0**-20  # A sum of directions that is shorter than this part of its weight consists of rounding errors.
 
 
 def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]:
     """The pieces of [start, stop) of a fragment, relative to start: one for each tensor that is not an embedding."""
-    return [
-        (offset, offset + part.numel) for offset, part in fragment.locate(start, stop) if not _is_embedding(part.name)
-    ]
+    return [(at, at + part.numel) for at, part in fragment.locate(start, stop) if not _is_embedding(part.name)]
 
 
 @torch.no_grad()
@@ -46,11 +42,8 @@ def add_directions_(total: Tensor, values: Tensor, pieces: Sequence[Piece], weig
 
     A norm below 2**-126 counts as zero, and the piece then adds nothing. Returns weight * norm of each piece.
 
-    Args:
-        total: (n,) fp32, changed in place.
-        values: (n,) fp32, a decoded contribution, left as it is; magnitudes of at most `LIMIT`.
-        pieces: in order and disjoint.
-        weight: finite and not negative.
+    `total` and `values` are (n,) fp32. Values, a decoded contribution with magnitudes of at most `LIMIT`, are left as
+    they are. Pieces are in order and disjoint; the weight is finite and not negative.
     """
     assert total.shape == values.shape, "total and values must have one shape"
     norms = []
@@ -71,11 +64,8 @@ def add_directions_(total: Tensor, values: Tensor, pieces: Sequence[Piece], weig
 def radial_directional_(total: Tensor, pieces: Sequence[Piece], weight_sum: float, norm_sums: Sequence[float]) -> None:
     """Turn the sum that `add_directions_` made into the average, in place; (n,) fp32.
 
-    Directions that cancel each other give zeros: their unit vector would be rounding errors at full length.
-
-    Args:
-        weight_sum: sum of the weights, finite and positive.
-        norm_sums: for each piece, the sum of the values that `add_directions_` returned.
+    Directions that cancel each other give zeros: their unit vector would be rounding errors at full length. The sum of
+    the weights is finite and positive; `norm_sums` are, for each piece, the sum of what `add_directions_` returned.
     """
     assert 0 < weight_sum < float("inf"), f"total weight {weight_sum} is not positive"
     for start, stop in _outside(pieces, total.numel()):

@@ -30,7 +30,7 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks, gather_, gathered, scatter_
 from diloco.outer.held import Held
-from diloco.outer.optimizer import OuterStep, eager_, optimizer, pseudo_gradient_
+from diloco.outer.optimizer import OPTIMIZERS, OuterStep, eager_, pseudo_gradient_
 from diloco.outer.payloads import buffer
 
 __all__ = ["Replica", "Standby"]
@@ -74,7 +74,7 @@ class Replica:
         self.fragments = tuple(fragments)
         self.settings = settings
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
-        self.optimizer = optimizer(settings)
+        self.optimizer = OPTIMIZERS[settings.optimizer](settings)
         self.rng: random.Random = random.SystemRandom()
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.anchors = [torch.empty(fragment.numel) for fragment in self.fragments]
@@ -92,10 +92,7 @@ class Replica:
     # -- what this peer sends -----------------------------------------------------------------------------------------
 
     def encode(self, fragment: int, chunk: int) -> Tensor:
-        """Payload (uint8) of one chunk of the pseudo-gradient, captured or as the parameters are now.
-
-        `DivergedError` when it is not finite.
-        """
+        """Payload (uint8) of a chunk of the pseudo-gradient, captured or as it is now. Raises `DivergedError`."""
         local = self._local[fragment]
         if local.captured is not None:
             return local.captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]

@@ -35,20 +35,17 @@ __all__ = [
     "MIN_JUDGED", "Judgement", "Norms", "centered_clip", "clip", "norm_of", "opposed", "trim_count", "trimmed_mean",
 ]  # fmt: skip
 
-MIN_JUDGED = 4
-"""Fewer contributions to a version (or fewer norms seen before) than this are not judged."""
+MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, are not judged.
 OPPOSED_COSINE = -0.1
 """Least cosine with the mean of the others that is tolerated. Honest pseudo-gradients of one round agree: all cosines
 measured over the presets are positive, and a reversed contribution has the negative of an honest one's."""
 OPPOSED_DEVIATIONS = 4.0
 """Cosines of pure noise have a standard deviation of numel ** -0.5, so cosines of few values prove nothing."""
-ITERATIONS = 20
-"""Iterations of CenteredClip, as in its authors' code."""
+ITERATIONS = 20  # CenteredClip makes so many in its authors' code.
 RISE = 4 / 3
 """Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while the learning rate
 warms up, norms rise up to threefold from one round to the next."""
-MEMORY = 8
-"""Norms remembered per chunk; few, because norms follow the learning rate."""
+MEMORY = 8  # norms remembered per chunk; few, because norms follow the learning rate
 SAFE = 1e15
 """Norms above it or below its inverse are computed in float64: squares of what a peer may send overflow fp32."""
 ABSURD = 1000.0
@@ -97,9 +94,8 @@ def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor:
     left_out = opposed(gram, numel)
     scales = [limit / norm if norm > limit else 1.0 for norm in norms]
     kept = [0.0 if i in left_out else weight for i, weight in enumerate(weights)]
-    return Judgement(
-        tuple(weight * scale for weight, scale in zip(kept, scales, strict=True)), tuple(kept), clipped, left_out
-    )
+    coefficients = tuple(weight * scale for weight, scale in zip(kept, scales, strict=True))
+    return Judgement(coefficients, tuple(kept), clipped, left_out)
 
 
 def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco.protocol.actions import Action, Note
-from diloco.protocol.dealer import DataCursor, Dealer, fields_of
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
-from diloco.protocol.ledger import Units
+from diloco.protocol.ledger import Dealer, Units, union
 from diloco.protocol.membership import Membership
+from diloco.protocol.messages.base import MAX_RANGES
 from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.protocol.messages.control import Claim, Published, Status
 from diloco.protocol.shares import OTHERS, Contributor, Share, Shares, credited, short_name
@@ -26,8 +26,7 @@ class Accounts:
 
     Args:
         me, name: id and display name of this peer.
-        fragments: the fragments of this peer; their `shares` change here.
-        members: the other peers.
+        fragments: the fragments of this peer; their `shares` change here. members: the other peers.
         applied_tokens: swarm clock at the versions that this peer starts with.
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
 
@@ -84,9 +83,7 @@ class Accounts:
             control.shares = {**control.shares, OTHERS: known._replace(tokens=known.tokens + missing)}
 
     def merged(self, fragment: int) -> dict[str, int]:
-        """For each peer the base version up to which its contributions are in the anchor here, or were left out; a
-        successor uses it to merge nothing twice.
-        """
+        """For each peer the base version up to which its contributions are in the anchor here, or were left out."""
         return self._fragments[fragment].merged()
 
     def credit(self, fragment: Fragment, version: int, contributors: Mapping[str, int]) -> None:
@@ -142,17 +139,16 @@ class Accounts:
         if fragment != CONTROL_FRAGMENT:
             return {}
         if contributors is not None and self.dealer.ledger is not None:
-            return fields_of(self.dealer.after(contributors))
-        return fields_of(self.dealer.cursor_at(self._fragments[fragment].version))
+            first, open_ = self.dealer.after(contributors)
+        else:
+            first, open_ = self.dealer.cursor_at(self._fragments[fragment].version)
+        # Ranges that do not fit are never handed out again, rather than twice.
+        return {"cursor": first, "open": [list(unit) for unit in open_[:MAX_RANGES]]}
 
     def hear_data_cursor(self, said: Claim | Published | Record | StateHeader) -> None:
         """Take in the data cursor of a version from its author."""
         if said.fragment == CONTROL_FRAGMENT:
-            self.dealer.hear(said)
-
-    def restore_data_cursor(self, cursor: DataCursor) -> None:
-        """Take over the data cursor of the version here from a checkpoint."""
-        self.dealer.know(self._fragments[CONTROL_FRAGMENT].version, cursor)
+            self.dealer.know(said.version, (said.cursor, union(said.open)))
 
     def heard_units(self, peer: str, status: Status) -> None:
         """A peer says in its status which units it has."""

@@ -48,10 +48,7 @@ class PartPlan:
         return [digest if part in self._verified else None for part, digest in enumerate(self.wanted)]
 
     def recruit(self, candidates: Iterable[str]) -> list[str]:
-        """Choose the candidates to open a stream to now; from here on they count as asked.
-
-        Candidates that were never lost come before those that were.
-        """
+        """Choose candidates to open a stream to now, those never lost first; from here on they count as asked."""
         able = [c for c in dict.fromkeys(candidates) if c not in self._out and c not in self._asked]
         able.sort(key=lambda donor: donor in self._brought)
         idle = sum(part is None for part in self._asked.values())

@@ -64,7 +64,6 @@ class Exchange:
         Args:
             lease: the current lease; None while the fragment has no syncer.
             version: this peer's anchor version; above the base version means that the update is adopted.
-            now: seconds of a monotonic clock.
             retry_at: the term that failed last is not tried before this time, since its syncer may be restarting.
             merged: base version up to which this peer's contributions are in its anchor, -1 for none
                 (`Accounts.merged`); without it the outcome is a guess if the stream broke and the anchor still moved.
@@ -98,14 +97,9 @@ class Exchange:
         self._offered = True
         self.discarded = self._recorded = False
         return Contribution(
-            manifest_hash=self.manifest_hash,
-            fragment=self.fragment,
-            term=lease.term,
-            base_version=self.base_version,
-            steps=self.steps,
-            tokens=self.tokens,
-            units=[list(unit) for unit in self.units],
-        )
+            manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, base_version=self.base_version,
+            steps=self.steps, tokens=self.tokens, units=[list(unit) for unit in self.units],
+        )  # fmt: skip
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:
         """The syncer refused. A stale base means that the swarm went on; after other reasons the owner tries again."""

@@ -5,18 +5,30 @@ control fragment leases units to peers, and every contribution says which units 
 
     ....applied.... | open: leased to a peer, or given back and free | cursor: never handed out
 
-The syncer's update records carry the cursor and the open units below it. A successor needs only these, and what each
-live peer says that it has: open units that nobody has belonged to dead peers, and are handed out again.
+A *data cursor* belongs to one version of the control fragment: the first sequence that was never handed out, and the
+open units below it, which are not in that version. Messages about a version carry it. A successor needs only the
+cursor, and what each live peer says that it has: open units that nobody has belonged to dead peers, and are handed out
+again. It resumes from the cursor of *its own* anchor, whatever newer version it has heard of. A version that died with
+its author therefore takes no data with it.
+
+    Claim, Published, update record, state -> know -> (this peer becomes syncer of the control fragment) -> resume
+    lease, has, give_back <- requests, statuses, deaths       offered, published <- contributions
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["Ledger", "Units", "count", "difference", "intersection", "union"]
+__all__ = ["DataCursor", "Dealer", "Ledger", "Units", "count", "difference", "intersection", "union"]
+
+KEPT_VERSIONS = 3  # newest versions whose data cursors are kept
+LEAP = 2**24  # No honest peer has sequences this far past the cursor, so one message cannot use up the list.
 
 Units = list[tuple[int, int]]
 """Disjoint ranges of sequences in ascending order; no range is empty, and no two touch."""
+
+DataCursor = tuple[int, Units]
+"""First sequence that was never handed out, and the ranges before it that are in no merged contribution."""
 
 
 def union(*parts: Iterable[Sequence[int]]) -> Units:
@@ -123,3 +135,107 @@ class Ledger:
     def lost(self, peer: str) -> None:
         """The peer is gone: its units are free."""
         self.leased.pop(peer, None)
+
+
+class Dealer:
+    """One peer's part in dealing out the data.
+
+    Attributes:
+        ledger: what is leased to whom, while this peer is syncer of the control fragment; else None.
+
+    When a peer is lost, its sequences become free for others, except those of a contribution that arrived here and may
+    still be merged. A successor that has not heard of a lease may lease the same sequences again; `published` counts
+    these.
+    """
+
+    def __init__(self, version: int = 0) -> None:
+        self.ledger: Ledger | None = None
+        self._cursors: dict[int, DataCursor] = {version: (0, [])}
+        self._offered: dict[str, Units] = {}  # by peer: what its newest contribution was learned from
+
+    # -- every peer ---------------------------------------------------------------------------------------------------
+
+    def know(self, version: int, cursor: DataCursor) -> None:
+        """Take in the data cursor of a version. The cursor of a version older than those kept changes nothing."""
+        newest = max([version, *self._cursors])
+        if version > newest - KEPT_VERSIONS:
+            kept = {known: old for known, old in self._cursors.items() if known > newest - KEPT_VERSIONS}
+            self._cursors = {**kept, version: cursor}
+
+    def cursor_at(self, version: int) -> DataCursor:
+        """The data cursor of a version, or of the newest earlier version that is known."""
+        if self.ledger is not None and version >= max(self._cursors):
+            return self.ledger.cursor, self.ledger.open
+        before = [known for known in self._cursors if known <= version]
+        return self._cursors[max(before, default=min(self._cursors))]
+
+    # -- the syncer of the control fragment ---------------------------------------------------------------------------
+
+    def resume(self, version: int, said: Mapping[str, Iterable[Sequence[int]]]) -> None:
+        """Deal from now on, given the version of the anchor here and what the live peers say that they have.
+
+        1. Version 4 is published and contains p's units. Its syncer dies before p has said that it gave them up.
+        2. The cursor of version 4 does not list them as open, so they are in the model, whatever p said before.
+        """
+        self.ledger = None
+        cursor, open_ = self.cursor_at(version)
+        possible = union(open_, [(cursor, cursor + LEAP)])
+        self.ledger = Ledger()
+        self.ledger.resume(cursor, open_, {peer: intersection(units, possible) for peer, units in said.items()})
+        self._offered = {}
+        self._cursors = {known: old for known, old in self._cursors.items() if known < version}  # later ones died
+        self.know(version, (self.ledger.cursor, self.ledger.open))
+
+    def lease(self, peer: str, wanted: int, has: Iterable[Sequence[int]]) -> Units | None:
+        """Lease that many more sequences to a peer; None when another peer deals."""
+        if self.ledger is None:
+            return None
+        self.has(peer, has)
+        return self.ledger.grant(peer, wanted, has)
+
+    def has(self, peer: str, units: Iterable[Sequence[int]]) -> None:
+        """A peer says that it has these units, perhaps from an earlier syncer. It keeps those that nobody else has."""
+        ledger = self.ledger
+        if ledger is None or not units:
+            return
+        units = intersection(units, [(0, ledger.cursor + LEAP)])
+        newest = max((stop for _, stop in units), default=0)
+        if newest > ledger.cursor:
+            ledger.open = union(ledger.open, [(ledger.cursor, newest)])
+            ledger.cursor = newest
+        mine = ledger.leased.get(peer, [])
+        if difference(units, mine):
+            ledger.leased[peer] = union(mine, intersection(units, ledger.free))
+
+    def give_back(self, peer: str) -> None:
+        """A peer is gone or has stopped training: all its units become free, except those that it contributed."""
+        if self.ledger is not None:
+            self.ledger.leased[peer] = intersection(self.ledger.leased.get(peer, []), self._offered.get(peer, []))
+
+    def offered(self, peer: str, units: Iterable[Sequence[int]]) -> None:
+        """A contribution that was learned from these units has arrived and may be merged."""
+        self._offered[peer] = union(units)
+
+    def after(self, contributors: Collection[str]) -> DataCursor:
+        """The data cursor of the version that these contributors are about to make."""
+        assert self.ledger is not None
+        applied = union(*(self._offered.get(peer, []) for peer in contributors))
+        return self.ledger.cursor, difference(self.ledger.open, applied)
+
+    def published(self, version: int, contributors: Collection[str], live: Collection[str]) -> int:
+        """A version is published; returns how many of its sequences were not leased to their contributor.
+
+        The swarm learns from these twice: their contributor was given up, its units went to others, and it came back.
+        """
+        if self.ledger is None:
+            return 0
+        foreign = 0
+        for peer in contributors:
+            units = self._offered.pop(peer, [])
+            foreign += count(self.ledger.foreign(peer, units))
+            self.ledger.apply(peer, units)
+        for peer in self.ledger.leased.keys() - set(live):  # what they offered and nobody merged is free now
+            self.ledger.lost(peer)
+            self._offered.pop(peer, None)
+        self.know(version, (self.ledger.cursor, self.ledger.open))
+        return foreign

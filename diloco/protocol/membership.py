@@ -1,12 +1,17 @@
-"""The members of the swarm, as one peer sees them: hellos and heartbeats in, live members out. Sans-IO."""
+"""The members of the swarm, as one peer sees them, and where they can be called. Sans-IO.
+
+hellos and heartbeats in -> live members and addresses out
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from diloco.config.address import problem
 from diloco.protocol.messages.control import Hello, Status
 
-__all__ = ["Member", "Membership"]
+__all__ = ["AddressBook", "Member", "Membership"]
 
 SILENCE_FLOOR_S = 10.0
 SILENCE_FACTOR = 8.0  # heartbeats at the measured interval that may go missing
@@ -15,6 +20,8 @@ STALL_FACTOR = 10.0  # inner steps at the measured pace in whose time one must b
 STALL_INTERVALS = 3.0  # Large swarms say their progress seldom; one message that is late must not look like a stall.
 STALL_UNMEASURED_S = 180.0  # a first step may compile kernels or wait for data
 AWAKE_S = 5.0  # When more time than this passes between two looks at the members, this peer itself was asleep.
+MAX_ADDRESSES = 4  # kept of one peer, the best first
+MAX_PEERS = 4096  # whose addresses are kept
 
 
 @dataclass
@@ -28,9 +35,9 @@ class Member:
     status: Status
     heard_at: float
     progress_at: float
+    device: str = ""
     interval_s: float = 0.0
     round_versions: list[int] | None = None  # its anchors when it began the round that it is in
-    device: str = ""
 
     def __post_init__(self) -> None:
         self._note_round()
@@ -63,19 +70,15 @@ class Member:
         return max(STALL_FLOOR_S, STALL_FACTOR / self.status.steps_per_s, STALL_INTERVALS * self.interval_s)
 
     def stalled(self, now: float, progress_at: float = 0.0) -> bool:
-        """Whether this peer makes no progress.
-
-        `progress_at` is when something other than its status showed progress, such as a chunk that arrived.
-        """
+        """Whether this peer makes no progress; `progress_at` is when a chunk showed some, and not its status."""
         return now - max(self.progress_at, progress_at) > self.stall_s()
 
 
 class Membership:
     """The members that one peer is connected to. Losing one is an ordinary event; nothing here raises.
 
-    Attributes:
-        generation: grows whenever somebody joins, ends, or says that it takes part no more, so that what follows from
-            the set of peers that take part can be cached.
+    `generation` grows whenever somebody joins, ends, or says that it takes part no more, so that what follows from the
+    set of peers that take part can be cached.
     """
 
     def __init__(self) -> None:
@@ -104,9 +107,7 @@ class Membership:
     def join(self, peer: str, hello: Hello, now: float) -> bool:
         """Take in a hello; True when the peer was not a member before. A known peer may be another process by now."""
         new = peer not in self._members
-        self._members[peer] = Member(
-            peer, hello.name, hello.trains, hello.holds, hello.status, now, now, device=hello.device
-        )
+        self._members[peer] = Member(peer, hello.name, hello.trains, hello.holds, hello.status, now, now, hello.device)
         self._changed()
         return new
 
@@ -158,3 +159,34 @@ class Membership:
             return []
         able = [m for m in self.all() if m.status.versions[fragment] >= version]
         return [m.peer for m in sorted(able, key=lambda m: -m.status.versions[fragment])]
+
+
+class AddressBook:
+    """Addresses by peer id. What a peer says of itself counts more than what others say of it.
+
+    libp2p finds a peer by its id if its routing tables have the peer. These tables leave out networks whose addresses
+    they take for neither public nor private, and peers that only one other peer has met. Hellos therefore carry
+    addresses: a newcomer can call every peer that its first contact has met. Wrong addresses do no harm: another
+    identity answers there, or nobody.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[str, ...]] = {}
+        self._hearsay: dict[str, tuple[str, ...]] = {}
+
+    def hear(self, peer: str, said: Mapping[str, Sequence[str]]) -> None:
+        """Take in what a peer says of itself and of others, without malformed addresses and those of another peer."""
+        for other, addresses in said.items():
+            known = self._said if other == peer else self._hearsay
+            found = [one for one in addresses if one.endswith(f"/p2p/{other}") and problem(one) is None]
+            known[other] = tuple(found[:MAX_ADDRESSES])
+            while len(known) > MAX_PEERS:
+                del known[next(iter(known))]
+
+    def of(self, peer: str) -> Sequence[str]:
+        """Multiaddrs that end with the peer's id; empty when nobody has named any."""
+        return self._said.get(peer) or self._hearsay.get(peer, ())
+
+    def all(self, peers: Iterable[str]) -> dict[str, list[str]]:
+        """Known addresses of these peers."""
+        return {peer: list(found) for peer in peers if (found := self.of(peer))}

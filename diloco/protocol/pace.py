@@ -24,18 +24,12 @@ STATUSES_PER_S = 256.0  # heard from all others together, of those that tell of 
 
 
 class Pace:
-    """Remembers when this peer did what last; all times are seconds of the owner's clock.
-
-    Attributes:
-        untold: a change has not been told to the others yet.
-    """
+    """Remembers when this peer did what last; all times are seconds of the owner's clock."""
 
     def __init__(self) -> None:
-        self.untold = False
+        self.untold = False  # A change has not been told to the others yet.
         self._ticked_at = self._looked_at = self._told_at = self._beat_at = -inf
         self._wakes: set[float] = set()  # asked for, and not past
-
-    # -- acting on what was heard -------------------------------------------------------------------------------------
 
     def ticks(self, now: float) -> None:
         """The peer acts on everything that it has heard."""
@@ -60,8 +54,6 @@ class Pace:
             return False
         self._looked_at = now
         return True
-
-    # -- saying -------------------------------------------------------------------------------------------------------
 
     def beats(self, now: float, others: int) -> bool:
         """Whether a heartbeat is due; if so, it tells everything."""

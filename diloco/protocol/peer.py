@@ -21,24 +21,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
-from diloco.config import OuterConfig
-from diloco.protocol.accounts import Accounts
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
-from diloco.protocol.address_book import AddressBook
-from diloco.protocol.closing import close_versions
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
-from diloco.protocol.leases import LeaseTable
 from diloco.protocol.ledger import Units, difference
-from diloco.protocol.membership import Member, Membership
+from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
-from diloco.protocol.pace import Pace
-from diloco.protocol.penalties import Penalties
 from diloco.protocol.shares import Share
 from diloco.protocol.states import State, may_follow
 from diloco.protocol.succession import catch_ups, to_claim
-from diloco.protocol.syncer import SYNC, Syncer
+from diloco.protocol.syncer import Syncer
 from diloco.protocol.view import View
 
 __all__ = ["Peer"]
@@ -47,68 +40,10 @@ __all__ = ["Peer"]
 class Peer(View):
     """One peer's part in the swarm.
 
-    Args:
-        me: this peer's id.
-        name: display name.
-        run_id, manifest_hash: the same on all peers of the run.
-        digests: digest of each fragment's anchor; its length is the number of fragments.
-        versions: anchor version of each fragment (all 0 in a new run).
-        applied_tokens: swarm clock at these versions.
-        trains, holds: whether this peer contributes, and whether it can be a syncer.
-        min_peers: connected peers, this one included, before anything is claimed; not waited for where others train.
-        newcomer: this peer joins others, and claims nothing until `discovered` says that it has heard all of them;
-            else it would take every fragment for vacant.
-        outer: when versions close, and how far behind a contribution may be.
-        tokens_per_step: tokens of any peer's inner step, from the manifest; None where the manifest does not say it.
-        device: what it trains on, for watchers.
-        payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
-
     When another peer fails, nobody expects it any more, and its fragments are claimed anew under a higher term.
     Messages that do not fit (unknown fragment, stale term) are ignored; nothing from the network makes this raise. An
     `enter` that the table of `states` forbids is a bug of the owner, and fails an assertion.
     """
-
-    def __init__(
-        self,
-        me: str,
-        name: str,
-        run_id: str,
-        manifest_hash: str,
-        digests: Sequence[str],
-        versions: Sequence[int] | None = None,
-        applied_tokens: int = 0,
-        trains: bool = True,
-        holds: bool = True,
-        min_peers: int = 1,
-        newcomer: bool = False,
-        outer: OuterConfig = SYNC,
-        tokens_per_step: int | None = None,
-        device: str = "",
-        payload_bytes: Sequence[int] = (),
-    ) -> None:
-        self.me, self.name, self.device = me, name, device
-        self.run_id, self.manifest_hash = run_id, manifest_hash
-        self.trains, self.holds = trains, holds
-        self.min_peers, self.newcomer = min_peers, newcomer
-        self.outer, self.tokens_per_step = outer, tokens_per_step
-        self.state = "starting"
-        self.warming = False  # It trains by itself or fetches its inner state; nobody expects anything of it yet.
-        known = zip(digests, versions or [0] * len(digests), strict=True)
-        self.fragments = [Fragment(index, version, digest) for index, (digest, version) in enumerate(known)]
-        self.leases = LeaseTable(self.fragments)
-        self.members = Membership()
-        self.accounts = Accounts(me, name, self.fragments, self.members, applied_tokens, payload_bytes)
-        self.address_book = AddressBook()
-        self.penalties = Penalties()
-        self.sync_s = 0.0  # moving average of the seconds from a decision to close to its publication
-        self.heals = 0
-        self.takeovers = 0
-        self._opened = False  # enough peers were connected once
-        self._myself: Member | None = None
-        self._progress = (0, 0, 0.0, 0)
-        self._figures = {}
-        self._heirs = ((), {})
-        self._pace = Pace()
 
     # -- events from the network --------------------------------------------------------------------------------------
 
@@ -139,7 +74,9 @@ class Peer(View):
             case Claim():
                 return self._heard_claim(peer, message) + self.tick(now)
             case Published():
-                self._heard_published(peer, message)
+                lease = self.leases.get(message.fragment)
+                if lease is not None and lease.holder == peer and self.leases.published(message):
+                    self.accounts.hear_data_cursor(message)
         due = self._pace.tick_due
         return self.tick(now) if now >= due else [*self._pace.wake(due)]
 
@@ -176,16 +113,9 @@ class Peer(View):
             fragment.syncer = None
             fragment.ended(Busy.MERGING)
             if claim.fragment == CONTROL_FRAGMENT:
-                self.accounts.dealer.step_down()
+                self.accounts.dealer.ledger = None
             actions.append(Release(claim.fragment))
         return actions
-
-    def _heard_published(self, peer: str, message: Published) -> None:
-        lease = self.leases.get(message.fragment)
-        if lease is None or lease.holder != peer:
-            return
-        if self.leases.published(message):
-            self.accounts.hear_data_cursor(message)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -207,10 +137,7 @@ class Peer(View):
         return actions + self._tell(now) if self._pace.untold else actions
 
     def heartbeat(self, now: float, traffic: tuple[int, int] = (0, 0)) -> list[Action]:
-        """The owner calls this regularly, at the interval of heartbeats in a small swarm.
-
-        `traffic` is bytes sent and received, over all streams of this process.
-        """
+        """The owner calls this at the heartbeats of a small swarm; `traffic` is all bytes that it sent and received."""
         actions: list[Action] = []
         if self._pace.beats(now, len(self.members)):
             self._figures |= {"bytes_sent": traffic[0], "bytes_received": traffic[1]}
@@ -341,28 +268,35 @@ class Peer(View):
         return [*twice, Broadcast(message), *self._tell(now), *self.tick(now)]
 
     def _close_versions(self, now: float) -> list[Action]:
+        """Close what can be closed; each such fragment is `MERGING` from then on."""
         if all(fragment.syncer is None for fragment in self.fragments):
             return []
         self._hear_myself(now)
-
-        def waited_for() -> dict[str, Member]:
-            everybody = (*self.members.all(), self._myself)
-            return {m.peer: m for m in everybody if m is not None and not self.penalties.refusal(m.peer, now)}
-
-        closes, grace_ends = close_versions(self.fragments, waited_for, now, self.sync_s)
+        waited_for: dict[str, Member] | None = None  # found only if a version may close
         actions: list[Action] = []
-        for close in closes:
-            if close.missing:
-                actions.append(Note("missing", {"fragment": close.fragment, "peers": list(close.missing)}))
-            actions.append(Merge(close))
+        grace_ends = []
+        for fragment in self.fragments:
+            syncer = fragment.syncer
+            if syncer is None or fragment.busy is not Busy.NO or fragment.handed_over or not syncer.may_close(now):
+                continue
+            if waited_for is None:
+                everyone = (*self.members.all(), self._myself)
+                waited_for = {m.peer: m for m in everyone if m is not None and not self.penalties.refusal(m.peer, now)}
+            close = syncer.poll(waited_for, now, self.sync_s)
+            if close is not None:
+                fragment.busy, fragment.closed_at = Busy.MERGING, now
+                if close.missing:
+                    actions.append(Note("missing", {"fragment": close.fragment, "peers": list(close.missing)}))
+                actions.append(Merge(close))
+            elif syncer.grace_until is not None:
+                grace_ends.append(syncer.grace_until)
         return actions + [wake for at in grace_ends for wake in self._pace.wake(at)]
 
     def _hear_myself(self, now: float) -> None:
         """A syncer waits for itself like for any other, and must know from where it began its round."""
         status = self.status()
-        self._myself = self._myself or Member(
-            self.me, self.name, self.trains, self.holds, status, now, now, device=self.device
-        )
+        if self._myself is None:
+            self._myself = Member(self.me, self.name, self.trains, self.holds, status, now, now, self.device)
         self._myself.hear(status, now)
 
     # -- leases -------------------------------------------------------------------------------------------------------

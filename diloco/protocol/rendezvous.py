@@ -29,17 +29,11 @@ def order(peers: Iterable[str], fragment: int) -> list[str]:
 
 
 def assign(fragments: Iterable[int], peers: Collection[str], load: Mapping[str, int]) -> dict[int, str]:
-    """Give each of the fragments a holder.
+    """Give each of the fragments a holder among the peers: fragment -> peer, empty when there are no peers.
 
-    Args:
-        fragments: the fragments to give away.
-        peers: candidates; empty means that nothing can be assigned.
-        load: how many fragments each candidate holds already.
-
-    Returns:
-        fragment -> peer. The candidates end with equal numbers of fragments, or one more or less, unless one of them
-        held too many before. Once some of these peers have claimed their fragments, and `load` counts these, the answer
-        for the remaining fragments is still the same.
+    `load` is how many fragments each of them holds already. They end with equal numbers of fragments, or one more or
+    less, unless one of them held too many before. Once some of these peers have claimed their fragments, and `load`
+    counts these, the answer for the remaining fragments is still the same.
     """
     wanted = sorted(fragments)
     if not peers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Due", "Schedule"]
+__all__ = ["Due", "Schedule", "dylu_steps"]
 
 
 class Due(NamedTuple):
@@ -28,7 +28,8 @@ class Schedule:
         fragments: how many there are. sync_every: H, inner steps of a full cycle.
         staggered: fragments are due one after another, evenly over the cycle; else all at its end.
         overlap: inner steps from sending a pseudo-gradient to adopting the update.
-        inner_step: position in the cycle. target_steps: its length; shorter than H for a slow peer with DyLU.
+        inner_step: position in the cycle. target_steps: its length, which the owner may set as one begins: a
+            slow peer with DyLU takes fewer than H.
     """
 
     fragments: int
@@ -44,10 +45,6 @@ class Schedule:
         self.inner_step = position
         self.target_steps = self.sync_every if steps is None else steps
         self._flying = []
-
-    def next_cycle(self, steps: int) -> None:
-        """The cycle that began when the last one ended has this many inner steps."""
-        self.target_steps = steps
 
     def advance(self) -> Due:
         """An inner step is done."""
@@ -70,3 +67,17 @@ class Schedule:
         if not self.staggered:
             return self.target_steps
         return -(-(fragment + 1) * self.target_steps // self.fragments)
+
+
+def dylu_steps(mine: float, fastest: float, sync_every: int, floor: int = 5) -> int:
+    """Inner steps of a peer that makes `mine` steps a second, if it should finish when the fastest finishes
+    `sync_every`.
+
+    Dynamic local updates of Asynchronous Local-SGD (arXiv 2401.09135, Algorithm 2): floor(mine / fastest * H), at
+    least `floor` (5 in the authors' code) and at most H. A peer takes H if it measured itself faster than the fastest
+    known peer, or if a speed is not known yet (0).
+    """
+    assert mine >= 0 and fastest >= 0 and sync_every >= 1, f"speeds {mine}, {fastest} are impossible"
+    if not 0 < mine < fastest:
+        return sync_every
+    return min(sync_every, max(floor, int(mine / fastest * sync_every)))

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, ConfigDict, Field
+
+from diloco.text import plain
 
 __all__ = ["MAX_NAME_BYTES", "MAX_SHARES", "OTHERS", "Contributor", "Share", "Shares", "credited", "short_name"]
 
 MAX_SHARES = 4096  # They fit into a frame, beside the digests of all parts of an anchor.
 MAX_NAME_BYTES = 24
 Count = Annotated[int, Field(ge=0, lt=2**62)]  # on the wire
+_Name = Annotated[str, Field(max_length=128), AfterValidator(plain)]
 OTHERS = ""  # stands for the peers whose shares are too many; those that ended first are summed up
 
 
@@ -49,13 +52,15 @@ class Contributor:
         first_version, last_version: of the control fragment.
     """
 
-    peer_id: str
-    name: str
-    outer_steps: int
-    tokens: int
-    bytes: int
-    first_version: int
-    last_version: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)  # read inside a snapshot
+
+    peer_id: _Name
+    name: _Name
+    outer_steps: Count
+    tokens: Count
+    bytes: Count
+    first_version: Count
+    last_version: Count
 
 
 def credited(shares: Mapping[str, Share], version: int, tokens: Mapping[str, int], names: Mapping[str, str]) -> Shares:

@@ -18,30 +18,15 @@ from diloco.errors import PayloadError
 from diloco.protocol.messages.base import Count, Index, Rate
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES
 from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.protocol.shares import Contributor
 from diloco.protocol.states import State
 from diloco.text import plain
 
 __all__ = [
-    "MAX_FRAGMENTS",
-    "MAX_HISTORY",
-    "MAX_PACKED_BYTES",
-    "MAX_PEERS",
-    "MAX_PEER_ROUNDS",
-    "MAX_TEXT_BYTES",
-    "SHORT",
-    "Contributions",
-    "Event",
-    "FragmentRow",
-    "LedgerTotals",
-    "LossPoint",
-    "PeerRound",
-    "PeerRow",
-    "Round",
-    "RunInfo",
-    "Snapshot",
-    "pack",
-    "unpack",
-]
+    "MAX_FRAGMENTS", "MAX_HISTORY", "MAX_PACKED_BYTES", "MAX_PEERS", "MAX_PEER_ROUNDS", "MAX_TEXT_BYTES", "SHORT",
+    "Event", "FragmentRow", "LedgerTotals", "LossPoint", "PeerRound", "PeerRow", "Round", "RunInfo",
+    "Snapshot", "pack", "unpack",
+]  # fmt: skip
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
 MAX_PEERS = 1024
@@ -139,18 +124,6 @@ class PeerRound(_Part):
     seconds: PhaseSeconds
 
 
-class Contributions(_Part):
-    """A line of the public record, as `shares.Contributor`."""
-
-    peer_id: Name
-    name: Name
-    outer_steps: Count
-    tokens: Count
-    bytes: Count
-    first_version: Count
-    last_version: Count
-
-
 class LedgerTotals(_Part):
     """Where the tokens are: processed = applied + discarded + in_flight."""
 
@@ -158,7 +131,7 @@ class LedgerTotals(_Part):
     applied: Count
     discarded: Count
     in_flight: Count
-    contributions: Annotated[list[Contributions], Field(max_length=MAX_PEERS), FailFast()]
+    contributions: Annotated[list[Contributor], Field(max_length=MAX_PEERS), FailFast()]
 
 
 class LossPoint(_Part):

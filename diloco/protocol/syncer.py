@@ -214,10 +214,8 @@ class Syncer:
     def poll(self, members: Mapping[str, Member], now: float, sync_s: float = 0.0) -> Close | None:
         """Decide whether to close; `grace_until` says when to ask again if nothing else happens.
 
-        Args:
-            members: the live peers by id; this peer is one of them, for it waits for itself like for any other.
-            now: seconds of a monotonic clock.
-            sync_s: measured seconds from a decision to close to its publication.
+        `members` are the live peers by id; this peer is one of them, for it waits for itself like for any other.
+        `sync_s` are measured seconds from a decision to close to its publication.
         """
         if not self.may_close(now):
             return None
@@ -292,9 +290,8 @@ class Syncer:
         base = status.versions[self.fragment]
         known = member.peer in self.last_contributors
         if base == self.version:
-            return (
-                known or not (self._settings.staggered and self.last_contributors) or self._about_to_send(member, now)
-            )
+            may_be_late = self._settings.staggered and self.last_contributors
+            return known or not may_be_late or self._about_to_send(member, now)
         # Right after a publication the contributors' statuses still name the version before.
         return known and base == self.version - 1
 

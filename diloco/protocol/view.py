@@ -1,59 +1,92 @@
-"""Questions to one peer's knowledge of the swarm. Sans-IO; nothing here changes anything."""
+"""One peer's knowledge of the swarm, and questions to it. Sans-IO; no question changes anything."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.accounts import Accounts
-from diloco.protocol.address_book import AddressBook
-from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
-from diloco.protocol.leases import LeaseTable
-from diloco.protocol.membership import Membership
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, LeaseTable
+from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
-from diloco.protocol.plausible import implausible
+from diloco.protocol.pace import Pace
+from diloco.protocol.penalties import Penalties, implausible
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.states import STATES, State
-from diloco.protocol.syncer import Syncer
+from diloco.protocol.syncer import SYNC, Syncer
 
 __all__ = ["View"]
 
 
 class View:
-    """What follows from what a peer knows. `Peer` sets these attributes, and changes them with each event.
+    """What a peer knows, and what follows from that; `Peer` changes it with each event.
+
+    Args:
+        me, name: id and display name of this peer.
+        run_id, manifest_hash: the same on all peers of the run.
+        digests: digest of each fragment's anchor; its length is the number of fragments.
+        versions: anchor version of each fragment (all 0 in a new run).
+        applied_tokens: swarm clock at these versions.
+        trains, holds: whether this peer contributes, and whether it can be a syncer.
+        min_peers: connected peers, this one included, before anything is claimed; not waited for where others train.
+        newcomer: this peer joins others. It claims nothing until `Peer.discovered` says that it has heard all of them;
+            else it would take every fragment for vacant.
+        outer: when versions close, and how far behind a contribution may be.
+        tokens_per_step: tokens of any peer's inner step, from the manifest; None where the manifest does not say it.
+        device: what it trains on, for watchers.
+        payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
 
     Attributes:
-        me, name, device: id of this peer, its display name, and what it trains on.
-        trains, holds: whether it contributes, and whether it can be a syncer.
-        outer: when versions close, and how far behind a contribution may be.
-        tokens_per_step: tokens of any peer's inner step; None where the manifest does not say it.
         state: what its training loop is doing.
         fragments: what it knows of each fragment. leases: a table over them, by holder.
         accounts: what the anchors are made of. members: the other peers. address_book: where to call them.
     """
 
-    me: str
-    name: str
-    run_id: str
-    manifest_hash: str
-    device: str
-    trains: bool
-    holds: bool
-    outer: OuterConfig
-    tokens_per_step: int | None
-    state: State
-    fragments: list[Fragment]
-    leases: LeaseTable
-    accounts: Accounts
-    members: Membership
-    address_book: AddressBook
-    _progress: tuple[int, int, float, int]
-    _figures: dict[str, Any]
-    _heirs: tuple[tuple[object, ...], dict[int, str]]
+    def __init__(
+        self,
+        me: str,
+        name: str,
+        run_id: str,
+        manifest_hash: str,
+        digests: Sequence[str],
+        versions: Sequence[int] | None = None,
+        applied_tokens: int = 0,
+        trains: bool = True,
+        holds: bool = True,
+        min_peers: int = 1,
+        newcomer: bool = False,
+        outer: OuterConfig = SYNC,
+        tokens_per_step: int | None = None,
+        device: str = "",
+        payload_bytes: Sequence[int] = (),
+    ) -> None:
+        self.me, self.name, self.device = me, name, device
+        self.run_id, self.manifest_hash = run_id, manifest_hash
+        self.trains, self.holds = trains, holds
+        self.min_peers, self.newcomer = min_peers, newcomer
+        self.outer, self.tokens_per_step = outer, tokens_per_step
+        self.state: State = "starting"
+        self.warming = False  # It trains by itself or fetches its inner state; nobody expects anything of it yet.
+        known = zip(digests, versions or [0] * len(digests), strict=True)
+        self.fragments = [Fragment(index, version, digest) for index, (digest, version) in enumerate(known)]
+        self.leases = LeaseTable(self.fragments)
+        self.members = Membership()
+        self.accounts = Accounts(me, name, self.fragments, self.members, applied_tokens, payload_bytes)
+        self.address_book = AddressBook()
+        self.penalties = Penalties()
+        self.sync_s = 0.0  # moving average of the seconds from a decision to close to its publication
+        self.heals = 0
+        self.takeovers = 0
+        self._opened = False  # enough peers were connected once
+        self._myself: Member | None = None
+        self._progress = (0, 0, 0.0, 0)
+        self._figures: dict[str, Any] = {}
+        self._heirs: tuple[tuple[object, ...], dict[int, str]] = ((), {})
+        self._pace = Pace()
 
     @property
     def versions(self) -> list[int]:
@@ -86,55 +119,36 @@ class View:
         """This peer's status as the others shall see it, at a heartbeat with figures for watchers."""
         inner_step, target_steps, steps_per_s, tokens = self._progress
         return Status(
-            state=self.state,
-            versions=self.versions,
-            inner_step=inner_step,
-            target_steps=target_steps,
-            steps_per_s=steps_per_s,
-            tokens=tokens,
+            state=self.state, versions=self.versions,
+            inner_step=inner_step, target_steps=target_steps, steps_per_s=steps_per_s, tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
             figures=Figures(**self._figures) if figures else None,
-        )
+        )  # fmt: skip
 
     def hello(self) -> Hello:
         """First message to a newly connected peer."""
+        peers = [member.peer for member in self.members.all()]
         return Hello(
-            wire_version=WIRE_VERSION,
-            run_id=self.run_id,
-            manifest_hash=self.manifest_hash,
-            name=self.name,
-            trains=self.trains,
-            holds=self.holds,
-            device=self.device,
-            peers=[member.peer for member in self.members.all()],
-            addresses=self.address_book.all([self.me, *(member.peer for member in self.members.all())]),
-            status=self.status(),
+            wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
+            name=self.name, trains=self.trains, holds=self.holds, device=self.device,
+            peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
-        )
+        )  # fmt: skip
 
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
         return Claim(
-            fragment=lease.fragment,
-            term=lease.term,
-            version=lease.version,
-            digest=lease.digest,
-            applied_tokens=0 if lease.fragment else self.applied_tokens,
-            **self.accounts.data_cursor(lease.fragment),
-        )
+            fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest,
+            applied_tokens=0 if lease.fragment else self.applied_tokens, **self.accounts.data_cursor(lease.fragment),
+        )  # fmt: skip
 
     def publication(self, fragment: Fragment, syncer: Syncer, contributors: Collection[str]) -> Published:
         """Announces the version of a fragment that this peer has just made of these contributions."""
         return Published(
-            fragment=fragment.index,
-            term=syncer.term,
-            version=fragment.version,
-            digest=fragment.digest,
-            contributors=sorted(contributors),
-            applied_tokens=self.applied_tokens,
-            staleness=syncer.last_staleness,
+            fragment=fragment.index, term=syncer.term, version=fragment.version, digest=fragment.digest,
+            contributors=sorted(contributors), applied_tokens=self.applied_tokens, staleness=syncer.last_staleness,
             **self.accounts.data_cursor(fragment.index),
-        )
+        )  # fmt: skip
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
@@ -270,16 +284,12 @@ class View:
 
     # -- anchors, here and elsewhere ----------------------------------------------------------------------------------
 
-    def agrees(self, fragment: int) -> bool:
-        """Whether the anchor of a fragment is the one that its syncer published last."""
-        return self.fragments[fragment].agrees()
-
     def near(self, fragment: int) -> bool:
         """Whether the anchor is the syncer's, or at most as far behind as a contribution may be."""
-        lease, version = self.leases.get(fragment), self.fragments[fragment].version
+        known, lease = self.fragments[fragment], self.leases.get(fragment)
         if lease is None:
             return False
-        return self.agrees(fragment) or 0 < lease.version - version <= self.outer.staleness_limit
+        return known.agrees() or 0 < lease.version - known.version <= self.outer.staleness_limit
 
     def behind(self, fragment: int) -> bool:
         """Whether the fragment's syncer published a later version, or another anchor under the same one."""

@@ -15,8 +15,6 @@ __all__ = ["Lying", "parse"]
 class Lying(Codec):
     """A codec whose contributions are multiplied with a factor; what it reads of others is what they sent."""
 
-    can_publish = False
-
     def __init__(self, honest: Codec, factor: float) -> None:
         self.name = honest.name  # type: ignore[misc]
         self.carries_values = honest.carries_values  # type: ignore[misc]

@@ -13,8 +13,9 @@ After every turn, of every living node that something happened to:
 At the end, when everything is healed and everybody is done:
 
 - all anchors are equal;
-- no contribution is in the surviving anchors twice; at a barrier no sequence of the data is, unless its syncer counted
-  that (`units_twice`), or peers lost each other (both sides of a split hand out the same sequences);
+- no contribution is in the surviving anchors twice, by its name or by its bytes; at a barrier no sequence of the data
+  is, unless its syncer counted that (`units_twice`), or peers lost each other (both sides of a split hand out the same
+  sequences);
 - tokens are conserved: what a peer that never restarted has processed is applied, counted as discarded, or was not sent
   yet. (With a staleness limit a peer may err when its syncer changed: records name contributors without their base
   versions.)
@@ -27,6 +28,11 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
+from diloco.outer.held import Held, Judged
+from diloco.outer.optimizer import OuterStep
+from diloco.outer.replica import Replica
 from diloco.protocol.actions import Note
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
@@ -68,6 +74,7 @@ class Watch:
 
         node.context.do = told  # type: ignore[method-assign]
         self._seen[life.owner] = (list(peer.versions), list(peer.digests))
+        self._watch_bytes(node.replica)
         published, adopted, offer = peer.published, peer.adopted, peer.offer
 
         def makes(index: int, digest: str, contributors: Any, now: float) -> Any:
@@ -95,6 +102,45 @@ class Watch:
             return verdict
 
         peer.published, peer.adopted, peer.offer = makes, moves, hears  # type: ignore[method-assign, assignment]
+
+    def _watch_bytes(self, replica: Replica) -> None:
+        """Note the bytes of every payload that goes into a version: a name alone may be that of other bytes."""
+        hold = replica.hold
+
+        def holds(fragment: int, *outer: Tensor) -> None:
+            before = replica.held.get(fragment)
+            hold(fragment, *outer)
+            if replica.held[fragment] is not before:
+                self._watch_held(replica.held[fragment])
+
+        replica.hold = holds  # type: ignore[method-assign, assignment]
+        for held in replica.held.values():
+            self._watch_held(held)
+
+    def _watch_held(self, held: Held) -> None:
+        take, fold_whole, merge_, restart = held.take, held.fold_whole, held.merge_, held.restart
+        pending: list[tuple[str, bytes]] = []  # from whom, where that is known, and what
+
+        def takes(chunk: int, peer: str, payload: Tensor, weight: float) -> None:
+            take(chunk, peer, payload, weight)
+            pending.append((peer, b"%d " % chunk + payload.numpy().tobytes()))
+
+        def folds(payloads: Sequence[Tensor], *rest: Any) -> None:
+            fold_whole(payloads, *rest)
+            pending.append(("", b"".join(payload.numpy().tobytes() for payload in payloads)))
+
+        def merges(step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
+            digest = merge_(step, update, judged)
+            self.lineage.payloads[digest] = [each for peer, each in pending if judged is None or peer in judged[0]]
+            pending.clear()
+            return digest
+
+        def restarts() -> None:
+            restart()
+            pending.clear()
+
+        held.take, held.fold_whole = takes, folds  # type: ignore[method-assign, assignment]
+        held.merge_, held.restart = merges, restarts  # type: ignore[method-assign]
 
     def _made(self, digest: str, made: Made) -> None:
         self.lineage.add(digest, made)
@@ -185,6 +231,8 @@ def check_end(crowd: Crowd, lineage: Lineage) -> None:
     for fragment, digest in enumerate(one.protocol.digests):
         if again := lineage.repeated(digest):
             raise Violation(f"in fragment {fragment} are merged more than once: {again}")
+        if twice := lineage.repeated_payloads(digest):
+            raise Violation(f"in fragment {fragment} {twice} payloads are merged more than once")
     repeated = lineage.repeated_sequences(one.protocol.digests[CONTROL_FRAGMENT])
     if one.replica.settings.barrier and not crowd.torn and repeated > lineage.units_twice:
         raise Violation(f"{repeated} sequences are merged more than once, and {lineage.units_twice} are counted so")

@@ -44,13 +44,14 @@ class Total(NamedTuple):
 class Lineage:
     """All versions that were ever made, by digest; also those that no living peer has any more.
 
-    `learned_from` has the work units of each contribution to the control fragment. `units_twice` is how many sequences
-    the syncers themselves counted as merged more than once.
+    `payloads` has the bytes that were merged into each version. `learned_from` has the work units of each contribution
+    to the control fragment. `units_twice` is how many sequences the syncers themselves counted as merged twice.
     """
 
     def __init__(self) -> None:
         self.made: dict[str, Made] = {}
         self.learned_from: dict[Contributed, Units] = {}
+        self.payloads: dict[str, list[bytes]] = {}
         self.units_twice = 0
         self._totals: dict[str, dict[str, Total]] = {}
 
@@ -86,6 +87,14 @@ class Lineage:
         """Contributions that are in an anchor more than once, in order."""
         count = Counter(whose for made in self.of(digest) for whose, _ in made.contributions)
         return sorted(whose for whose, number in count.items() if number > 1)
+
+    def repeated_payloads(self, digest: str) -> int:
+        """How many payloads are in an anchor more than once."""
+        merged: list[bytes] = []
+        while digest in self.made:
+            merged += self.payloads.get(digest, [])
+            digest = self.made[digest].before
+        return len(merged) - len(set(merged))
 
     def units(self, digest: str) -> list[Units]:
         """The work units of each contribution that is in an anchor of the control fragment."""

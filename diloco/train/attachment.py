@@ -325,7 +325,7 @@ class Attachment:
         if adopted.position:
             self._schedule.begin(adopted.position)
         if outer.dylu:
-            self._schedule.next_cycle(adopted.cycle_steps)
+            self._schedule.target_steps = adopted.cycle_steps
 
     def _resume(self) -> None:
         """Train on from the anchors that are loaded."""

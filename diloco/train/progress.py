@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from diloco.config import OuterConfig
-from diloco.outer.rates import dylu_steps
 from diloco.protocol.phase_seconds import PhaseSeconds
+from diloco.protocol.schedule import dylu_steps
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.rounds import Count
 

@@ -33,6 +33,7 @@ __all__ = ["Message", "OtherVersion", "Refusal", "UnknownKind", "decode", "encod
 M = TypeVar("M", bound=Message)
 SPEAKS_FIRST = (control.Hello.kind, watching.SnapshotReply.kind)  # kinds that carry the wire version of their sender
 MAX_KIND = 32  # characters of the name of a kind
+REMEDY = "install the same diloco version on both sides"
 
 
 class OtherVersion(PayloadError):
@@ -80,7 +81,9 @@ def decode(frame: bytes) -> Message:
         if type(version) is int and (objection := objection_to_wire(version)) is not None:
             raise OtherVersion(objection)
     if kind not in KINDS:
-        raise _unknown(kind)
+        if len(kind) <= MAX_KIND and kind.isascii() and kind.isidentifier():
+            raise UnknownKind(f"messages of kind {kind} are not known here; {REMEDY}")
+        raise PayloadError(f"a message does not fit its schema: no kind is called {_shown(kind)}")
     try:
         return KINDS[kind].model_validate(fields)
     except ValidationError as error:
@@ -88,12 +91,6 @@ def decode(frame: bytes) -> Message:
         where = ".".join(str(part) for part in (kind, *first["loc"]))
         # The sender chose the keys: they may be as long as a frame and hold line breaks.
         raise PayloadError(f"a message does not fit its schema: {_shown(where)}: {_shown(first['msg'], 200)}") from None
-
-
-def _unknown(kind: str) -> PayloadError:
-    if len(kind) <= MAX_KIND and kind.isascii() and kind.isidentifier():
-        return UnknownKind(f"messages of kind {kind} are not known here; install the same diloco version on both sides")
-    return PayloadError(f"a message does not fit its schema: no kind is called {_shown(kind)}")
 
 
 def _shown(text: str, length: int = 100) -> str:
@@ -104,16 +101,11 @@ def objection_to_wire(version: int) -> str | None:
     """Why a peer of that wire version cannot be talked to, as one line for its user; None when it can."""
     if version == WIRE_VERSION:
         return None
-    return (
-        f"wire version {version} there does not fit {WIRE_VERSION} here; install the same diloco version on both sides"
-    )
+    return f"wire version {version} there does not fit {WIRE_VERSION} here; {REMEDY}"
 
 
 def expect(message: Message, kind: type[M]) -> M:
-    """Narrow a message to the kind that the conversation allows here.
-
-    Raises `PayloadError` for a `Refusal`, with its reason, and for any other kind.
-    """
+    """Narrow a message to the kind that may come here; `PayloadError` for others, for a `Refusal` with its reason."""
     if isinstance(message, kind):
         return message
     if isinstance(message, Refusal):

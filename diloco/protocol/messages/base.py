@@ -10,27 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 from diloco.admission.invitation import Role
 
 __all__ = [
-    "EVERYBODY",
-    "KINDS",
-    "MAX_FRAME_BYTES",
-    "MAX_RANGES",
-    "MAX_UNIT_RANGES",
-    "MEMBERS",
-    "WORKERS",
-    "Addresses",
-    "Count",
-    "Digest",
-    "FewUnits",
-    "Index",
-    "Message",
-    "Name",
-    "Names",
-    "Place",
-    "Rate",
-    "Refusal",
-    "Unit",
-    "Units",
-]
+    "EVERYBODY", "KINDS", "MAX_FRAME_BYTES", "MAX_RANGES", "MAX_UNIT_RANGES", "MEMBERS", "WORKERS", "Addresses",
+    "Count", "Digest", "FewUnits", "Index", "Message", "Name", "Names", "Place", "Rate", "Refusal", "Unit", "Units",
+]  # fmt: skip
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
 MAX_UNIT_RANGES = 64  # ranges that one peer has at a time

@@ -2,7 +2,7 @@
 payload whose length both sides know beforehand.
 
 A message about a version of the control fragment carries the data cursor of that version, `cursor` and `open` (see
-`dealer`); for other fragments both are empty. A message that brings an anchor brings its *shares*: which peer
+`ledger`); for other fragments both are empty. A message that brings an anchor brings its *shares*: which peer
 contributed how much to it (see `shares`).
 """
 
@@ -12,38 +12,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
-from diloco.protocol.messages.base import (
-    MEMBERS,
-    WORKERS,
-    Count,
-    Digest,
-    FewUnits,
-    Index,
-    Message,
-    Name,
-    Place,
-    Units,
-)
+from diloco.protocol.messages.base import MEMBERS, WORKERS, Count, Digest, FewUnits, Index, Message, Name, Place, Units
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
 __all__ = [
-    "MAX_MOMENTS",
-    "MAX_PARTS",
-    "MAX_UNITS_WANTED",
-    "Anchor",
-    "Contribution",
-    "InnerHeader",
-    "InnerRequest",
-    "PartList",
-    "PartRequest",
-    "Receipt",
-    "Record",
-    "StateHeader",
-    "StateRequest",
-    "UnitGrant",
-    "UnitRequest",
-    "Verdict",
-]
+    "MAX_MOMENTS", "MAX_PARTS", "MAX_UNITS_WANTED", "Anchor", "Contribution", "InnerHeader", "InnerRequest", "PartList",
+    "PartRequest", "Receipt", "Record", "StateHeader", "StateRequest", "UnitGrant", "UnitRequest", "Verdict",
+]  # fmt: skip
 
 MAX_PARTS = 2**13  # their digests fill half a frame; a fragment of more than 32 GiB comes in one piece
 MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill half a frame
@@ -103,10 +78,7 @@ class Receipt(Message, kind="receipt"):
 
 
 class Record(Message, kind="record"):
-    """Header of an update record; the encoded displacement follows, chunk after chunk.
-
-    `contributors` names the tokens of each contributor.
-    """
+    """Header of an update record, with the tokens of each contributor; the encoded displacement follows, in chunks."""
 
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]

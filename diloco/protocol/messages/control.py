@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 
 from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.revocations import MAX_REVOKED
@@ -56,7 +56,7 @@ class Greeting(Message, kind="greeting", place=Place.GREETING, roles=EVERYBODY):
     revoked: Count = 0
 
 
-class Figures(BaseModel):
+class Figures(Message):
     """Figures of a peer that only watchers read.
 
     Attributes:
@@ -66,8 +66,6 @@ class Figures(BaseModel):
         rounds: how many rounds (exchanges and the inner steps before them) it has measured.
         seconds: of the last round: compute, wait, comm, outer; empty before the first.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     discarded: Count = 0
     loss: Rate = 0.0
@@ -123,7 +121,7 @@ class _AboutFragment(Message):
     """What the syncer of a fragment says of the fragment.
 
     `applied_tokens`, `cursor` and `open` belong to the version of the control fragment: the swarm clock (tokens that
-    are in the model since version 0) and the data cursor (see `dealer`). Messages about other fragments leave the
+    are in the model since version 0) and the data cursor (see `ledger`). Messages about other fragments leave the
     data cursor empty.
     """
 
@@ -167,10 +165,7 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
 
 
 class Published(_AboutFragment, kind="published", place=Place.CONTROL):
-    """Announcement of an update record: the fragment is now at `version`.
-
-    `staleness` is that of the oldest contribution in this version.
-    """
+    """Announcement of an update record: the fragment is now at `version`, whose oldest contribution was that stale."""
 
     contributors: Names
     applied_tokens: Count

@@ -9,17 +9,9 @@ from pydantic import FailFast, Field
 from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place
 
 __all__ = [
-    "MAX_PROBE_BYTES",
-    "MAX_SNAPSHOT_PIECE_BYTES",
-    "DialBack",
-    "DialBackReply",
-    "ManifestReply",
-    "ManifestRequest",
-    "Probe",
-    "ProbeReply",
-    "SnapshotReply",
-    "SnapshotRequest",
-]
+    "MAX_PROBE_BYTES", "MAX_SNAPSHOT_PIECE_BYTES", "DialBack", "DialBackReply", "ManifestReply", "ManifestRequest",
+    "Probe", "ProbeReply", "SnapshotReply", "SnapshotRequest",
+]  # fmt: skip
 
 MAX_SNAPSHOT_PIECE_BYTES = MAX_FRAME_BYTES // 2
 MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
@@ -48,9 +40,8 @@ class SnapshotReply(Message, kind="snapshot"):
 
 
 class Probe(Message, kind="probe", place=Place.REQUEST, roles=EVERYBODY):
-    """Asks whether a peer is well and how well it is connected; `sends` meaningless bytes follow.
-
-    `wants` bytes come back behind the reply, and the time that they take gives the bandwidth.
+    """Asks whether a peer is well and how well it is connected. `sends` meaningless bytes follow, and `wants` bytes
+    come back behind the reply; the time that they take gives the bandwidth.
     """
 
     sends: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)] = 0

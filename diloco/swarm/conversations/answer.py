@@ -9,12 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import PayloadError
-from diloco.protocol.limits import Limiter
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
 from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
-from diloco.protocol.penalties import Offence, offences
+from diloco.protocol.penalties import Limiter, Offence, offences
 from diloco.swarm.conversations import contribution, units
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner

@@ -11,13 +11,12 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from typing import Any
 
 import diloco.protocol.snapshot as schema
 from diloco.config import WIRE_VERSION
-from diloco.protocol.address_book import AddressBook
-from diloco.protocol.membership import Member
+from diloco.protocol.membership import AddressBook, Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
 from diloco.protocol.peer import Peer
@@ -171,10 +170,7 @@ class Recorder:
             applied=applied,
             discarded=discarded,
             in_flight=processed - applied - discarded,
-            contributions=[
-                schema.Contributions(**asdict(row))
-                for row in self._protocol.accounts.contributions()[: schema.MAX_PEERS]
-            ],
+            contributions=self._protocol.accounts.contributions()[: schema.MAX_PEERS],
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco.outer.held import Held, Judged
+from diloco.outer.merging import Staged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.robust import Judgement
-from diloco.outer.staged import Staged
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.messages.bulk import Record
 from diloco.protocol.syncer import Close, Syncer

@@ -9,6 +9,7 @@ from pathlib import Path
 from diloco.config import SwarmConfig, flatten
 from diloco.errors import PayloadError
 from diloco.outer.replica import Replica
+from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
 from diloco.protocol.peer import Peer
 from diloco.swarm.conversations.context import Context, OnEvent
@@ -97,7 +98,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         for fragment, term in enumerate(saved.terms):
             protocol.leases.see_term(fragment, term)
         protocol.accounts.restore_shares(saved.shares)
-        protocol.accounts.restore_data_cursor((saved.units[0], union(saved.units[1])))
+        protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))
     protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
     transport.where = protocol.address_book.of
     context = Context(

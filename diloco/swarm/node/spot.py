@@ -25,8 +25,8 @@ from torch import Tensor
 
 from diloco.outer.fragments import scatter_
 from diloco.outer.held import Judged
+from diloco.outer.merging import Staged
 from diloco.outer.replica import Replica
-from diloco.outer.staged import Staged
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, intersection
 from diloco.protocol.syncer import Close, Syncer

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from diloco.errors import PayloadError, SwarmError
-from diloco.protocol.address_book import AddressBook
+from diloco.protocol.membership import AddressBook
 from diloco.protocol.snapshot import Snapshot
 from diloco.swarm.conversations.watch import request_snapshot
 from diloco.swarm.wire.deadline import within

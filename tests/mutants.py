@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         "fragment-is-not-locked",
         "A record is applied, and a contribution folded in, while a thread moves the same anchor.",
-        "diloco.swarm.conversations.locks",
+        "diloco.swarm.conversations.tasks",
         """        return self._lock
 
 """,
@@ -170,7 +170,7 @@ MUTANTS = [
         "record-of-another-version",
         "An update is applied to an anchor that it does not follow.",
         "diloco.swarm.node.anchors",
-        "if here != (header.version - 1, header.digest_before):",
+        "if (here.version, here.digest) != (header.version - 1, header.digest_before):",
         "if False:",
     ),
     Mutant(

@@ -143,7 +143,9 @@ class Trainee:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
         for name, parameter in self.parameters.items():
             parameter.sub_(step if isinstance(step, float) else step[name])
-        outcome = self.call(self.node.exchange(10, tokens))
+        fragments = range(len(self.replica.fragments))
+        self.call(self.node.send(dict.fromkeys(fragments, (10, tokens))))
+        outcome = self.call(self.node.receive(fragments))
         assert outcome is not None, "interrupted"
         self.call(self.node.enter("training"))
         return outcome

@@ -32,7 +32,7 @@ async def step_and_exchange(peer: Villager, busy_s: float = 0.0) -> None:
     peer.replica.parameters["w"].sub_(1.0)
     peer.node.protocol.progress(1, 1, 10.0, 10)
     await asyncio.sleep(0.1)
-    assert await peer.node.exchange(1, 10) is not None
+    await peer.exchange()
 
 
 @pytest.mark.parametrize("busy", ["syncer", "other"])

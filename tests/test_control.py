@@ -23,7 +23,6 @@ from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.states import State
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.node.dht import DhtRecords
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.gate import Gate
@@ -53,7 +52,7 @@ class Listener:
             on_event=lambda kind, fields: self.notes.append((kind, fields)),
         )  # fmt: skip
         self.context.carry_out = self.carry_out
-        self.mesh = ControlMesh(self.context, DhtRecords(self.context), RunSpec("run", MANIFEST, "{}"))
+        self.mesh = ControlMesh(self.context, RunSpec("run", MANIFEST, "{}"))
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         self.notes += [(action.kind, action.fields) for action in actions if isinstance(action, Note)]

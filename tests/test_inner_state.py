@@ -25,7 +25,6 @@ from diloco.protocol.messages.bulk import InnerHeader
 from diloco.protocol.messages.control import Status
 from diloco.protocol.states import State
 from diloco.sim.run import Simulated, simulate
-from diloco.swarm.conversations import inner_state
 from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, send_inner
 from diloco.swarm.wire.streams import Stream
 from diloco.train import attachment as attachment_module
@@ -179,8 +178,7 @@ def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
         return snapshot(optimizer)
 
     async def scene() -> None:
-        shared = InnerDonor()
-        shared.snapshot = make
+        shared = InnerDonor(make)
         one, two = await asyncio.gather(shared.get(), shared.get())
         assert one is two and len(made) == 1
         del one, two
@@ -191,7 +189,7 @@ def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
         await shared.get()
         assert len(made) == 2
         with pytest.raises(PayloadError, match="no inner optimizer state is here"):
-            await InnerDonor().get()
+            await InnerDonor(lambda: None).get()
 
     asyncio.run(scene())
 
@@ -299,7 +297,7 @@ def test_a_lying_donor_is_refused_and_another_one_asked(
         for piece in values.split(CHUNK):
             await stream.send_payload(piece.view(torch.uint8))
 
-    monkeypatch.setattr(inner_state, "send_inner", lying)
+    monkeypatch.setattr("diloco.swarm.conversations.answer.send_inner", lying)
     outcome = simulated(tmp_path, *LATE)
     [failed], [event] = said(tmp_path, "inner_state_failed"), said(tmp_path, "inner_state")
     assert failed["donor"] == "p0" and event["from"] == "p1"

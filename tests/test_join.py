@@ -200,7 +200,9 @@ class Asker:
     async def send(self, message: Message) -> None:
         self.heard.append(message)
 
-    async def drained(self, discard: int = 0) -> None: ...
+    async def refuse(self, reason: str) -> None:
+        self.heard.append(Refusal(reason=reason))
+
     async def send_payload(self, payload: torch.Tensor) -> None: ...
     async def receive_payload(self, out: torch.Tensor) -> None: ...
 
@@ -216,7 +218,8 @@ class Answering:
 
     def ask(self, peer: str, request: Probe | DialBack) -> Message:
         asker = Asker(peer)
-        asyncio.run(self._server.answer(asker, request))  # type: ignore[arg-type]
+        answer: Any = self._server.measure if isinstance(request, Probe) else self._server.call_back
+        asyncio.run(answer(asker, request))
         [answer] = asker.heard
         return answer
 

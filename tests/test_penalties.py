@@ -166,7 +166,7 @@ class Host(StubHost):
         self.do(self.protocol.connected(OTHER, self.hello(claims=False), self.now()))
         self.clock = 0.0
         self.context.tasks.until = self.until  # type: ignore[method-assign]
-        self.server = BulkServer(self.context)
+        self.server = BulkServer(self.context, lambda: None)
 
     def now(self) -> float:
         return getattr(self, "clock", 0.0)

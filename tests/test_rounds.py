@@ -505,7 +505,7 @@ def test_nothing_moves_under_a_checkpoint_that_is_being_written() -> None:
         while not host.protocol.merging(0):
             await asyncio.sleep(0)
         await host.anchors.show()  # evaluating the anchors meanwhile is no problem
-        _, [served] = await copy_state(host.context, 0)
+        served = (await copy_state(host.context, 0)).anchor
         for _ in range(100):
             await asyncio.sleep(0)
         assert all(map(torch.equal, before, [saved.anchors[0], *saved.outer[0]])) and torch.equal(served, before[0])

@@ -62,7 +62,7 @@ def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -
 
 def told(peer: Peer, recorder: Recorder, message: Status | Published, now: float, other: str = OTHER) -> None:
     peer.heard(other, message, now)
-    recorder.heard(peer, other, message, now)
+    recorder.heard(other, message, now)
 
 
 def published(version: int, fragment: int = 0, **fields: Any) -> Published:
@@ -74,9 +74,10 @@ def published(version: int, fragment: int = 0, **fields: Any) -> Published:
 
 
 def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
-    peer, recorder = joined(node(), tokens=70, loss=2.5, bytes_sent=4), Recorder()
+    peer = joined(node(), tokens=70, loss=2.5, bytes_sent=4)
+    recorder = Recorder(peer, TEXT)
     peer.discovered(0.0)
-    seen = recorder.snapshot(peer, TEXT, 3.0)
+    seen = recorder.snapshot(3.0)
     assert (seen.run.run_id, seen.run.mode, seen.run.model, seen.run.outer_steps) == ("run", "synchronous", "tiny", 9)
     mine, other = seen.peers
     assert (mine.name, mine.device, mine.last_seen_s) == ("me", "cpu", 0.0)
@@ -89,13 +90,14 @@ def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
 
 
 def test_a_round_is_recorded_once_with_who_was_there_and_how_long_it_took() -> None:
-    peer, recorder = joined(node()), Recorder()
+    peer = joined(node())
+    recorder = Recorder(peer, TEXT)
     told(peer, recorder, published(1, contributors=[OTHER], staleness=2), 1.0)
     told(peer, recorder, published(1), 1.1)
     told(peer, recorder, status(version=1, rounds=1, seconds=[4.0, 2.0, 1.0, 0.0]), 1.2)
-    recorder.heard(peer, ME, status(version=1, rounds=1, seconds=[6.0, 0.0, 1.0, 0.0]), 1.3)
+    recorder.heard(ME, status(version=1, rounds=1, seconds=[6.0, 0.0, 1.0, 0.0]), 1.3)
     told(peer, recorder, status(version=1, rounds=1, seconds=[4.0, 2.0, 1.0, 0.0]), 2.0)
-    seen = recorder.snapshot(peer, TEXT, 5.0)
+    seen = recorder.snapshot(5.0)
     [row] = seen.rounds
     assert (row.live, row.participating, row.merged, row.staleness) == (2, 2, 1, 2)
     assert row.seconds is not None
@@ -105,23 +107,25 @@ def test_a_round_is_recorded_once_with_who_was_there_and_how_long_it_took() -> N
 
 
 def test_versions_that_a_successor_makes_again_are_rounds_too() -> None:
-    peer, recorder = joined(node()), Recorder()
+    peer = joined(node())
+    recorder = Recorder(peer, TEXT)
     for term, version in ((1, 1), (1, 2), (1, 2), (2, 2), (1, 3)):
         told(peer, recorder, published(version, term=term), 1.0)
-    assert [row.version for row in recorder.snapshot(peer, TEXT, 2.0).rounds] == [1, 2, 2]
+    assert [row.version for row in recorder.snapshot(2.0).rounds] == [1, 2, 2]
 
 
 def test_the_loss_is_the_mean_of_those_who_train_and_its_history_spans_the_run() -> None:
-    peer, recorder = joined(node()), Recorder()
+    peer = joined(node())
+    recorder = Recorder(peer, TEXT)
     peer.state = "training"
     peer.measured(3.0, 0, [])
     told(peer, recorder, status(loss=2.0), 1.0)
     told(peer, recorder, status(loss=2.0), 1.5)  # too soon
-    [point] = recorder.snapshot(peer, TEXT, 2.0).loss
+    [point] = recorder.snapshot(2.0).loss
     assert (point.loss, point.low, point.high) == (2.5, 2.0, 3.0)
     for second in range(2, 5000):
         told(peer, recorder, status(loss=2.0, tokens=second), float(second))
-    loss = recorder.snapshot(peer, TEXT, 5000.0).loss
+    loss = recorder.snapshot(5000.0).loss
     assert MAX_HISTORY // 4 < len(loss) <= MAX_HISTORY
     assert loss[-1].at - loss[0].at > 4900
 
@@ -134,40 +138,44 @@ def test_a_loss_that_is_none_is_not_told(loss: float) -> None:
 
 
 def test_what_a_peer_gave_stays_on_the_books_when_it_is_gone_and_tokens_balance() -> None:
-    peer, recorder = joined(node()), Recorder()
+    peer = joined(node())
+    recorder = Recorder(peer, TEXT)
     told(peer, recorder, status(tokens=170, discarded=30), 1.0)
     peer.adopted(0, 1, "2" * 64, 2.0, contributors={OTHER: 100})
     peer.lost(OTHER, 3.0, "reset")
-    ledger = recorder.snapshot(peer, TEXT, 4.0).ledger
+    ledger = recorder.snapshot(4.0).ledger
     [row] = ledger.contributions
     assert (row.peer_id, row.name, row.tokens, row.outer_steps) == (OTHER, "other", 100, 1)
     assert (ledger.processed, ledger.applied, ledger.discarded, ledger.in_flight) == (170, 100, 30, 40)
 
 
 def test_a_peer_that_the_dht_goes_on_naming_is_in_another_component() -> None:
-    peer, recorder = joined(node()), Recorder()
-    recorder.named(peer, {ME: "me", OTHER: "other", "c": "far"}, 0.0)
-    recorder.named(peer, {ME: "me", OTHER: "other", "c": "far"}, ELSEWHERE_S + 1)
-    assert recorder.snapshot(peer, TEXT, ELSEWHERE_S).components == [[ME, OTHER]]
-    assert recorder.snapshot(peer, TEXT, ELSEWHERE_S + 1).components == [[ME, OTHER], ["c"]]
-    recorder.named(peer, {OTHER: "other"}, ELSEWHERE_S + 2)  # its record has run out
-    assert recorder.snapshot(peer, TEXT, ELSEWHERE_S + 2).components == [[ME, OTHER]]
+    peer = joined(node())
+    recorder = Recorder(peer, TEXT)
+    recorder.named({ME: "me", OTHER: "other", "c": "far"}, 0.0)
+    recorder.named({ME: "me", OTHER: "other", "c": "far"}, ELSEWHERE_S + 1)
+    assert recorder.snapshot(ELSEWHERE_S).components == [[ME, OTHER]]
+    assert recorder.snapshot(ELSEWHERE_S + 1).components == [[ME, OTHER], ["c"]]
+    recorder.named({OTHER: "other"}, ELSEWHERE_S + 2)  # its record has run out
+    assert recorder.snapshot(ELSEWHERE_S + 2).components == [[ME, OTHER]]
 
 
 def test_hundreds_of_peers_are_cut_to_what_a_reply_holds_and_the_rest_is_counted() -> None:
-    peer, recorder = node(), Recorder()
+    peer = node()
+    recorder = Recorder(peer, TEXT)
     for index in range(MAX_PEERS + 7):
         joined(peer, f"{index:046d}", "x" * 128)
-    seen = unpack(b"".join(recorder.packed(peer, TEXT, 1.0)))
+    seen = unpack(b"".join(recorder.packed(1.0)))
     assert (len(seen.peers), seen.left_out) == (MAX_PEERS, 8)
     assert seen.peers[0].peer_id == ME
 
 
 def test_one_snapshot_answers_all_who_ask_at_the_same_time() -> None:
-    peer, recorder = joined(node()), Recorder()
-    first = recorder.packed(peer, TEXT, 1.0)
-    assert recorder.packed(peer, TEXT, 1.4) is first
-    assert recorder.packed(peer, TEXT, 1.5) is not first
+    peer = joined(node())
+    recorder = Recorder(peer, TEXT)
+    first = recorder.packed(1.0)
+    assert recorder.packed(1.4) is first
+    assert recorder.packed(1.5) is not first
 
 
 # --- How it travels ---------------------------------------------------------------------------------------------------
@@ -325,20 +333,22 @@ def test_rows_that_have_no_room_are_counted() -> None:
 
 
 def test_a_name_moves_no_cursor() -> None:
-    peer, recorder = joined(node(), name="=\x1b[2J\nroot"), Recorder()
+    peer = joined(node(), name="=\x1b[2J\nroot")
+    recorder = Recorder(peer, TEXT)
     told(peer, recorder, status(tokens=1), 1.0)
     recorder.note("join\n", {"name": "\x1b]0;x\x07"}, 1.0)
-    seen = recorder.snapshot(peer, TEXT, 1.0)
+    seen = recorder.snapshot(1.0)
     assert seen.peers[1].name == "= [2J root"
     assert (seen.events[0].kind, seen.events[0].text) == ("join ", "name= ]0;x ")
     assert not any("\x1b" in line for line in shown(seen))
 
 
 def test_what_happens_in_every_round_of_one_peer_is_no_event_for_watchers() -> None:
-    peer, recorder = joined(node()), Recorder()
+    peer = joined(node())
+    recorder = Recorder(peer, TEXT)
     recorder.note("units", {"base_version": 1, "units": [[0, 8]]}, 1.0)
     recorder.note("takeover", {"fragment": 1}, 2.0)
-    assert [event.kind for event in recorder.snapshot(peer, TEXT, 2.0).events] == ["takeover"]
+    assert [event.kind for event in recorder.snapshot(2.0).events] == ["takeover"]
 
 
 def test_peers_of_one_name_are_told_apart() -> None:

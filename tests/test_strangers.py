@@ -313,7 +313,7 @@ def test_a_list_goes_to_all_who_are_connected_and_through_the_dht_to_who_was_awa
 
     async def not_yet() -> None: ...
 
-    monkeypatch.setattr(second.node._revocation, "compare", not_yet)
+    monkeypatch.setattr(second.node._actions, "compare", not_yet)
     first.call(hear())
     eventually(lambda: admission.revoked.number == 7, "the other to be told")
     monkeypatch.undo()

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.swarm.conversations.locks import FragmentLock
-from diloco.swarm.conversations.tasks import Tasks
-from diloco.swarm.wire.threads import in_thread
+from diloco.swarm.conversations.tasks import FragmentLock, Tasks, in_thread
 
 
 def run(scene: Callable[[Tasks], Coroutine[Any, Any, None]]) -> None:

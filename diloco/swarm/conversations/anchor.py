@@ -1,7 +1,7 @@
 """A fragment's anchor, from a peer that has it to one that is behind.
 
 1. Newcomer: state request, with the version that it has. Donor: the one update record that is missing, if it has that;
-   otherwise the state: the anchor, and with `outer` also the syncer's master and momentum.
+   otherwise the state: the anchor, and with `outer` also the syncer's master and momentum (`parts.AnchorDonor`).
 2. An anchor of more than one part is only listed, and comes in parts from several donors at a time (see `parts`). With
    the outer state, which only the syncer has, it comes whole.
 3. What was published meanwhile is fetched as the record that is missing, once the anchor is adopted.
@@ -17,28 +17,13 @@ from diloco.errors import PayloadError
 from diloco.outer.digest import fragment_digest, part_digests, part_ranges
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import MAX_PARTS, PartList, Record, StateHeader, StateRequest
+from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import (
-    FragmentState,
-    UpdateRecord,
-    WrongDigestError,
-    receive_record,
-    receive_state,
-    send_record,
-    send_state,
-)
-from diloco.swarm.conversations.parts import (
-    Download,
-    FrozenAnchors,
-    PartialAnchor,
-    announcing,
-    check_request,
-    copy_state,
-)
+from diloco.swarm.conversations.parts import Download, PartialAnchor, announcing, copy_state
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream
-from diloco.swarm.wire.threads import in_thread
 
-__all__ = ["AnchorDonor", "AnchorFetcher"]
+__all__ = ["AnchorFetcher"]
 
 KEEP_S = 60.0  # many heartbeats: a peer that still wants the fragment has begun the next attempt by then
 
@@ -60,17 +45,16 @@ class AnchorFetcher:
 
     async def fetch(
         self, donor: str, fragment: int, have: int, outer: bool, dishonest_donors: set[str]
-    ) -> UpdateRecord | FragmentState:
+    ) -> framing.UpdateRecord | framing.FragmentState:
         """Get the record that is missing after version `have` from a donor, otherwise the state.
+
+        Raises `PayloadError` or what is in `BROKEN` when nothing came of it.
 
         Args:
             have: -1 asks for the state.
             outer: ask for the donor's master and momentum too. All of it then comes from this donor alone.
             dishonest_donors: peers that are asked for no parts. A donor that sends what its header or the list of
                 parts does not name is added, and becomes the event `lying_donor`.
-
-        Raises:
-            PayloadError, or what is in `BROKEN`: nothing came of it.
         """
         context, replica = self._context, self._context.replica
         in_parts = not outer and 1 < len(part_ranges(replica.fragments[fragment].numel)) <= MAX_PARTS
@@ -85,7 +69,7 @@ class AnchorFetcher:
             await stream.send(request)
             answer = await stream.receive()
             if isinstance(answer, Record):
-                return await receive_record(stream, replica, fragment, answer)
+                return await framing.receive_record(stream, replica, fragment, answer)
             try:
                 if isinstance(answer, PartList) and in_parts:
                     return await self._download(donor, stream, fragment, answer, dishonest_donors)
@@ -93,8 +77,8 @@ class AnchorFetcher:
                 if header.outer and not outer:
                     raise PayloadError(f"asked for the anchor of fragment {fragment}, got its outer state too")
                 self._check_published(donor, header)
-                return await receive_state(stream, replica, fragment, header)
-            except WrongDigestError:
+                return await framing.receive_state(stream, replica, fragment, header)
+            except framing.WrongDigestError:
                 dishonest_donors.add(donor)
                 context.note("lying_donor", peer=donor, fragment=fragment)
                 raise
@@ -113,7 +97,7 @@ class AnchorFetcher:
 
     async def _download(
         self, donor: str, stream: Stream, fragment: int, listed: PartList, dishonest_donors: set[str]
-    ) -> FragmentState:
+    ) -> framing.FragmentState:
         count = len(part_ranges(self._context.replica.fragments[fragment].numel))
         if (listed.fragment, len(listed.parts)) != (fragment, count):
             raise PayloadError(
@@ -122,9 +106,8 @@ class AnchorFetcher:
             )
         self._check_published(donor, listed)
         if fragment_digest(listed.parts) != listed.digest:
-            raise WrongDigestError(f"the parts of fragment {fragment} have another digest than the whole")
-        partial = await self._here_already(listed)
-        download = Download(self._context, donor, stream, listed, partial, dishonest_donors)
+            raise framing.WrongDigestError(f"the parts of fragment {fragment} have another digest than the whole")
+        download = Download(self._context, donor, stream, listed, await self._here_already(listed), dishonest_donors)
         try:
             return await download.run()
         except BaseException:
@@ -143,7 +126,7 @@ class AnchorFetcher:
             return unfinished
         if context.protocol.fragments[fragment].version != listed.version:
             return PartialAnchor(torch.empty(context.replica.fragments[fragment].numel), [])
-        _, [anchor] = await copy_state(context, fragment)
+        anchor = (await copy_state(context, fragment)).anchor
         return PartialAnchor(anchor, list(await in_thread(part_digests, anchor)))
 
     def _keep(self, fragment: int, partial: PartialAnchor) -> None:
@@ -154,24 +137,3 @@ class AnchorFetcher:
                 del self.unfinished[fragment]
 
         asyncio.get_running_loop().call_later(KEEP_S, forget)
-
-
-class AnchorDonor:
-    """The donor's side."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self.frozen = FrozenAnchors(context)
-
-    async def answer(self, stream: Stream, request: StateRequest) -> None:
-        """Send a record, or offer the parts of a state, or send it whole."""
-        context, fragment = self._context, request.fragment
-        check_request(context, request)
-        await context.tasks.until(lambda: not context.protocol.merging(fragment))
-        record = context.records.get(fragment)
-        if record is not None and record.header.version == request.have_version + 1 and not request.outer:
-            await send_record(stream, record, context.replica)
-        elif request.in_parts and not request.outer:
-            await self.frozen.offer(stream, fragment)
-        else:
-            await send_state(stream, *await copy_state(context, fragment, request.outer))

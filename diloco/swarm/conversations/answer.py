@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
-from diloco.protocol.messages.watching import DialBack, ManifestRequest, Probe, SnapshotRequest
+from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
 from diloco.protocol.penalties import Limiter, Offence, offences
-from diloco.swarm.conversations import contribution, manifest, units, watch
-from diloco.swarm.conversations.anchor import AnchorDonor
+from diloco.swarm.conversations import contribution, units
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import refuse
-from diloco.swarm.conversations.inner_state import InnerDonor
+from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
+from diloco.swarm.conversations.parts import AnchorDonor
 from diloco.swarm.conversations.probe import ProbeServer
+from diloco.swarm.conversations.watch import send_snapshot
 from diloco.swarm.wire.streams import BROKEN, Stream
 from diloco.swarm.wire.transport import Reader, Writer
 
@@ -32,34 +33,23 @@ Answer = Callable[[Stream, Any], Awaitable[None]]
 class BulkServer:
     """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, inner_state: Snapshot) -> None:
         self.serving = 0  # streams under way
         self.anchors = AnchorDonor(context)
-        self.inner = InnerDonor()
         self._context = context
         self._limiter = Limiter(len(context.replica.fragments))
-        self._answers = self._table(ProbeServer(context.transport, context.protocol, context.now))
-
-    def _table(self, probes: ProbeServer) -> dict[type[Message], Answer]:
-        context = self._context
-
-        async def inner_state(stream: Stream, request: InnerRequest) -> None:
-            context.check_run(request.manifest_hash)
-            await self.inner.answer(stream)
-
-        async def snapshot(stream: Stream, request: SnapshotRequest) -> None:
-            await watch.answer(stream, context.recorder.packed(context.protocol, context.manifest_text, context.now()))
-
-        return {
+        self._inner = InnerDonor(inner_state)
+        probes = ProbeServer(context.transport, context.protocol, context.now)
+        self._answers: dict[type[Message], Answer] = {
             Contribution: lambda stream, request: contribution.answer(context, stream, request),
             StateRequest: self.anchors.answer,
-            PartRequest: self.anchors.frozen.answer,
-            InnerRequest: inner_state,
+            PartRequest: self.anchors.answer_part,
+            InnerRequest: self._send_inner,
             UnitRequest: lambda stream, request: units.answer(context, stream, request),
-            ManifestRequest: lambda stream, request: manifest.answer(stream, context.manifest_text),
-            SnapshotRequest: snapshot,
-            Probe: probes.answer,
-            DialBack: probes.answer,
+            ManifestRequest: lambda stream, request: stream.send(ManifestReply(text=context.manifest_text)),
+            SnapshotRequest: lambda stream, request: send_snapshot(stream, context.recorder.packed(context.now())),
+            Probe: probes.measure,
+            DialBack: probes.call_back,
         }
 
     async def serve(self, peer: str, reader: Reader, writer: Writer) -> None:
@@ -68,7 +58,8 @@ class BulkServer:
         why = self._limiter.opened(peer, context.now())
         if why is not None:
             logger.debug("a bulk stream of %s is over a limit: %s", peer, why)
-            await _quietly(stream.send(Refusal(reason=why)))  # and nothing is awaited: that would hold the stream open
+            with suppress(*BROKEN, PayloadError):
+                await stream.send(Refusal(reason=why))  # and no answer is awaited: that would hold the stream open
             stream.close()
             return
         self.serving += 1
@@ -79,7 +70,8 @@ class BulkServer:
             context.note("refused", peer=peer, why=str(error))
             if isinstance(error, Offence):
                 context.do(context.protocol.offence(peer, str(error), context.now()))
-            await _quietly(refuse(stream, str(error)))
+            with suppress(*BROKEN, PayloadError):
+                await stream.refuse(str(error))
         except BROKEN as error:
             logger.debug("a bulk stream of %s broke: %r", peer, error)
             # An error and its frames are a cycle, which would keep the copy of a fragment until the collector runs.
@@ -89,13 +81,22 @@ class BulkServer:
             self._limiter.closed(peer)
             stream.close()
             context.tasks.notify()
+        self.forget_records()
+
+    def forget_records(self) -> None:
+        """Drop the updates that every connected peer has adopted; a peer that comes later gets the state."""
+        members = self._context.protocol.members.all()
+        for fragment, record in list(self._context.records.items()):
+            adopted = all(member.status.versions[fragment] >= record.header.version for member in members)
+            if adopted and self.serving == 0:
+                del self._context.records[fragment]
 
     async def _answer(self, stream: Stream) -> None:
         with offences():
             request = await stream.receive()
         penalty = self._context.protocol.penalties.refusal(stream.peer, self._context.now())
         if penalty is not None:
-            await refuse(stream, penalty)
+            await stream.refuse(penalty)
             return
         if request.place is not Place.REQUEST:
             raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
@@ -107,9 +108,6 @@ class BulkServer:
             raise PayloadError(f"{type(request).__name__} is not answered here")
         await answer(stream, request)
 
-
-async def _quietly(work: Awaitable[None]) -> None:
-    try:
-        await work
-    except (*BROKEN, PayloadError):
-        return
+    async def _send_inner(self, stream: Stream, request: InnerRequest) -> None:
+        self._context.check_run(request.manifest_hash)
+        await send_inner(stream, await self._inner.get())

@@ -13,9 +13,8 @@ from diloco.protocol.actions import Action
 from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.framing import UpdateRecord
-from diloco.swarm.conversations.locks import FragmentLock
 from diloco.swarm.conversations.recorder import Recorder
-from diloco.swarm.conversations.tasks import Tasks
+from diloco.swarm.conversations.tasks import FragmentLock, Tasks
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
@@ -24,10 +23,6 @@ __all__ = ["Context", "OnEvent"]
 
 OnEvent = Callable[[str, dict[str, object]], None]
 """Called with the kind and the fields of everything that happens in the swarm."""
-
-
-def _nobody(actions: Sequence[Action]) -> None:
-    raise AssertionError(f"there is no node yet to carry out {actions}")
 
 
 @dataclass(eq=False)
@@ -47,12 +42,13 @@ class Context:
     on_event: OnEvent
     traffic: Traffic = field(default_factory=Traffic)
     tasks: Tasks = field(default_factory=Tasks)
-    recorder: Recorder = field(default_factory=Recorder)
     records: dict[int, UpdateRecord] = field(default_factory=dict)
-    carry_out: Callable[[Sequence[Action]], None] = _nobody
-    locks: Sequence[FragmentLock] = ()
+    carry_out: Callable[[Sequence[Action]], None] = field(init=False)
+    locks: Sequence[FragmentLock] = field(init=False)
+    recorder: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
+        self.recorder = Recorder(self.protocol, self.manifest_text)
         self.locks = [FragmentLock() for _ in self.replica.fragments]
 
     def now(self) -> float:

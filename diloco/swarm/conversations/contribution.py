@@ -25,18 +25,11 @@ from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, Receipt, Record, StateHeader, Verdict
 from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.syncer import Syncer
+from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import (
-    FragmentState,
-    UpdateRecord,
-    receive_record,
-    receive_state,
-    send_record,
-    send_state,
-)
 from diloco.swarm.conversations.parts import copy_state
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole"]
 
@@ -50,12 +43,9 @@ class Answered:
     """
 
     verdict: Verdict
-    update: UpdateRecord | FragmentState | None
+    update: framing.UpdateRecord | framing.FragmentState | None
     comm_s: float = 0.0  # on the link, both ways
     wait_s: float = 0.0  # for the others
-
-
-# -- the contributor --------------------------------------------------------------------------------------------------
 
 
 async def contribute(context: Context, lease: Lease, header: Contribution) -> Answered:
@@ -73,30 +63,26 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
             if not verdict.record_follows:
                 return Answered(verdict, None)
             missed = expect(await stream.receive(), Record)
-            return Answered(verdict, await receive_record(stream, replica, fragment, missed))
+            return Answered(verdict, await framing.receive_record(stream, replica, fragment, missed))
         for chunk in range(verdict.first_chunk, len(replica.chunks[fragment])):
             await stream.send_payload(replica.encode(fragment, chunk))
         expect(await stream.receive(None), Receipt)
         sent_at = context.now()
         message = await stream.receive(None)
         closed_at = context.now()
-        update: UpdateRecord | FragmentState
+        update: framing.UpdateRecord | framing.FragmentState
         if isinstance(message, Record):
-            update = await receive_record(stream, replica, fragment, message)
+            update = await framing.receive_record(stream, replica, fragment, message)
         else:
-            update = await receive_state(stream, replica, fragment, expect(message, StateHeader))
+            update = await framing.receive_state(stream, replica, fragment, expect(message, StateHeader))
         return Answered(verdict, update, sent_at - begun_at + context.now() - closed_at, closed_at - sent_at)
-
-
-# -- the syncer -------------------------------------------------------------------------------------------------------
 
 
 async def answer(context: Context, stream: Stream, header: Contribution) -> None:
     """Take a contribution in and send what it becomes part of.
 
-    Raises:
-        Offence: the header claims what cannot be, or the payload is invalid.
-        PayloadError: the version closed without this contribution, or the fragment got another syncer.
+    Raises `Offence` when the header claims what cannot be, or the payload is invalid, and `PayloadError` when the
+    version closed without this contribution, or the fragment got another syncer.
     """
     protocol, fragment = context.protocol, header.fragment
     claim = protocol.implausible(stream.peer, header, context.now())
@@ -118,9 +104,9 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
     await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not context.holds(syncer))
     record = context.records.get(fragment)
     if record is not None and record.header.version == header.base_version + 1:
-        await send_record(stream, record, context.replica)
+        await framing.send_record(stream, record, context.replica)
     elif syncer.folds_whole and context.holds(syncer):
-        await send_state(stream, *await copy_state(context, fragment))
+        await framing.send_state(stream, await copy_state(context, fragment))
     else:
         raise _another_syncer(fragment)
 
@@ -131,7 +117,7 @@ async def _decline(context: Context, stream: Stream, header: Contribution, verdi
     missed = record is not None and header.base_version + 1 == record.header.version <= verdict.version
     await stream.send(verdict.model_copy(update={"record_follows": missed}))
     if record is not None and missed:
-        await send_record(stream, record, context.replica)
+        await framing.send_record(stream, record, context.replica)
 
 
 async def _fold_on_arrival(

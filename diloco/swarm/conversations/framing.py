@@ -13,11 +13,10 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
-from diloco.protocol.messages import Refusal
 from diloco.protocol.messages.bulk import Record, StateHeader
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.malloc import short_lived
 from diloco.swarm.wire.streams import Stream
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = [
     "FragmentState",
@@ -26,13 +25,11 @@ __all__ = [
     "receive_record",
     "receive_state",
     "receive_vector",
-    "refuse",
     "send_record",
     "send_state",
     "send_vector",
 ]
 
-REFUSED_BYTES = 1 << 24  # discarded of a peer that still sends, so that it comes to read why it is refused
 STATE_CODEC = codec("fp32")
 
 
@@ -48,7 +45,7 @@ class UpdateRecord:
     update: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FragmentState:
     """A fragment's anchor, which has the digest of its header; master and momentum only from a syncer.
 
@@ -61,17 +58,11 @@ class FragmentState:
     momentum: Tensor | None = None
 
 
-# -- update records ---------------------------------------------------------------------------------------------------
-
-
 async def send_record(stream: Stream, record: UpdateRecord, replica: Replica) -> None:
     """Write an update record: its header, then its payload in the chunks of the fragment."""
     await stream.send(record.header)
-    at = 0
-    for start, stop in replica.chunks[record.header.fragment]:
-        size = replica.down.nbytes(stop - start)
-        await stream.send_payload(record.update[at : at + size])
-        at += size
+    for payload in _payloads(record.update, replica, record.header.fragment):
+        await stream.send_payload(payload)
 
 
 async def receive_record(stream: Stream, replica: Replica, fragment: int, header: Record) -> UpdateRecord:
@@ -79,30 +70,28 @@ async def receive_record(stream: Stream, replica: Replica, fragment: int, header
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got a record of fragment {header.fragment}")
     update = short_lived(replica.update_nbytes(fragment))
-    at = 0
-    for start, stop in replica.chunks[fragment]:
-        size = replica.down.nbytes(stop - start)
-        await stream.receive_payload(update[at : at + size])
-        at += size
+    for payload in _payloads(update, replica, fragment):
+        await stream.receive_payload(payload)
     return UpdateRecord(header, update)
 
 
-# -- states -----------------------------------------------------------------------------------------------------------
+def _payloads(update: Tensor, replica: Replica, fragment: int) -> Sequence[Tensor]:
+    return torch.split(update, [replica.down.nbytes(stop - start) for start, stop in replica.chunks[fragment]])
 
 
-async def send_state(stream: Stream, header: StateHeader, vectors: Sequence[Tensor]) -> None:
+async def send_state(stream: Stream, state: FragmentState) -> None:
     """Write a fragment's state: its header, then fp32 vectors that nobody changes meanwhile."""
-    await stream.send(header)
-    for vector in vectors:
-        await send_vector(stream, vector)
+    await stream.send(state.header)
+    for vector in (state.anchor, state.master, state.momentum):
+        if vector is not None:
+            await send_vector(stream, vector)
 
 
 async def receive_state(stream: Stream, replica: Replica, fragment: int, header: StateHeader) -> FragmentState:
     """Read the vectors that follow the header of a state.
 
-    Raises:
-        PayloadError: it is of another fragment, or holds values that are not finite.
-        WrongDigestError: the anchor is not the one that the header names.
+    Raises `PayloadError` when it is of another fragment, or holds values that are not finite, and `WrongDigestError`
+    when the anchor is not the one that the header names.
     """
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
@@ -115,13 +104,9 @@ async def receive_state(stream: Stream, replica: Replica, fragment: int, header:
     return FragmentState(header, *vectors)
 
 
-# -- vectors ----------------------------------------------------------------------------------------------------------
-
-
 async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK) -> None:
     """Write fp32 values, `size` elements at a time."""
-    for start in range(0, vector.numel(), size):
-        values = vector[start : start + size]
+    for values in torch.split(vector, size):
         payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
         STATE_CODEC.encode(values, payload)
         await stream.send_payload(payload)
@@ -129,14 +114,7 @@ async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK) -> None
 
 async def receive_vector(stream: Stream, out: Tensor, size: int = CHUNK) -> None:
     """Fill a tensor with fp32 values, `size` elements at a time; `PayloadError` for values that are not finite."""
-    for start in range(0, out.numel(), size):
-        values = out[start : start + size]
+    for values in torch.split(out, size):
         payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
         await stream.receive_payload(payload)
         STATE_CODEC.decode(payload, values)
-
-
-async def refuse(stream: Stream, reason: str) -> None:
-    """Tell the other side why its stream is not wanted."""
-    await stream.send(Refusal(reason=reason[:2000]))
-    await stream.drained(discard=REFUSED_BYTES)

@@ -24,8 +24,8 @@ from diloco.protocol.messages.bulk import InnerHeader, InnerRequest
 from diloco.protocol.peer import Peer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import receive_vector, send_vector
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import BROKEN, Stream
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["InnerDonor", "InnerState", "Layout", "Snapshot", "fetch_inner", "receive_inner", "send_inner"]
 
@@ -35,9 +35,7 @@ SQUARES = "_sq"  # the end of the names of second moments in all of torch's opti
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of an inner optimizer's state in a fixed order, by name and number of elements, and the number of its
-    step counters.
-    """
+    """Tensors of an inner optimizer's state in a fixed order, by name and numel; the number of its step counters."""
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
@@ -54,9 +52,6 @@ class InnerState:
 
 
 Snapshot = Callable[[], InnerState | None]
-
-
-# -- the joiner -------------------------------------------------------------------------------------------------------
 
 
 async def fetch_inner(context: Context, layout: Layout) -> InnerState | None:
@@ -80,13 +75,15 @@ async def fetch_inner(context: Context, layout: Layout) -> InnerState | None:
 
 
 async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
-    """Read a snapshot.
-
-    Raises:
-        PayloadError: it is not of this layout, or has values that no optimizer has.
-    """
+    """Read a snapshot; `PayloadError` when it is not of this layout, or has values that no optimizer has."""
     header = expect(await stream.receive(), InnerHeader)
-    _check_header(header, layout)
+    if (tuple(header.names), tuple(header.numels)) != (layout.names, layout.numels):
+        raise PayloadError(
+            f"the inner state there has {len(header.names)} tensors of {sum(header.numels)} elements; expected "
+            f"{len(layout.names)} of {sum(layout.numels)}, in the order of the parameters here"
+        )
+    if len(header.steps) != layout.num_steps:
+        raise PayloadError(f"the inner state there has {len(header.steps)} step counters; expected {layout.num_steps}")
     state = InnerState(layout, tuple(header.steps), torch.empty(sum(layout.numels)))
     await receive_vector(stream, state.values)
     await in_thread(_check_values, state)
@@ -99,23 +96,16 @@ def _donors(protocol: Peer) -> list[str]:
     return [m.peer for m in sorted(able, key=lambda m: (-m.status.steps_per_s, m.peer))][:DONORS]
 
 
-# -- the donor --------------------------------------------------------------------------------------------------------
-
-
 class InnerDonor:
     """Gives this peer's snapshot to joiners, one to all that read at the same time: many cost the memory of one.
 
     `snapshot` makes it, in another thread; None where there is none yet.
     """
 
-    def __init__(self) -> None:
-        self.snapshot: Snapshot = lambda: None
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
         self._making = asyncio.Lock()
         self._kept: weakref.ref[InnerState] | None = None
-
-    async def answer(self, stream: Stream) -> None:
-        """Send the snapshot; `PayloadError` as of `get`."""
-        await send_inner(stream, await self.get())
 
     async def get(self) -> InnerState:
         """The snapshot that somebody still reads, or a new one.
@@ -129,7 +119,7 @@ class InnerDonor:
         async with self._making:
             state = None if self._kept is None else self._kept()
             if state is None:
-                state = await in_thread(self.snapshot)
+                state = await in_thread(self._snapshot)
                 if state is None:
                     raise PayloadError("no inner optimizer state is here")
                 await in_thread(_check_values, state)
@@ -142,19 +132,6 @@ async def send_inner(stream: Stream, state: InnerState) -> None:
     layout = state.layout
     await stream.send(InnerHeader(names=list(layout.names), numels=list(layout.numels), steps=list(state.steps)))
     await send_vector(stream, state.values)
-
-
-# -- both -------------------------------------------------------------------------------------------------------------
-
-
-def _check_header(header: InnerHeader, layout: Layout) -> None:
-    if (tuple(header.names), tuple(header.numels)) != (layout.names, layout.numels):
-        raise PayloadError(
-            f"the inner state there has {len(header.names)} tensors of {sum(header.numels)} elements; expected "
-            f"{len(layout.names)} of {sum(layout.numels)}, in the order of the parameters here"
-        )
-    if len(header.steps) != layout.num_steps:
-        raise PayloadError(f"the inner state there has {len(header.steps)} step counters; expected {layout.num_steps}")
 
 
 def _check_values(state: InnerState) -> None:

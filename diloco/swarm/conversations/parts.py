@@ -32,18 +32,15 @@ from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
 from diloco.protocol.rendezvous import score
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import FragmentState, receive_vector, send_vector
+from diloco.swarm.conversations.framing import FragmentState, receive_vector, send_record, send_state, send_vector
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import BROKEN, Stream
-from diloco.swarm.wire.threads import in_thread
 
-__all__ = ["Download", "FrozenAnchor", "FrozenAnchors", "PartialAnchor", "announcing", "check_request", "copy_state"]
+__all__ = ["AnchorDonor", "Download", "PartialAnchor", "announcing", "copy_state"]
 
 PIECE = CHUNK // MAX_DONORS  # elements written at a time: on a shared thin link the next donor's piece is not late
 RECRUIT_S = 1.0  # a newcomer hears of its first donor before it hears of the others
 PART_IDLE_S = 120.0  # the asker may first have to see whether another donor sends the part that is missing
-
-
-# -- the newcomer -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -176,10 +173,7 @@ async def fetch_part(context: Context, stream: Stream, listed: PartList, part: i
     await receive_vector(stream, out, PIECE)
 
 
-# -- the donor --------------------------------------------------------------------------------------------------------
-
-
-async def copy_state(context: Context, fragment: int, outer: bool = False) -> tuple[StateHeader, list[Tensor]]:
+async def copy_state(context: Context, fragment: int, outer: bool = False) -> FragmentState:
     """A copy of a fragment's anchor as it is now, and with `outer` of master and momentum where this peer has them.
 
     The originals move on while a slow peer reads.
@@ -201,25 +195,10 @@ async def copy_state(context: Context, fragment: int, outer: bool = False) -> tu
             shares=protocol.accounts.shares(fragment),
             **protocol.accounts.data_cursor(fragment),
         )
-    return header, copies
+    return FragmentState(header, *copies)
 
 
-def check_request(context: Context, request: StateRequest | PartRequest) -> None:
-    """`PayloadError` when a request is not of this run."""
-    context.check_run(request.manifest_hash)
-    if request.fragment >= len(context.replica.fragments):
-        raise PayloadError(f"fragment {request.fragment} does not exist")
-
-
-@dataclass(eq=False)
-class FrozenAnchor:
-    """A copy of a fragment's anchor, made when a peer asked for parts of it."""
-
-    header: StateHeader
-    anchor: Tensor
-
-
-class FrozenAnchors:
+class AnchorDonor:
     """The donor's side. A peer that asks for parts gets them all from the same version.
 
     That takes one copy of the fragment for as long as anybody reads it, however many do.
@@ -227,21 +206,34 @@ class FrozenAnchors:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._kept: WeakValueDictionary[tuple[int, str], FrozenAnchor] = WeakValueDictionary()
+        self._kept: WeakValueDictionary[tuple[int, str], FragmentState] = WeakValueDictionary()
         self._copying = [asyncio.Lock() for _ in context.replica.fragments]
 
-    async def offer(self, stream: Stream, fragment: int) -> None:
+    async def answer(self, stream: Stream, request: StateRequest) -> None:
+        """Send a record, or offer the parts of a state, or send it whole."""
+        context, fragment = self._context, request.fragment
+        self._check(request)
+        await context.tasks.until(lambda: not context.protocol.merging(fragment))
+        record = context.records.get(fragment)
+        if record is not None and record.header.version == request.have_version + 1 and not request.outer:
+            await send_record(stream, record, context.replica)
+        elif request.in_parts and not request.outer:
+            await self._offer(stream, fragment)
+        else:
+            await send_state(stream, await copy_state(context, fragment, request.outer))
+
+    async def _offer(self, stream: Stream, fragment: int) -> None:
         """List the parts of the anchor as it is now, and send those that are asked for."""
         frozen = await self._freeze(fragment)
         digests = await in_thread(part_digests, frozen.anchor)
         named = frozen.header.model_dump(exclude={"kind", "outer"})
         await stream.send(PartList(**named, parts=list(digests)))
-        await self.answer(stream, expect(await stream.receive(), PartRequest), frozen)
+        await self.answer_part(stream, expect(await stream.receive(), PartRequest), frozen)
 
-    async def answer(self, stream: Stream, request: PartRequest, frozen: FrozenAnchor | None = None) -> None:
+    async def answer_part(self, stream: Stream, request: PartRequest, frozen: FragmentState | None = None) -> None:
         """Send the part that is asked for, and the next, until the asker ends the stream."""
         while True:
-            check_request(self._context, request)
+            self._check(request)
             if frozen is None:
                 frozen = await self._freeze(request.fragment, request.digest)
             header = frozen.header.model_copy(update={"shares": {}, "open": []})  # they came with the list of parts
@@ -254,13 +246,19 @@ class FrozenAnchors:
                 await send_vector(stream, frozen.anchor[start:stop], PIECE)
             request = expect(await stream.receive(PART_IDLE_S), PartRequest)
 
-    async def _freeze(self, fragment: int, digest: str = "") -> FrozenAnchor:
+    async def _freeze(self, fragment: int, digest: str = "") -> FragmentState:
         """The anchor with that digest, if somebody still reads it; otherwise as it is now."""
         async with self._copying[fragment]:  # two that ask for the same version share a copy
             frozen = self._kept.get((fragment, digest))
             if frozen is None:
                 frozen = self._kept.get((fragment, self._context.protocol.fragments[fragment].digest))
             if frozen is None:
-                header, [anchor] = await copy_state(self._context, fragment)
-                frozen = self._kept[fragment, header.digest] = FrozenAnchor(header, anchor)
+                frozen = await copy_state(self._context, fragment)
+                self._kept[fragment, frozen.header.digest] = frozen
             return frozen
+
+    def _check(self, request: StateRequest | PartRequest) -> None:
+        """`PayloadError` when a request is not of this run."""
+        self._context.check_run(request.manifest_hash)
+        if request.fragment >= len(self._context.replica.fragments):
+            raise PayloadError(f"fragment {request.fragment} does not exist")

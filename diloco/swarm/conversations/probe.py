@@ -24,7 +24,6 @@ from diloco.errors import PayloadError
 from diloco.protocol.messages import Refusal, expect
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.protocol.peer import Peer
-from diloco.swarm.conversations.framing import refuse
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
@@ -43,26 +42,20 @@ KNOWN_PEERS = 16
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe found.
-
-    round_trip_s: of the request. ahead_s: our clock minus its, give or take half of that. bytes_per_s: up and down,
-    None where no payload was sent.
-    """
+    """What a probe found."""
 
     peer: str
     reply: ProbeReply
     round_trip_s: float
-    ahead_s: float
-    up_bytes_per_s: float | None = None
+    ahead_s: float  # our clock minus its, give or take half of the round trip
+    up_bytes_per_s: float | None = None  # where payload was sent
     down_bytes_per_s: float | None = None
 
 
 async def probe(transport: Transport, peer: str, nbytes: int = 0) -> Probed:
     """Ask a peer for its clock and its addresses; with `nbytes`, also measure the link each way with that many.
 
-    Raises:
-        ConnectionError, TimeoutError and the like (`BROKEN`): it does not answer.
-        PayloadError: it refuses, or answers with something else.
+    Raises what is in `BROKEN` when it does not answer, and `PayloadError` when it refuses or answers something else.
     """
     async with open_bulk(transport, peer, Traffic()) as stream:
         sent_at, unix_s = time.monotonic(), time.time()
@@ -127,22 +120,16 @@ class ProbeServer:
         self._transport = transport
         self._protocol = protocol
         self._now = now
-        self._bytes: dict[str, deque[tuple[float, int]]] = {}  # by asker: when, and how many, in the last minute
+        self._measured: deque[tuple[float, str, int]] = deque()  # when, for whom, how many bytes, in the last minute
         self._called: dict[str, float] = {}  # when each asker was called last
         self._calls: deque[float] = deque(maxlen=CALLS_PER_MINUTE)
         self._calling = asyncio.Lock()
 
-    async def answer(self, stream: Stream, request: Probe | DialBack) -> None:
-        """Reply to one request on its stream."""
-        if isinstance(request, Probe):
-            await self._probe(stream, request)
-        else:
-            await self._call_back(stream, request)
-
-    async def _probe(self, stream: Stream, request: Probe) -> None:
+    async def measure(self, stream: Stream, request: Probe) -> None:
+        """Say what this peer is, and take and send the payload that is asked for."""
         nbytes = request.sends + request.wants
         if nbytes and not self._may_measure(stream.peer, nbytes):
-            await refuse(stream, "enough has been measured for a while; ask another peer")
+            await stream.refuse("enough has been measured for a while; ask another peer")
             return
         if request.sends:
             await stream.receive_payload(torch.empty(request.sends, dtype=torch.uint8))
@@ -163,18 +150,16 @@ class ProbeServer:
 
     def _may_measure(self, peer: str, nbytes: int) -> bool:
         now = self._now()
-        for asker, used in list(self._bytes.items()):
-            while used and now - used[0][0] > 60.0:
-                used.popleft()
-            if not used:
-                del self._bytes[asker]
-        used = self._bytes.setdefault(peer, deque())
-        if sum(n for _, n in used) + nbytes > PROBE_BYTES_PER_MINUTE:
+        while self._measured and now - self._measured[0][0] > 60.0:
+            self._measured.popleft()
+        used = sum(n for _, asker, n in self._measured if asker == peer)
+        if used + nbytes > PROBE_BYTES_PER_MINUTE:
             return False
-        used.append((now, nbytes))
+        self._measured.append((now, peer, nbytes))
         return True
 
-    async def _call_back(self, stream: Stream, request: DialBack) -> None:
+    async def call_back(self, stream: Stream, request: DialBack) -> None:
+        """Call the asker, and say at which addresses it answered."""
         observed = await self._transport.observed(stream.peer)
         if not self._may_call(stream.peer):
             await stream.send(Refusal(reason="too many calls back for a while; ask another peer"))
@@ -202,11 +187,8 @@ def _callable(addresses: list[str], observed: str) -> list[str]:
     _, family, host, *_ = [*observed.split("/"), "", "", ""]
     if family not in ("ip4", "ip6"):
         return []
-    own = []
-    for address in addresses:
-        parts = address.split("/")
-        if len(parts) >= 5 and parts[1] in ("ip4", "ip6"):
-            own.append("/".join(["", family, host, *parts[3:]]))
+    named = [address.split("/") for address in addresses if address.startswith(("/ip4/", "/ip6/"))]
+    own = ["/".join(["", family, host, *parts[3:]]) for parts in named if len(parts) >= 5]
     return [address for address in dict.fromkeys(own) if _is_place(address)][:CALLS_AT_ONCE]
 
 

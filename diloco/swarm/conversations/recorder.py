@@ -14,84 +14,69 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
+import diloco.protocol.snapshot as schema
 from diloco.config import WIRE_VERSION
 from diloco.protocol.membership import AddressBook, Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
-from diloco.protocol.snapshot import (
-    MAX_FRAGMENTS,
-    MAX_HISTORY,
-    MAX_PEER_ROUNDS,
-    MAX_PEERS,
-    SHORT,
-    Event,
-    FragmentRow,
-    LedgerTotals,
-    LossPoint,
-    PeerRound,
-    PeerRow,
-    Round,
-    RunInfo,
-    Snapshot,
-    pack,
-)
 
 __all__ = ["Recorder"]
 
 FRESH_S = 0.5  # a younger snapshot answers the next request too, so the number of watchers costs nothing
 LOSS_EVERY_S = 1.0
 ELSEWHERE_S = 75.0  # the record of a dead peer lives 60 s; one named for longer lives where we cannot reach it
-MAX_KNOWN = 4 * MAX_PEERS
+MAX_KNOWN = 4 * schema.MAX_PEERS
 ROUTINE = ("units",)
 
 
 class Recorder:
-    """What has happened in the swarm, as the node has heard. `now` is seconds of the node's clock.
+    """What has happened in the swarm, as the node of this protocol core has heard. `now` is seconds of its clock.
 
     Nothing that a peer says makes this raise. Each history has a bound; that of the loss spans the whole run, ever more
     coarsely.
     """
 
-    def __init__(self) -> None:
-        self._rounds: deque[Round] = deque(maxlen=MAX_HISTORY)
-        self._timeline: deque[PeerRound] = deque(maxlen=MAX_PEER_ROUNDS)
-        self._events: deque[Event] = deque(maxlen=MAX_HISTORY)
-        self._loss: list[LossPoint] = []
+    def __init__(self, protocol: Peer, manifest_text: str) -> None:
+        self._protocol = protocol
+        self._manifest_text = manifest_text
+        self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
+        self._timeline: deque[schema.PeerRound] = deque(maxlen=schema.MAX_PEER_ROUNDS)
+        self._events: deque[schema.Event] = deque(maxlen=schema.MAX_HISTORY)
+        self._loss: list[schema.LossPoint] = []
         self._loss_every_s = LOSS_EVERY_S
         self._told_rounds: dict[str, int] = {}  # by peer
-        self._last: dict[str, tuple[str, Status]] = {}  # name and last status of each peer, also of those that left
+        self._last: dict[str, Status] = {}  # the last of each peer, also of those that left
         self._named_since: dict[str, float] = {}  # peers in the DHT that are not connected
         self._newest: dict[int, tuple[int, int]] = {}  # term and version of each fragment
         self._packed: tuple[float, list[bytes]] | None = None
-
-    # -- what happens -------------------------------------------------------------------------------------------------
 
     def note(self, kind: str, fields: Mapping[str, object], now: float) -> None:
         """Keep one line of the event log, unless each peer writes such a line in every round."""
         if kind in ROUTINE:
             return
         text = " ".join(f"{key}={value}" for key, value in fields.items())
-        self._events.append(Event(at=now, kind=kind[:128], text=text[:512]))
+        self._events.append(schema.Event(at=now, kind=kind[:128], text=text[:512]))
 
-    def heard(self, protocol: Peer, peer: str, message: Message, now: float) -> None:
+    def heard(self, peer: str, message: Message, now: float) -> None:
         """A member, or this peer itself, said something. The protocol has taken it in already."""
         match message:
             case Status():
-                self._heard_status(protocol, peer, message, now)
+                self._heard_status(peer, message, now)
             case Published():
-                self._heard_published(protocol, message, now)
+                self._heard_published(message, now)
 
-    def named(self, protocol: Peer, peers: Mapping[str, object], now: float) -> None:
+    def named(self, peers: Mapping[str, object], now: float) -> None:
         """The DHT names these peers."""
+        protocol = self._protocol
         strangers = [peer for peer in peers if peer not in protocol.members and peer != protocol.me]
-        self._named_since = {peer: self._named_since.get(peer, now) for peer in strangers[:MAX_PEERS]}
+        self._named_since = {peer: self._named_since.get(peer, now) for peer in strangers[: schema.MAX_PEERS]}
 
-    def _heard_status(self, protocol: Peer, peer: str, status: Status, now: float) -> None:
+    def _heard_status(self, peer: str, status: Status, now: float) -> None:
+        protocol = self._protocol
         member = protocol.members.get(peer)
-        whole = status if member is None else member.status  # with the figures of the last heartbeat
-        self._last[peer] = (_name(protocol, peer), whole)
+        self._last[peer] = status if member is None else member.status  # with the figures of the last heartbeat
         if len(self._last) > MAX_KNOWN:
             gone = (one for one in self._last if one not in protocol.members and one != protocol.me)
             forgotten = next(gone, peer)
@@ -102,111 +87,103 @@ class Recorder:
         if seconds is not None and figures.rounds != self._told_rounds.get(peer, 0):
             self._told_rounds[peer] = figures.rounds
             version = min(status.versions, default=0)
-            row = PeerRound(peer_id=peer, round=figures.rounds, version=version, ended_at=now, seconds=seconds)
-            self._timeline.append(row)
+            self._timeline.append(
+                schema.PeerRound(peer_id=peer, round=figures.rounds, version=version, ended_at=now, seconds=seconds)
+            )
         if figures.loss and (not self._loss or now - self._loss[-1].at >= self._loss_every_s):
-            self._add_loss(protocol, now)
+            self._add_loss(now)
 
-    def _heard_published(self, protocol: Peer, message: Published, now: float) -> None:
+    def _heard_published(self, message: Published, now: float) -> None:
+        protocol = self._protocol
         place = (message.term, message.version)  # a successor may make lost versions again
         if message.fragment >= len(protocol.fragments) or place <= self._newest.get(message.fragment, (0, 0)):
             return
         self._newest[message.fragment] = place
-        row = Round(
-            fragment=message.fragment,
-            version=message.version,
-            live=len(protocol.members) + 1,
-            participating=protocol.num_trainers(),
-            merged=len(message.contributors),
-            staleness=message.staleness,
-            seconds=None,
-            closed_at=now,
+        self._rounds.append(
+            schema.Round(
+                fragment=message.fragment,
+                version=message.version,
+                live=len(protocol.members) + 1,
+                participating=protocol.num_trainers(),
+                merged=len(message.contributors),
+                staleness=message.staleness,
+                seconds=None,
+                closed_at=now,
+            )
         )
-        self._rounds.append(row)
 
-    def _add_loss(self, protocol: Peer, now: float) -> None:
+    def _add_loss(self, now: float) -> None:
+        protocol = self._protocol
         statuses = [protocol.status(figures=True), *(member.status for member in protocol.members.all())]
-        training = (s.figures for s in statuses if s.figures and s.in_round)
-        losses = [figures.loss for figures in training if figures.loss]
+        losses = [s.figures.loss for s in statuses if s.in_round and s.figures and s.figures.loss]
         if not losses:
             return
-        mean = _mean(losses)
         tokens = protocol.swarm_clock()[1]
-        self._loss.append(LossPoint(at=now, tokens=tokens, loss=mean, low=min(losses), high=max(losses)))
-        if len(self._loss) >= MAX_HISTORY:
+        self._loss.append(
+            schema.LossPoint(at=now, tokens=tokens, loss=_mean(losses), low=min(losses), high=max(losses))
+        )
+        if len(self._loss) >= schema.MAX_HISTORY:
             self._loss = self._loss[::2]
             self._loss_every_s *= 2
 
-    # -- what it comes to ---------------------------------------------------------------------------------------------
-
-    def packed(self, protocol: Peer, manifest_text: str, now: float) -> list[bytes]:
+    def packed(self, now: float) -> list[bytes]:
         """The snapshot in pieces; one that is fresh is not made again."""
         if self._packed is None or now - self._packed[0] >= FRESH_S:
-            self._packed = now, pack(self.snapshot(protocol, manifest_text, now))
+            self._packed = now, schema.pack(self.snapshot(now))
         return self._packed[1]
 
-    def snapshot(self, protocol: Peer, manifest_text: str, now: float) -> Snapshot:
+    def snapshot(self, now: float) -> schema.Snapshot:
         """Everything that this node knows now, with unix times."""
-        since = time.time() - now
-        everybody = [(me := _myself(protocol, now)), *protocol.members.all()]
+        protocol, since = self._protocol, time.time() - now
+        myself = Member(
+            protocol.me, protocol.name, protocol.trains, protocol.holds, protocol.status(figures=True), now, now,
+            device=protocol.device,
+        )  # fmt: skip
+        everybody = [myself, *protocol.members.all()]
+        elsewhere = [peer for peer, named_at in self._named_since.items() if now - named_at > ELSEWHERE_S]
         newest = protocol.swarm_clock()[0]
         by_version = _means(self._timeline)
-        return Snapshot(
-            run=_run(protocol, manifest_text, since + now),
-            peers=[_peer(member, newest, now, protocol.address_book) for member in everybody[:MAX_PEERS]],
+        return schema.Snapshot(
+            run=_run(protocol, self._manifest_text, since + now),
+            peers=[_peer(member, newest, now, protocol.address_book) for member in everybody[: schema.MAX_PEERS]],
             fragments=_fragments(protocol),
             rounds=[
                 row.model_copy(update={"closed_at": since + row.closed_at, "seconds": by_version.get(row.version)})
                 for row in self._rounds
             ],
-            ledger=self._ledger(protocol, everybody),
+            ledger=self._ledger(everybody),
             loss=[point.model_copy(update={"at": since + point.at}) for point in self._loss],
             timeline=[row.model_copy(update={"ended_at": since + row.ended_at}) for row in self._timeline],
             events=[event.model_copy(update={"at": since + event.at}) for event in self._events],
-            components=self._components([me.peer, *(member.peer for member in protocol.members.all())], now),
-            left_out=max(0, len(everybody) - MAX_PEERS),
+            components=[[member.peer for member in everybody[: schema.MAX_PEERS]], *([elsewhere] if elsewhere else [])],
+            left_out=max(0, len(everybody) - schema.MAX_PEERS),
         )
 
-    def _components(self, mine: list[str], now: float) -> list[list[str]]:
-        elsewhere = [peer for peer, since in self._named_since.items() if now - since > ELSEWHERE_S]
-        return [mine[:MAX_PEERS], *([elsewhere] if elsewhere else [])]
-
-    def _ledger(self, protocol: Peer, everybody: list[Member]) -> LedgerTotals:
+    def _ledger(self, everybody: list[Member]) -> schema.LedgerTotals:
         """As far as this node knows. Of peers that left before it came, it counts only the tokens in the model."""
-        last = {peer: status for peer, (_, status) in self._last.items()}
-        last |= {member.peer: member.status for member in everybody}
-        applied = protocol.swarm_clock()[1]
+        last = self._last | {member.peer: member.status for member in everybody}
+        applied = self._protocol.swarm_clock()[1]
         processed = max(applied, sum(status.tokens for status in last.values()))
         discarded = min(processed - applied, sum(s.figures.discarded for s in last.values() if s.figures))
-        return LedgerTotals(
+        return schema.LedgerTotals(
             processed=processed,
             applied=applied,
             discarded=discarded,
             in_flight=processed - applied - discarded,
-            contributions=protocol.accounts.contributions()[:MAX_PEERS],
+            contributions=self._protocol.accounts.contributions()[: schema.MAX_PEERS],
         )
-
-
-def _name(protocol: Peer, peer: str) -> str:
-    member = protocol.members.get(peer)
-    return protocol.name if member is None else member.name
 
 
 def _phases(figures: Figures) -> PhaseSeconds | None:
     return PhaseSeconds(*figures.seconds) if len(figures.seconds) == len(PHASES) else None
 
 
-def _myself(protocol: Peer, now: float) -> Member:
-    me = protocol
-    return Member(me.me, me.name, me.trains, me.holds, me.status(figures=True), now, now, device=me.device)
-
-
-def _peer(member: Member, newest: int, now: float, places: AddressBook) -> PeerRow:
+def _peer(member: Member, newest: int, now: float, places: AddressBook) -> schema.PeerRow:
     status, version = member.status, min(member.status.versions, default=0)
     figures = status.figures or Figures()
-    return PeerRow(
+    return schema.PeerRow(
         peer_id=member.peer,
-        short_id=member.peer[-SHORT:],
+        short_id=member.peer[-schema.SHORT :],
         name=member.name,
         state=status.state,
         trains=member.trains,
@@ -227,22 +204,23 @@ def _peer(member: Member, newest: int, now: float, places: AddressBook) -> PeerR
     )
 
 
-def _fragments(protocol: Peer) -> list[FragmentRow]:
+def _fragments(protocol: Peer) -> list[schema.FragmentRow]:
     heirs, rows = protocol.heirs(), []
-    for fragment, version in enumerate(protocol.versions[:MAX_FRAGMENTS]):
+    for fragment, version in enumerate(protocol.versions[: schema.MAX_FRAGMENTS]):
         lease = protocol.leases.get(fragment)
-        row = FragmentRow(
-            fragment=fragment,
-            syncer=None if lease is None else lease.holder,
-            term=protocol.leases.term(fragment),
-            version=version if lease is None else max(version, lease.version),
-            backup=heirs.get(fragment),
+        rows.append(
+            schema.FragmentRow(
+                fragment=fragment,
+                syncer=None if lease is None else lease.holder,
+                term=protocol.leases.term(fragment),
+                version=version if lease is None else max(version, lease.version),
+                backup=heirs.get(fragment),
+            )
         )
-        rows.append(row)
     return rows
 
 
-def _means(timeline: deque[PeerRound]) -> dict[int, PhaseSeconds]:
+def _means(timeline: deque[schema.PeerRound]) -> dict[int, PhaseSeconds]:
     """Mean seconds by phase of each version's rounds."""
     rounds: dict[int, list[tuple[float, ...]]] = {}
     for row in timeline:
@@ -255,12 +233,12 @@ def _mean(values: Sequence[float]) -> float:
     return sum(value / len(values) for value in values)
 
 
-def _run(protocol: Peer, manifest_text: str, at: float) -> RunInfo:
+def _run(protocol: Peer, manifest_text: str, at: float) -> schema.RunInfo:
     manifest: dict[str, Any] = json.loads(manifest_text)
     budget, model = manifest.get("budget") or {}, manifest.get("model") or {}
     mode = "synchronous" if protocol.lockstep else "streaming" if protocol.outer.quorum is None else "asynchronous"
     version, applied = protocol.swarm_clock()
-    return RunInfo(
+    return schema.RunInfo(
         run_id=protocol.run_id,
         manifest_hash=protocol.manifest_hash,
         wire_version=WIRE_VERSION,

@@ -1,4 +1,4 @@
-"""The tasks of one node: they wait for conditions, fail together, and end with the node.
+"""The tasks of one node, and what they wait for: conditions, threads, and the locks of anchors.
 
 Everything runs in one event loop. Whoever changes something that others may wait for calls `notify`; each waiting
 condition is then evaluated once, and only the tasks whose condition holds are woken.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from diloco.swarm.wire.deadline import within
 
-__all__ = ["Tasks"]
+__all__ = ["FragmentLock", "Tasks", "in_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,6 @@ class Tasks:
         self.closed = False
         self._running: dict[asyncio.Task[Any], None] = {}  # a set would be in an order of memory addresses
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
-
-    # -- tasks --------------------------------------------------------------------------------------------------------
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that ends with the node. Its caller awaits it and gets what it raises.
@@ -109,8 +109,6 @@ class Tasks:
             logger.debug("a task of the swarm node failed", exc_info=error)
             self.fail(error)
 
-    # -- conditions ---------------------------------------------------------------------------------------------------
-
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition that any `notify` may have made true. It holds when this returns.
 
@@ -153,3 +151,65 @@ def _holds(condition: Callable[[], bool]) -> bool:
         return condition()
     except Exception:  # evaluated again in the task that waits, which raises it
         return True
+
+
+class FragmentLock:
+    """For an anchor: any number of readers or one writer. A reader that comes while others read waits for no writer.
+
+    So a donor serves newcomers while its own checkpoint is written, which reads the anchor for minutes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()  # held by the writer, or by all readers together
+        self._entrance = asyncio.Lock()
+        self._readers = 0
+
+    @property
+    def moving(self) -> bool:
+        """Whether somebody has it for writing."""
+        return self._lock.locked() and not self._readers
+
+    def writing(self) -> asyncio.Lock:
+        """A context in which nobody else reads or writes."""
+        return self._lock
+
+    async def start_reading(self) -> None:
+        """Wait for the writer. From now on nobody writes, until as many `stop_reading` as there were calls of this."""
+        async with self._entrance:  # the first reader waits for the writer, and those after it for the first
+            if self._readers == 0:
+                await self._lock.acquire()
+            self._readers += 1
+
+    def stop_reading(self) -> None:
+        """End what `start_reading` began."""
+        self._readers -= 1
+        if self._readers == 0:
+            self._lock.release()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """A context in which nobody writes."""
+        await self.start_reading()
+        try:
+            yield
+        finally:
+            self.stop_reading()
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Run a function in a thread of the loop's executor and return its result.
+
+    A thread cannot be cancelled. So when the caller is cancelled, this waits until the function has ended, and only
+    then raises `CancelledError`: a lock that the caller holds protects the tensors for as long as the thread uses them.
+    (`asyncio.to_thread` raises at once, and the lock is free while the thread still writes.)
+    """
+    work = asyncio.get_running_loop().run_in_executor(None, partial(function, *args))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # retrieved, because nobody else will ask for it
+        raise

@@ -16,25 +16,13 @@ from diloco.protocol.messages import expect
 from diloco.protocol.messages.base import MAX_RANGES, MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED, UnitGrant, UnitRequest
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import refuse
 from diloco.swarm.wire.streams import BROKEN, Stream
 
-__all__ = ["LeasedData", "UnitSupply", "answer", "request_units"]
+__all__ = ["LeasedData", "UnitSupply", "answer"]
 
 logger = logging.getLogger(__name__)
 
 ROUNDS_AHEAD = 2  # the data must last until a successor answers when a syncer dies
-
-
-async def request_units(context: Context, syncer: str, wanted: int, has: Units) -> Units:
-    """Ask the control fragment's syncer for that many sequences more; `PayloadError` when it refuses."""
-    request = UnitRequest(manifest_hash=context.protocol.manifest_hash, wanted=wanted, has=[list(unit) for unit in has])
-    async with context.open(syncer) as stream:
-        await stream.send(request)
-        granted = union(expect(await stream.receive(), UnitGrant).units)
-    if count(granted) > wanted:
-        raise PayloadError(f"asked for {wanted} sequences, got {count(granted)}")
-    return granted
 
 
 async def answer(context: Context, stream: Stream, request: UnitRequest) -> None:
@@ -43,7 +31,7 @@ async def answer(context: Context, stream: Stream, request: UnitRequest) -> None
     if request.manifest_hash == context.protocol.manifest_hash:
         granted = context.protocol.accounts.lease_units(stream.peer, request.wanted, request.has)
     if granted is None:  # no event: right after a takeover, peers ask the wrong one once
-        await refuse(stream, "no units for this peer here")
+        await stream.refuse("no units for this peer here")
         return
     await stream.send(UnitGrant(units=[list(unit) for unit in granted[:MAX_RANGES]]))
 
@@ -81,7 +69,12 @@ class UnitSupply:
             if lease.holder == protocol.me:
                 granted = protocol.accounts.lease_units(protocol.me, wanted, has) or []
             else:
-                granted = await request_units(context, lease.holder, wanted, has)
+                async with context.open(lease.holder) as stream:
+                    units = [list(unit) for unit in has]
+                    await stream.send(UnitRequest(manifest_hash=protocol.manifest_hash, wanted=wanted, has=units))
+                    granted = union(expect(await stream.receive(), UnitGrant).units)
+                if count(granted) > wanted:
+                    raise PayloadError(f"asked for {wanted} sequences, got {count(granted)}")
             self.data.add(granted)
             self._tell()
         except (*BROKEN, PayloadError) as error:

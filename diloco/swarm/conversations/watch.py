@@ -1,4 +1,4 @@
-"""What a node knows of the swarm, for watchers: a snapshot in pieces."""
+"""What outsiders ask a node for: the run's manifest, and in pieces a snapshot of what the node knows of the swarm."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from collections.abc import Sequence
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol.messages import expect
-from diloco.protocol.messages.watching import SnapshotReply, SnapshotRequest
+from diloco.protocol.messages.watching import ManifestReply, ManifestRequest, SnapshotReply, SnapshotRequest
 from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["answer", "request_snapshot"]
+__all__ = ["request_manifest", "request_snapshot", "send_snapshot"]
+
+
+async def request_manifest(transport: Transport, peer: str) -> str:
+    """The manifest of the run that a peer is in, as untrusted JSON text; `PayloadError` when it refuses."""
+    async with open_bulk(transport, peer, Traffic()) as stream:
+        await stream.send(ManifestRequest())
+        return expect(await stream.receive(), ManifestReply).text
 
 
 async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
@@ -29,7 +36,7 @@ async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
                 return unpack(bytes(packed))
 
 
-async def answer(stream: Stream, pieces: Sequence[bytes]) -> None:
+async def send_snapshot(stream: Stream, pieces: Sequence[bytes]) -> None:
     """Send the pieces of a snapshot (see `Recorder.packed`)."""
     for index, piece in enumerate(pieces):
         await stream.send(SnapshotReply(wire_version=WIRE_VERSION, data=piece, more=index + 1 < len(pieces)))

@@ -1,56 +1,58 @@
-"""What the protocol core asks for, carried out. Long work becomes a task that reports back to the protocol."""
+"""What the protocol core asks for, and the owner's list of what is revoked, carried out.
+
+Long work becomes a task that reports back to the protocol.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
+from diloco.errors import SwarmError
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.messages import encode
+from diloco.protocol.messages.control import Revocations
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.anchors import Anchors
-from diloco.swarm.node.dht import DhtRecords
+from diloco.swarm.node.dht import read, store, store_leases
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.mesh import ControlMesh
+from diloco.swarm.wire.dht_records import REVOKED, revoked_in
 
 __all__ = ["Actions"]
 
 
 class Actions:
-    """The hands of a node: `carry_out` is what its context does with actions."""
+    """The hands of a node: its context calls `carry_out` with actions, and its gate `spread` with a newer list."""
 
     def __init__(
-        self,
-        context: Context,
-        mesh: ControlMesh,
-        anchors: Anchors,
-        merging: Merging,
-        server: BulkServer,
-        dht: DhtRecords,
+        self, context: Context, mesh: ControlMesh, anchors: Anchors, merging: Merging, server: BulkServer
     ) -> None:
-        self._context, self._mesh, self._anchors, self._merging = context, mesh, anchors, merging
-        self._server, self._dht = server, dht
+        self._context, self._mesh, self._anchors = context, mesh, anchors
+        self._merging, self._server = merging, server
         context.carry_out = self.carry_out
+        context.gate.on_revoked = self.spread
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Do what the protocol asked for."""
         for action in actions:
             self._carry_out(action)
-        self.forget_records()
+        self._server.forget_records()
 
     def _carry_out(self, action: Action) -> None:
         context = self._context
         match action:
             case Broadcast():
                 self._mesh.broadcast(action.message)
-                context.recorder.heard(context.protocol, context.protocol.me, action.message, context.now())
+                context.recorder.heard(context.protocol.me, action.message, context.now())
             case Disconnect():
                 self._mesh.disconnect(action.peer)
             case Note():
                 context.note(action.kind, **action.fields)
             case Hold():
                 self._take_over(action)
-                context.tasks.spawn(self._dht.store_leases())
+                context.tasks.spawn(store_leases(context))
             case Release():
                 context.replica.release(action.fragment)
                 context.records.pop(action.fragment, None)
@@ -60,14 +62,6 @@ class Actions:
                 asyncio.get_running_loop().call_at(action.at, self._wake)
             case CatchUp():
                 context.tasks.spawn(self._anchors.catch_up(action.fragment, action.donors, action.outer))
-
-    def forget_records(self) -> None:
-        """Drop the updates that every connected peer has adopted; a peer that comes later gets the state."""
-        members = self._context.protocol.members.all()
-        for fragment, record in list(self._context.records.items()):
-            adopted = all(member.status.versions[fragment] >= record.header.version for member in members)
-            if adopted and self._server.serving == 0:
-                del self._context.records[fragment]
 
     def _take_over(self, action: Hold) -> None:
         """Hold a fragment. One that had another syncer goes on with the momentum that is known here, or with none."""
@@ -81,6 +75,35 @@ class Actions:
         context.replica.hold(fragment)
 
     def _wake(self) -> None:
+        if not self._context.tasks.closed:
+            self._context.do(self._context.protocol.tick(self._context.now()))
+
+    def spread(self, revoked: Revocations) -> None:
+        """A newer list came in. The peers on it are told too, before they are put out."""
         context = self._context
-        if not context.tasks.closed:
-            context.do(context.protocol.tick(context.now()))
+        context.note("revoked", number=revoked.number, token_ids=revoked.token_ids, peer_ids=revoked.peer_ids)
+        self._mesh.broadcast(revoked)
+        context.tasks.spawn(store(context, REVOKED, encode(revoked)))
+        self.expel()
+
+    def expel(self) -> None:
+        """Drop the peers that are no longer admitted; fail when this peer is not."""
+        context, gate = self._context, self._context.gate
+        for peer, reason in gate.expel().items():
+            self._mesh.disconnect(peer)
+            context.do(context.protocol.lost(peer, context.now(), reason))
+        lapsed = gate.lapsed()
+        if lapsed is not None:
+            context.tasks.fail(SwarmError(f"the swarm refused this peer: {lapsed}"))
+
+    async def compare(self) -> None:
+        """Take in the newest list in the DHT, and store the one here; for peers that were away when it was spread."""
+        gate = self._context.gate
+        if gate.admission is None:
+            return
+        for record in (await read(self._context, REVOKED)).values():
+            revoked = revoked_in(record)
+            if revoked is not None:
+                gate.hear(revoked)
+        if gate.revocations is not None:
+            await store(self._context, REVOKED, encode(gate.revocations))

@@ -7,6 +7,7 @@ reads or moves an anchor holds the fragment's lock until the thread has ended an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -17,11 +18,10 @@ from diloco.protocol.shares import Share
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
-from diloco.swarm.conversations.locks import FragmentLock
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BROKEN
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Anchors"]
 
@@ -37,7 +37,7 @@ class Anchors:
         self._protocol = context.protocol
         self._replica = context.replica
         self._keeps_bases = context.protocol.trains and context.replica.settings.staleness_limit > 0
-        self._saving: list[FragmentLock] = []  # held until the checkpoint is written
+        self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
         self.own_tokens = own_tokens
         self.loaded = list(context.protocol.versions)
@@ -84,7 +84,7 @@ class Anchors:
         anchors, versions, shares, outer = [], [], [], {}
         for fragment, lock in enumerate(self._context.locks):
             await lock.start_reading()
-            self._saving.append(lock)
+            self._saving.callback(lock.stop_reading)
             state = replica.held.get(fragment)
             vectors = [replica.anchors[fragment], *((state.master, state.momentum) if state else ())]
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
@@ -105,8 +105,7 @@ class Anchors:
 
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""
-        while self._saving:
-            self._saving.pop().stop_reading()
+        self._saving.close()
 
     # -- from donors --------------------------------------------------------------------------------------------------
 
@@ -124,7 +123,11 @@ class Anchors:
                 if donor in dishonest:
                     break
                 try:
-                    await self._fetch(donor, fragment, have, outer, dishonest)
+                    fetched = await self.fetcher.fetch(donor, fragment, have, outer, dishonest)
+                    if isinstance(fetched, UpdateRecord):
+                        await self.adopt_record(fetched)
+                    else:
+                        await self.adopt_state(fetched)
                     return
                 except (*BROKEN, PayloadError) as error:
                     why = str(error) or type(error).__name__
@@ -134,13 +137,6 @@ class Anchors:
         self._protocol.catch_up_failed(fragment)
         self._context.tasks.notify()
 
-    async def _fetch(self, donor: str, fragment: int, have: int, outer: bool, dishonest: set[str]) -> None:
-        fetched = await self.fetcher.fetch(donor, fragment, have, outer, dishonest)
-        if isinstance(fetched, UpdateRecord):
-            await self.adopt_record(fetched)
-        else:
-            await self.adopt_state(fetched)
-
     # -- adoption -----------------------------------------------------------------------------------------------------
 
     async def adopt_record(self, record: UpdateRecord) -> None:
@@ -148,15 +144,13 @@ class Anchors:
 
         Raises `PayloadError` when it does not follow the anchor that is here.
         """
-        header = record.header
-        fragment = header.fragment
+        header, fragment = record.header, record.header.fragment
+        here = self._protocol.fragments[fragment]
         async with self._context.locks[fragment].writing():
             self._check_free(fragment)
-            here = (self._protocol.fragments[fragment].version, self._protocol.fragments[fragment].digest)
-            if here != (header.version - 1, header.digest_before):
-                raise PayloadError(
-                    f"a record to version {header.version} of fragment {fragment} does not follow version {here[0]}"
-                )
+            if (here.version, here.digest) != (header.version - 1, header.digest_before):
+                record_to = f"a record to version {header.version} of fragment {fragment}"
+                raise PayloadError(f"{record_to} does not follow version {here.version}")
             digest = await self._context.tasks.complete(self._apply(record))
         if digest != header.digest:
             self._context.note(
@@ -177,19 +171,16 @@ class Anchors:
 
     async def adopt_state(self, state: FragmentState) -> None:
         """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer."""
-        header = state.header
-        fragment = header.fragment
+        fragment, version = state.header.fragment, state.header.version
+        here = self._protocol.fragments[fragment]
         async with self._context.locks[fragment].writing():
             self._check_free(fragment)
-            if header.version < self._protocol.fragments[fragment].version + (
-                self._protocol.fragments[fragment].syncer is not None
-            ):
-                raise PayloadError(f"version {header.version} is not newer than what is here")
+            if version < here.version + (here.syncer is not None):
+                raise PayloadError(f"version {version} is not newer than what is here")
             await self._context.tasks.complete(self._replace(state))
 
     async def _replace(self, state: FragmentState) -> None:
-        header = state.header
-        fragment = header.fragment
+        header, fragment = state.header, state.header.fragment
         await self.about_to_move(fragment)
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
         outer = state.master is not None and state.momentum is not None
@@ -214,8 +205,9 @@ class Anchors:
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
     ) -> None:
-        """Tell the protocol that the anchor is at another version. The outer state came with it (`outer`), or begins
-        anew from it. The lock is held.
+        """Tell the protocol that the anchor, whose lock is held, is at another version.
+
+        The outer state came with it (`outer`), or begins anew from it.
         """
         if self._protocol.fragments[fragment].syncer is not None:
             self._replica.held[fragment].restart()

@@ -40,28 +40,21 @@ class Backups:
                 self._context.tasks.spawn(self._begin(fragment))
 
     async def _begin(self, fragment: int) -> None:
+        protocol, replica = self._context.protocol, self._context.replica
+        here, lock = protocol.fragments[fragment], self._context.locks[fragment]
         try:
-            await self._fetch(fragment)
+            async with lock.writing():
+                if here.version == 0 and here.syncer is None:
+                    replica.stand_by(fragment)
+                    return
+            lease = protocol.leases.get(fragment)
+            if lease is None or lease.holder == protocol.me:
+                return
+            state = await self._fetcher.fetch(lease.holder, fragment, -1, True, set())
+            async with lock.writing():
+                if isinstance(state, FragmentState) and state.momentum is not None and here.syncer is None:
+                    replica.stand_by(fragment, state.header.version, state.momentum)
         except (*BROKEN, PayloadError) as error:
             logger.debug("fragment %d has no backup here yet: %r", fragment, error)
         finally:
             self._fetching.discard(fragment)
-
-    async def _fetch(self, fragment: int) -> None:
-        protocol, replica = self._context.protocol, self._context.replica
-        lock = self._context.locks[fragment]
-        async with lock.writing():
-            if protocol.fragments[fragment].version == 0 and protocol.fragments[fragment].syncer is None:
-                replica.stand_by(fragment)
-                return
-        lease = protocol.leases.get(fragment)
-        if lease is None or lease.holder == protocol.me:
-            return
-        state = await self._fetcher.fetch(lease.holder, fragment, -1, True, set())
-        async with lock.writing():
-            if (
-                isinstance(state, FragmentState)
-                and state.momentum is not None
-                and protocol.fragments[fragment].syncer is None
-            ):
-                replica.stand_by(fragment, state.header.version, state.momentum)

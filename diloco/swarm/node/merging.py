@@ -13,10 +13,10 @@ from diloco.protocol.messages.bulk import Record
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.malloc import short_lived
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Merging"]
 
@@ -79,8 +79,6 @@ class Merging:
         now = self._context.now()
         self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now))
         return True
-
-    # -- judgement ----------------------------------------------------------------------------------------------------
 
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""

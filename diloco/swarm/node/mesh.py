@@ -19,8 +19,8 @@ from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
 from diloco.protocol.messages.control import Hello, Revocations, Status
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.manifest import request_manifest
-from diloco.swarm.node.dht import RECORD_PERIOD_S, DhtRecords
+from diloco.swarm.conversations.watch import request_manifest
+from diloco.swarm.node.dht import RECORD_PERIOD_S, read, store
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dht_records import PEERS
@@ -44,10 +44,9 @@ class ControlMesh:
     one, `refusal` says why.
     """
 
-    def __init__(self, context: Context, dht: DhtRecords, run: RunSpec) -> None:
+    def __init__(self, context: Context, run: RunSpec) -> None:
         self.refusal: str | None = None
         self._context = context
-        self._dht = dht
         self._run = run
         self._protocol = context.protocol
         self._outgoing: dict[str, asyncio.Queue[Message | None]] = {}
@@ -92,8 +91,8 @@ class ControlMesh:
 
     def all_greeted(self) -> bool:
         """Whether no call is under way, and every peer that answered one has said hello in turn."""
-        calling = any(not task.done() for task in self._dialling.values())
-        return not calling and all(peer in self._protocol.members for peer in self._outgoing)
+        answered = all(task.done() for task in self._dialling.values())
+        return answered and all(peer in self._protocol.members for peer in self._outgoing)
 
     def dial(self, peer: str) -> asyncio.Task[bool]:
         """Open our stream to a peer unless there is one; the result says whether it answered.
@@ -117,17 +116,14 @@ class ControlMesh:
             await stream.send(self._protocol.hello())
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
-                stream.close()
-                await self._refused(peer, answer.reason)
-                return False
+                raise Refused(answer.reason)
             expect(answer, Status)
-        except Refused as error:
-            await self._refused(peer, str(error))
-            return False
         except (*BROKEN, PayloadError) as error:
-            logger.debug("dialling %s failed: %r", peer, error)
             if stream is not None:
                 stream.close()
+            if isinstance(error, Refused):
+                await self._refused(peer, str(error))
+            logger.debug("dialling %s failed: %r", peer, error)
             return False
         queue = self._outgoing[peer] = asyncio.Queue()
         sender = asyncio.create_task(self._send_all(peer, stream, queue))
@@ -170,7 +166,7 @@ class ControlMesh:
             stream.close()
             if self._outgoing.get(peer) is queue:
                 del self._outgoing[peer]
-        await self._check(peer, "connection reset")
+        await self._check(peer)
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Their stream to us: hello, then whatever they say."""
@@ -180,8 +176,7 @@ class ControlMesh:
                 hello = expect(await stream.receive(), Hello)
             objection = self._objection(peer, hello)
             if objection is not None:
-                await stream.send(Refusal(reason=objection))
-                await stream.drained()
+                await stream.refuse(objection, discard=0)
                 return
             self._check_possible(hello)
             await stream.send(self._protocol.status())
@@ -203,7 +198,7 @@ class ControlMesh:
             stream.close()
         if self._incoming.get(peer) is stream:
             del self._incoming[peer]
-            await self._check(peer, "connection reset")
+            await self._check(peer)
 
     def _objection(self, peer: str, hello: Hello) -> str | None:
         """Why a peer may not connect."""
@@ -232,10 +227,7 @@ class ControlMesh:
             return
         context.do(self._protocol.heard(peer, message, context.now()))
         if peer in self._protocol.members:
-            context.recorder.heard(self._protocol, peer, message, context.now())
-
-    def _lose(self, peer: str, why: str) -> None:
-        self._context.do(self._protocol.lost(peer, self._context.now(), why))
+            context.recorder.heard(peer, message, context.now())
 
     def _check_possible(self, message: Message) -> None:
         why = self._protocol.impossible(message)
@@ -250,19 +242,18 @@ class ControlMesh:
         context, new = self._context, self._incoming.get(peer) is not stream
         if isinstance(error, Offence):
             context.do(self._protocol.offence(peer, str(error), context.now()))
-        self._lose(peer, str(error))
+        context.do(self._protocol.lost(peer, context.now(), str(error)))
         self.disconnect(peer)
         if new:
             with contextlib.suppress(*BROKEN, PayloadError):
-                await stream.send(Refusal(reason=str(error)))
-                await stream.drained()
+                await stream.refuse(str(error), discard=0)
 
     async def _call_back(self, peer: str) -> None:
         """Dial a peer that connected. A call that had begun before may fail, because its connection is replaced."""
         if not await self.dial(peer):
             await self.dial(peer)
 
-    async def _check(self, peer: str, why: str) -> None:
+    async def _check(self, peer: str) -> None:
         """A stream ended. A peer that said goodbye is gone; any other gets one more call before it counts as lost."""
         member = self._protocol.members.get(peer)
         if self._context.tasks.closed or member is None or peer in self._checking:
@@ -274,7 +265,7 @@ class ControlMesh:
                 queue.put_nowait(None)
             said_goodbye = member.status.gone
             if said_goodbye or not await self.dial(peer):
-                self._lose(peer, why)
+                self._context.do(self._protocol.lost(peer, self._context.now(), "connection reset"))
         finally:
             self._checking.discard(peer)
 
@@ -282,9 +273,9 @@ class ControlMesh:
         """Once in a while: tell the DHT that this peer is here, and dial the peers that it names."""
         context = self._context
         while True:
-            await self._dht.store(PEERS, [self._protocol.name, *context.gate.evidence()])
-            named = await self._dht.read(PEERS)
-            context.recorder.named(self._protocol, named, context.now())
+            await store(context, PEERS, [self._protocol.name, *context.gate.evidence()])
+            named = await read(context, PEERS)
+            context.recorder.named(named, context.now())
             for peer, record in named.items():
                 context.gate.witness(peer, record)
                 self.dial(peer)
@@ -295,7 +286,5 @@ class ControlMesh:
 
 async def _ended(stream: Stream) -> None:
     """Returns when the other side ends a stream on which it has nothing to say."""
-    try:
+    with contextlib.suppress(*BROKEN, PayloadError):
         await stream.receive(None)
-    except (*BROKEN, PayloadError):
-        return

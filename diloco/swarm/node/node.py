@@ -9,9 +9,9 @@ All of these are coroutines of one event loop, which drives the protocol core, s
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from diloco.errors import SwarmError
@@ -26,23 +26,19 @@ from diloco.swarm.conversations.units import LeasedData, UnitSupply
 from diloco.swarm.node.actions import Actions
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.node.backups import Backups
-from diloco.swarm.node.compose import make_context
-from diloco.swarm.node.dht import RECORD_PERIOD_S, DhtRecords
+from diloco.swarm.node.dht import RECORD_PERIOD_S, learn_terms, store_leases
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.mesh import ControlMesh
-from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.options import NodeOptions, make_context
 from diloco.swarm.node.own_tokens import OwnTokens
-from diloco.swarm.node.revocation import RevocationRelay
 from diloco.swarm.node.rounds import Count, Exchanged, Rounds, Seconds
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BULK
-from diloco.swarm.wire.transport import Reader, Transport, Writer
+from diloco.swarm.wire.transport import Transport
 
 __all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
-
-logger = logging.getLogger(__name__)
 
 DISCOVERY_S = 20.0
 LEAVE_FLOOR_S = 10.0
@@ -72,16 +68,13 @@ class Node:
         self.checks = SpotChecks(context.replica, options.seed, options.loss)
         self._options = replace(options, saved=None)  # it may be as large as the model, and mapped from a file
         self._units = UnitSupply(context)
-        self._server = BulkServer(context)
-        self._server.inner.snapshot = options.inner_state
-        self._dht = DhtRecords(context)
-        self._mesh = ControlMesh(context, self._dht, options.run)
+        self._server = BulkServer(context, options.inner_state)
+        self._mesh = ControlMesh(context, options.run)
         self._anchors = Anchors(context, OwnTokens(saved.applied if saved else None))
         merging = Merging(context, self._anchors, self.checks)
-        self._actions = Actions(context, self._mesh, self._anchors, merging, self._server, self._dht)
+        self._actions = Actions(context, self._mesh, self._anchors, merging, self._server)
         self.rounds = Rounds(context, self._anchors, self._units)
         self._backups = Backups(context, self._anchors.fetcher)
-        self._revocation = RevocationRelay(context, self._mesh, self._dht)
         self._interrupted = False
         self._paused_at = math.inf
 
@@ -113,8 +106,8 @@ class Node:
             context.note("unreachable", advice=transport.advice or "swarm.reachable=no")
         if self.replica.settings.spot_check and self.checks.loss is None:
             context.note("unchecked", why="outer.spot_check: no data is here, so what this peer merges is not checked")
-        await self._dht.learn_terms()
-        await transport.handle(BULK, self._serve)
+        await learn_terms(context)
+        await transport.handle(BULK, self._server.serve)
         answered = await self._mesh.start()
         if self._mesh.refusal is not None:
             raise SwarmError(self._mesh.refusal)
@@ -142,39 +135,29 @@ class Node:
 
     async def _discover(self) -> None:
         """A newcomer hears every peer that it can reach before it takes any fragment for vacant."""
-
-        def heard_all() -> bool:
-            return self._mesh.all_greeted() and len(self.protocol.members) > 0
-
-        await self._until_or(heard_all, DISCOVERY_S, "hellos of the swarm")
+        await self._until_or(
+            lambda: self._mesh.all_greeted() and len(self.protocol.members) > 0, DISCOVERY_S, "hellos of the swarm"
+        )
         self.context.do(self.protocol.discovered(self.context.now()))
 
     async def _heartbeat(self) -> None:
         context, protocol = self.context, self.protocol
         stored_at = -RECORD_PERIOD_S
         while True:
-            self._announce_pause()
+            if context.now() - self._paused_at >= PAUSE_FLOOR_S:
+                # A slow pace: from it syncers derive when they take this peer for stalled.
+                self._paused_at, said = math.inf, protocol.status()
+                protocol.progress(said.inner_step, said.target_steps, STALL_FACTOR / PAUSE_LIMIT_S, said.tokens)
             context.do(protocol.heartbeat(context.now(), (self.traffic.bytes_sent, self.traffic.bytes_received)))
             self._backups.follow()
             self._units.refill()
             if context.now() - stored_at >= RECORD_PERIOD_S:
                 stored_at = context.now()
                 if protocol.leases.held_by(protocol.me):
-                    context.tasks.spawn(self._dht.store_leases())
-                context.tasks.spawn(self._revocation.compare())
-            self._revocation.expel()
+                    context.tasks.spawn(store_leases(context))
+                context.tasks.spawn(self._actions.compare())
+            self._actions.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
-
-    def _announce_pause(self) -> None:
-        """While the loop pauses, report a slow pace: from it syncers derive when they take this peer for stalled."""
-        if self.context.now() - self._paused_at >= PAUSE_FLOOR_S:
-            self._paused_at = math.inf
-            said, pace = self.protocol.status(), STALL_FACTOR / PAUSE_LIMIT_S
-            self.protocol.progress(said.inner_step, said.target_steps, pace, said.tokens)
-
-    async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
-        await self._server.serve(peer, reader, writer)
-        self._actions.forget_records()
 
     async def _until_or(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         try:
@@ -192,7 +175,7 @@ class Node:
 
     async def observe(self) -> Snapshot:
         """What this peer knows of the swarm."""
-        return self.context.recorder.snapshot(self.protocol, self.context.manifest_text, self.context.now())
+        return self.context.recorder.snapshot(self.context.now())
 
     async def enter(self, state: State) -> None:
         """Tell the swarm what this peer is doing. The tensors of the last `snapshot` may move again."""
@@ -243,7 +226,9 @@ class Node:
         await self.joins_late()
         if self._interrupted:
             return None
-        await self._first_units()
+        self._units.refill()  # without an answer in time, training begins with data of its own order
+        with suppress(asyncio.TimeoutError):
+            await within(FIRST_UNITS_S, self.context.tasks.until(lambda: self._interrupted or not self._units.asking))
         position = 0 if cold else self.protocol.first_position(self.context.now())
         self.protocol.warming = cold
         await self.enter("starting" if cold else "training")
@@ -312,12 +297,6 @@ class Node:
         self.rounds.in_step()
         return self.protocol.first_position(self.context.now())
 
-    async def exchange(self, steps: int, tokens: int) -> Exchanged | None:
-        """Send all fragments and receive them."""
-        fragments = range(len(self.replica.fragments))
-        await self.send(dict.fromkeys(fragments, (steps, tokens)))
-        return await self.receive(fragments)
-
     async def exchange_late(self, counts: Mapping[int, Count]) -> Exchanged | None:
         """Receive what was sent a round ago, and send this round's; the next begins from the anchor that is here then.
 
@@ -376,6 +355,11 @@ class Node:
 
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""
+
+        def handed_over() -> bool:
+            able = (m.holds and not m.status.gone for m in self.protocol.members.all())
+            return not any(able) or not self.protocol.leases.held_by(self.protocol.me)
+
         await self.rounds.cancel()
         self.leased.expect(0)
         await self.enter("done" if finished else "leaving")
@@ -383,18 +367,5 @@ class Node:
         if finished:
             await self._until_or(self.protocol.ended_as_one, patience_s, "the others to finish")
         else:
-            await self._until_or(self._handed_over, patience_s, "fragments to be taken over")
+            await self._until_or(handed_over, patience_s, "fragments to be taken over")
         await self._until_or(lambda: self._server.serving == 0, LEAVE_FLOOR_S, "peers to read the last update")
-
-    def _handed_over(self) -> bool:
-        """Whether nobody is there to take this peer's fragments, or they are taken."""
-        able = (m.holds and not m.status.gone for m in self.protocol.members.all())
-        return not any(able) or not self.protocol.leases.held_by(self.protocol.me)
-
-    async def _first_units(self) -> None:
-        """What the first batches come from. Without an answer in time, training begins with data of its own order."""
-        self._units.refill()
-        try:
-            await within(FIRST_UNITS_S, self.context.tasks.until(lambda: self._interrupted or not self._units.asking))
-        except asyncio.TimeoutError:
-            logger.debug("no units yet")

@@ -1,4 +1,4 @@
-"""What a node is told when it is made: which run it joins, how it reaches others, and where it goes on."""
+"""What a node is told when it is made, and the protocol core and the context that are made from it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from pathlib import Path
 
 from diloco.config import SwarmConfig, flatten
 from diloco.errors import PayloadError
+from diloco.outer.replica import Replica
+from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.ledger import union
+from diloco.protocol.peer import Peer
+from diloco.swarm.conversations.context import Context, OnEvent
 from diloco.swarm.conversations.inner_state import Snapshot
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.streams import Traffic
+from diloco.swarm.wire.transport import Transport
 
-__all__ = ["NodeOptions", "RunSpec"]
+__all__ = ["NodeOptions", "RunSpec", "make_context"]
 
 SHOWN = 40  # characters of a value of a manifest
 
@@ -40,7 +48,7 @@ class RunSpec:
         except (ValueError, AttributeError, RecursionError):
             raise PayloadError("the other side's manifest is not valid") from None
         keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-        return [f"{key} is {_shown(there.get(key))} there, {_shown(here.get(key))} here" for key in keys]
+        return [f"{key} is {str(there.get(key))[:SHOWN]} there, {str(here.get(key))[:SHOWN]} here" for key in keys]
 
 
 @dataclass(frozen=True)
@@ -64,5 +72,43 @@ class NodeOptions:
     seed: str | None = None  # for choices that no other peer may foresee; None takes the operating system's randomness
 
 
-def _shown(value: object) -> str:
-    return str(value)[:SHOWN]
+async def make_context(options: NodeOptions, replica: Replica, transport: Transport, on_event: OnEvent) -> Context:
+    """What the conversations of a node share. The replica and the protocol go on where `options.saved` stopped."""
+    saved = options.saved
+    if saved is not None:
+        await in_thread(saved.load_, replica)
+    protocol = Peer(
+        me=transport.me,
+        name=options.name,
+        run_id=options.run.id,
+        manifest_hash=options.run.manifest_hash,
+        digests=await in_thread(replica.digests),
+        versions=None if saved is None else list(saved.versions),
+        applied_tokens=0 if saved is None else saved.applied_tokens,
+        trains=options.trains,
+        holds=transport.reachable,
+        min_peers=options.network.min_peers,
+        newcomer=bool(transport.seeds),
+        outer=replica.settings,
+        tokens_per_step=options.run.tokens_per_step,
+        device=options.device,
+        payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
+    )
+    if saved is not None:
+        for fragment, term in enumerate(saved.terms):
+            protocol.leases.see_term(fragment, term)
+        protocol.accounts.restore_shares(saved.shares)
+        protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))
+    protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
+    transport.where = protocol.address_book.of
+    context = Context(
+        protocol=protocol,
+        replica=replica,
+        transport=transport,
+        manifest_text=options.run.manifest_text,
+        gate=options.gate,
+        on_event=on_event,
+        traffic=Traffic(upload_limit=options.network.upload_limit),
+    )
+    options.gate.on_refused = lambda peer, why: context.note("refused", peer=peer, why=why)
+    return context

@@ -7,20 +7,18 @@ again. Then tokens that were applied may be missing from the anchor, and tokens 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 __all__ = ["COUNTED", "OwnTokens", "Recount"]
 
 COUNTED = 1024  # contributions whose fate is remembered
 
 
-class Recount:
-    """What another history changes: `lost` were applied and are discarded now, `found` are applied after all.
+class Recount(NamedTuple):
+    """Tokens by base version that another history changes."""
 
-    Each is a mapping from base version to tokens.
-    """
-
-    def __init__(self, lost: Mapping[int, int], found: Mapping[int, int]) -> None:
-        self.lost, self.found = lost, found
+    lost: Mapping[int, int]  # were applied, and are discarded now
+    found: Mapping[int, int]  # are applied after all
 
 
 class OwnTokens:

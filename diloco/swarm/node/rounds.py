@@ -7,10 +7,8 @@ what a flight does next; here it is done, and what came of it is reported back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from diloco.errors import DivergedError, PayloadError
 from diloco.protocol.exchange import Exchange, Step
@@ -19,10 +17,10 @@ from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole
 from diloco.swarm.conversations.framing import UpdateRecord
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.conversations.units import UnitSupply
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.wire.streams import BROKEN
-from diloco.swarm.wire.threads import in_thread
 
 __all__ = ["Count", "Exchanged", "Rounds", "Seconds"]
 
@@ -56,11 +54,8 @@ class Exchanged:
     position: int = 0
 
 
-class Flight(NamedTuple):
-    """An exchange of one fragment that is over."""
-
-    exchange: Exchange
-    seconds: Seconds
+Flight = tuple[Exchange, Seconds]
+"""An exchange of one fragment that is over."""
 
 
 class Rounds:
@@ -137,14 +132,8 @@ class Rounds:
 
     def _depart(self, fragment: int, count: Count) -> None:
         steps, tokens = count
-        exchange = Exchange(
-            fragment,
-            self._anchors.loaded[fragment],
-            steps,
-            tokens,
-            self._protocol.manifest_hash,
-            staleness_limit=self._settings.staleness_limit,
-        )
+        base_version, limit = self._anchors.loaded[fragment], self._settings.staleness_limit
+        exchange = Exchange(fragment, base_version, steps, tokens, self._protocol.manifest_hash, staleness_limit=limit)
         if fragment == CONTROL_FRAGMENT:
             exchange.units = self._units.data.send()
         elif self._settings.spot_check:
@@ -158,7 +147,7 @@ class Rounds:
         finally:
             self._replica.release_capture(exchange.fragment)
         self.longest_exchange_s = max(self.longest_exchange_s, self._context.now() - begun_at)
-        return Flight(exchange, seconds)
+        return exchange, seconds
 
     def arrived(self, fragments: Sequence[int]) -> bool:
         """Whether the exchanges of these fragments are over; raises what one of them failed with."""
@@ -173,7 +162,7 @@ class Rounds:
             self._late = self._late + 1 if exchange.discarded else 0
             if exchange.fragment == CONTROL_FRAGMENT:
                 discarded += self._account(exchange)
-        longest = max((flight.seconds for flight in flights), key=lambda s: s.comm + s.wait, default=Seconds())
+        longest = max((seconds for _, seconds in flights), key=lambda s: s.comm + s.wait, default=Seconds())
         return discarded, longest  # of all, because they travel side by side
 
     def _account(self, exchange: Exchange) -> int:
@@ -207,27 +196,23 @@ class Rounds:
             await self._give_up(exchange)
             return
         while True:
-            lease = protocol.live_lease(fragment)
+            lease, version = protocol.live_lease(fragment), protocol.fragments[fragment].version
             merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
-            match exchange.next_step(
-                lease, protocol.fragments[fragment].version, self._context.now(), retry_at, merged
-            ):
+            match exchange.next_step(lease, version, self._context.now(), retry_at, merged):
                 case Step.DONE:
                     return
                 case Step.WAIT:
                     await self._context.tasks.pause(RETRY_S)
                 case Step.CATCH_UP:
-                    before = protocol.fragments[fragment].version
                     donors = protocol.members.donors(fragment, exchange.base_version + 1)
                     await self._anchors.catch_up(fragment, donors)
-                    if protocol.fragments[fragment].version == before:
+                    if protocol.fragments[fragment].version == version:
                         await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other
                 case Step.CONTRIBUTE:
                     assert lease is not None
                     retry_at = self._context.now() + RETRY_S
                     if lease.holder == protocol.me:
-                        with _own(exchange.base_version + 1):
-                            await self._contribute_here(exchange, lease, seconds)
+                        await self._contribute_here(exchange, lease, seconds)
                     else:
                         await self._contribute(exchange, lease, seconds)
 
@@ -288,15 +273,20 @@ class Rounds:
             exchange.refused(verdict, lease)
             await self._context.tasks.pause(RETRY_S)
             return
-        if verdict.first_chunk < len(self._replica.chunks[fragment]):  # else it is here, and its flight was interrupted
-            if syncer.folds_whole:
-                folded_before = await self._fold_whole(syncer, exchange.base_version)
-                if folded_before is None:
-                    await self._context.tasks.pause(RETRY_S)
-                    return
+        try:
+            if verdict.first_chunk == len(self._replica.chunks[fragment]):
+                pass  # it is here, and its flight was interrupted
+            elif not syncer.folds_whole:
+                await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
+            elif (folded_before := await self._fold_whole(syncer, exchange.base_version)) is not None:
                 before = folded_before
             else:
-                await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
+                await self._context.tasks.pause(RETRY_S)
+                return
+        except PayloadError as error:  # a payload of its own that it would refuse of others
+            remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
+            version = exchange.base_version + 1
+            raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None
         waiting_since = self._context.now()
         await self._context.tasks.until(
             lambda: protocol.fragments[fragment].version > before or not self._context.holds(syncer)
@@ -306,9 +296,7 @@ class Rounds:
             exchange.recorded(syncer.last_contributors, me)
 
     async def _fold_whole(self, syncer: Syncer, base_version: int) -> int | None:
-        """With a quorum: fold in the whole contribution. Returns the version that it was not in yet, or None when it is
-        not wanted any more.
-        """
+        """With a quorum: fold in all of it. Returns the version that it was not in yet; None when it is not wanted."""
         fragment = syncer.fragment
         async with self._context.locks[fragment].writing():
             chunks = range(len(self._replica.chunks[fragment]))
@@ -325,13 +313,3 @@ class Rounds:
             if chunk + 1 < len(self._replica.chunks[fragment]):
                 await asyncio.sleep(0)  # lets the others' chunks in
         self._context.do(self._protocol.arrived(me, fragment, self._context.now()))
-
-
-@contextmanager
-def _own(version: int) -> Iterator[None]:
-    """A payload that would be refused of others is a sign of divergence when it is this peer's own."""
-    try:
-        yield
-    except PayloadError as error:
-        remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
-        raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None

@@ -36,23 +36,18 @@ class Runtime(Protocol):
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
         """A node that is connected to its swarm."""
-        ...
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine of the loop; the caller waits for it."""
-        ...
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Have the loop call a function; the caller does not wait. A signal handler may use it, also after `close`."""
-        ...
 
     def clock(self) -> float:
         """Seconds, for measuring how long something takes."""
-        ...
 
     def close(self) -> None:
         """End whatever still runs in the loop. Can be called twice, and without a node."""
-        ...
 
 
 async def connect(options: NodeOptions) -> Transport:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, intersection
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.wire.threads import in_thread
+from diloco.swarm.conversations.tasks import in_thread
 
 __all__ = ["Loss", "Score", "SpotChecks"]
 
@@ -74,11 +76,7 @@ class SpotChecks:
 
     A random generator that only this node knows picks those that are checked. The node's own contribution is never
     checked. When one fails, the version's others are checked too. If half of them or more fail, the anchor or the data
-    must be wrong, and none is left out.
-
-    Args:
-        replica: this peer's anchors and staged contributions.
-        seed: seed of the generator; None takes the operating system's entropy.
+    must be wrong, and none is left out. Without a `seed` the generator takes the operating system's entropy.
 
     Memory: one copy of the parameters, on their device, while a version is checked. Versions are checked in turn.
     """
@@ -94,20 +92,18 @@ class SpotChecks:
     ) -> list[str]:
         """The contributors to leave out of a version. Each check is an event.
 
-        Args:
-            staged: the contributions.
-            judged: what `outer.robust` makes of them. A contribution is tried with the length that it counts with.
+        `judged` is what `outer.robust` makes of the staged contributions: each is tried with the length that it counts
+        with.
         """
         others = [peer for peer in sorted(close.contributors) if peer != context.protocol.me]
         chosen = [peer for peer in others if self._random.random() < self._replica.settings.spot_check]
         if self.loss is None or not chosen:
             return []
         peers, judgement = judged
-        scales = [
-            min(1.0, coefficient / weight) if weight else 0.0
-            for coefficient, weight in zip(judgement.coefficients, judgement.weights, strict=True)
-        ]
-        parts = dict(zip(peers, scales, strict=True))
+        parts = {
+            peer: min(1.0, coefficient / weight) if weight else 0.0
+            for peer, coefficient, weight in zip(peers, judgement.coefficients, judgement.weights, strict=True)
+        }
         trials = {peer: (BETA * parts[peer], self._sequences(context, syncer, peer)) for peer in others}
         async with self._one_at_a_time:
             trial = _Trial(self._replica, staged, close.fragment, self.loss)
@@ -143,8 +139,7 @@ class _Trial:
     def scores(self, trials: Mapping[str, tuple[float, Sequence[int]]], chosen: Sequence[str]) -> dict[str, Score]:
         """Scores of the chosen peers, and of all others once one of them fails.
 
-        Args:
-            trials: for each peer the part of its contribution that is tried, and the sequences to try it on.
+        `trials` are, for each peer, the part of its contribution that is tried, and the sequences to try it on.
         """
         replica = self._replica
         self._parameters = {name: torch.empty_like(parameter) for name, parameter in replica.parameters.items()}
@@ -176,11 +171,7 @@ class _Trial:
 
 
 def _at(units: Units, positions: Sequence[int]) -> list[int]:
-    """The sequences at these ascending positions of the units."""
-    numbers, before, left = [], 0, list(units)
-    for position in positions:
-        while position >= before + left[0][1] - left[0][0]:
-            before += left[0][1] - left[0][0]
-            left.pop(0)
-        numbers.append(left[0][0] + position - before)
-    return numbers
+    """The sequences at these positions of the units."""
+    before = list(accumulate((stop - start for start, stop in units), initial=0))
+    places = [(position, bisect_right(before, position) - 1) for position in positions]
+    return [units[unit][0] + position - before[unit] for position, unit in places]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from diloco.config import WIRE_VERSION, Manifest
 from diloco.errors import PayloadError, SwarmError
-from diloco.swarm.conversations.manifest import request_manifest
 from diloco.swarm.conversations.probe import Probed, probe
+from diloco.swarm.conversations.watch import request_manifest
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.libp2p import Libp2p
@@ -32,16 +32,11 @@ PATIENCE_S = 15.0  # for each of the peers that are asked at once
 
 @dataclass(frozen=True)
 class Found:
-    """What a swarm said about itself.
-
-    Attributes:
-        peers: the peers that answered a probe; those at the given addresses come first.
-        silent: the addresses without an answer, and why.
-    """
+    """What a swarm said about itself."""
 
     manifest_text: str
-    peers: list[Probed]
-    silent: dict[str, str] = field(default_factory=dict)
+    peers: list[Probed]  # that answered; those at the given addresses come first
+    silent: dict[str, str] = field(default_factory=dict)  # addresses without an answer, and why
 
     @property
     def addresses(self) -> list[str]:
@@ -131,12 +126,7 @@ async def _measure(visitor: Libp2p, peers: Sequence[Probed], nbytes: int) -> lis
 
 
 def parse_manifest(text: str) -> Manifest:
-    """The manifest of a swarm.
-
-    Raises:
-        SwarmError: that swarm speaks another wire version.
-        ConfigError: the manifest is not valid.
-    """
+    """The manifest of a swarm; `ConfigError` when it is not valid, `SwarmError` when it is of another wire version."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -152,11 +142,7 @@ def parse_manifest(text: str) -> Manifest:
 
 
 def check_clock(found: Found) -> str | None:
-    """One line when this machine's clock is off by more than a second.
-
-    Raises:
-        SwarmError: it is off by so much that the DHT would not take this peer.
-    """
+    """One line when this clock is off by more than a second; `SwarmError` when the DHT would not take this peer."""
     ahead_s = found.ahead_s
     if ahead_s is None or abs(ahead_s) <= 1.0:
         return None

@@ -23,12 +23,8 @@ async def revoke(
 ) -> Revoked:
     """Add to the lists of what is revoked in the swarm and in `before`; returns the new list once peers have it.
 
-    Args:
-        initial_peers: addresses of peers of the swarm; one is enough.
-        gate: the gate of a visitor that has the owner's key.
-
-    Raises:
-        SwarmError: nobody answers there, or nobody takes the list.
+    The gate is that of a visitor that has the owner's key. Raises `SwarmError` when nobody answers there, or nobody
+    takes the list.
     """
     assert gate.admission is not None
     visitor = await Libp2p.visit(initial_peers, gate)  # the greeting brings the swarm's list

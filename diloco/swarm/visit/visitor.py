@@ -85,9 +85,8 @@ class Visitor:
     async def ask(self) -> Snapshot:
         """The swarm now.
 
-        Raises:
-            SwarmError: nobody answers but programs that are no diloco peers, or speak another wire version.
-            ConfigError: an address is not valid.
+        Raises `SwarmError` when nobody answers but programs that are no diloco peers, or speak another wire version,
+        and `ConfigError` when an address is not valid.
         """
         transport = self._transport or await self._connect()
         if self._last is not None:
@@ -108,7 +107,7 @@ class Visitor:
         reasons: dict[str, str] = {}
         for peer in dict.fromkeys((*self._known, *transport.seeds)):
             try:
-                return await self._ask(transport, peer)
+                return await within(ANSWER_S, request_snapshot(transport, peer))
             except BROKEN as error:
                 reasons[peer] = "is no diloco peer" if "not supported" in str(error) else SILENT
                 logger.debug("%s told nothing of the swarm: %r", peer, error)
@@ -130,9 +129,6 @@ class Visitor:
             await instead_of.close()
         return self._transport
 
-    async def _ask(self, transport: Transport, peer: str) -> Snapshot:
-        return await within(ANSWER_S, request_snapshot(transport, peer))
-
     async def _get_acquainted(self, transport: Transport, snapshot: Snapshot) -> None:
         """Connect to one more peer, while somebody can still say where it is, until there are a few."""
         me = snapshot.run.answered_by
@@ -144,7 +140,7 @@ class Visitor:
         if stranger is None or len(self._acquainted) >= ACQUAINTED:
             return
         try:
-            await self._ask(transport, stranger)
+            await within(ANSWER_S, request_snapshot(transport, stranger))
             self._acquainted.add(stranger)
         except (*BROKEN, PayloadError) as error:
             logger.debug("%s is not reached: %r", stranger, error)

@@ -18,16 +18,12 @@ T = TypeVar("T")
 
 
 async def within(timeout_s: float | None, work: Awaitable[T]) -> T:
-    """Await something for so many seconds at most; None is without limit.
-
-    Raises:
-        asyncio.TimeoutError: the deadline passed; the work was cancelled.
-    """
+    """Await something; after so many seconds (None: never) cancel it and raise `asyncio.TimeoutError`."""
     if timeout_s is None:
         return await work
     task, passed = asyncio.current_task(), False
     assert task is not None
-    cancelled_before = _cancellations(task)
+    cancelled_before = sys.version_info >= (3, 11) and task.cancelling()  # Python 3.10 does not count
 
     def expire() -> None:
         nonlocal passed
@@ -38,22 +34,9 @@ async def within(timeout_s: float | None, work: Awaitable[T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        if passed and _take_back(task) == cancelled_before:
+        # The request to end is ours: it is taken back, unless others have asked too.
+        if passed and (sys.version_info < (3, 11) or task.uncancel() == cancelled_before):
             raise asyncio.TimeoutError from None
         raise
     finally:
         timer.cancel()
-
-
-def _cancellations(task: asyncio.Task[object]) -> int:
-    """How often the task was asked to end; Python 3.10 does not count."""
-    if sys.version_info >= (3, 11):
-        return task.cancelling()
-    return 0
-
-
-def _take_back(task: asyncio.Task[object]) -> int:
-    """Take our request to end back; returns how many are left, from others."""
-    if sys.version_info >= (3, 11):
-        return task.uncancel()
-    return 0

@@ -30,11 +30,11 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import Message, decode, encode
+from diloco.protocol.messages import Message, decode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.protocol.messages.control import Revocations
 
-__all__ = ["LEASES", "PEERS", "REVOKED", "OwnedRecords", "leases_in", "pack_revoked", "revoked_in"]
+__all__ = ["LEASES", "PEERS", "REVOKED", "OwnedRecords", "leases_in", "revoked_in"]
 
 PEERS, LEASES, REVOKED = "peers", "leases", "revoked"
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
@@ -55,7 +55,7 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
         self.me = _owner_of(self._public)
-        forms = {PEERS: _is_peer, LEASES: _is_leases, REVOKED: _is_revoked}
+        forms = {PEERS: _is_peer, LEASES: _is_leases, REVOKED: revoked_in}
         self._forms = {DHTID.generate(source=f"{run_id}/{kind}").to_bytes(): form for kind, form in forms.items()}
 
     def sign_value(self, record: DHTRecord) -> bytes:
@@ -101,11 +101,6 @@ def leases_in(value: object) -> list[tuple[int, int]]:
     return [(fragment, term) for fragment, term in value] if _is_leases(value) else []  # type: ignore[attr-defined]
 
 
-def pack_revoked(revoked: Revocations) -> bytes:
-    """The owner's list as a record."""
-    return encode(revoked)
-
-
 def revoked_in(value: object) -> Revocations | None:
     """The list in a record, whose signature by the run key is not verified yet."""
     try:
@@ -129,10 +124,6 @@ def _is_lease(value: object) -> bool:
     if not isinstance(value, list | tuple) or len(value) != 2 or any(type(number) is not int for number in value):
         return False
     return bool(0 <= value[0] < MAX_LEASES and 0 < value[1] < 2**62)
-
-
-def _is_revoked(value: object) -> bool:
-    return revoked_in(value) is not None
 
 
 def _unpack(raw: bytes) -> object:

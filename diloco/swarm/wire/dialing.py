@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 from asyncio.subprocess import Process
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from hivemind.p2p.p2p_daemon import P2P
@@ -86,19 +86,31 @@ async def mute(identity_path: str | None = None, kind: type[P2P] = P2P) -> P2P:
 async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
     """`P2P.create`, but the daemon has a session of its own, and nothing about its end is printed.
 
+    Ctrl+C in a terminal reaches every process of a group, and so does the signal by which torchrun ends its ranks. The
+    daemon must outlive both for a clean leave. It does not ignore SIGINT reliably, and it unblocks a blocked SIGINT.
+
     hivemind leaves two errors to the garbage collector, which prints them to stderr: a daemon that did not start, and
     the failed tasks that talked with a daemon that was killed (see `Libp2p.failed`).
     """
-    with _sheltered() as started:
-        try:
-            p2p = await kind.create(startup_timeout=START_TIMEOUT_S, check_if_identity_free=False, **options)
-        except BaseException:
-            for daemon in started:
-                if daemon.returncode is None:
-                    with suppress(ProcessLookupError):  # `terminate` would reap an ended daemon and print that
-                        os.kill(daemon.pid, signal.SIGTERM)
-                await daemon.wait()
-            raise
+    loop, started = asyncio.get_running_loop(), list[Process]()
+
+    async def subprocess_exec(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+        transport, protocol = await type(loop).subprocess_exec(loop, *arguments, start_new_session=True, **options)
+        started.append(Process(transport, protocol, loop))
+        return transport, protocol
+
+    loop.subprocess_exec = subprocess_exec  # type: ignore[method-assign]
+    try:
+        p2p = await kind.create(startup_timeout=START_TIMEOUT_S, check_if_identity_free=False, **options)
+    except BaseException:
+        for daemon in started:
+            if daemon.returncode is None:
+                with suppress(ProcessLookupError):  # `terminate` would reap an ended daemon and print that
+                    os.kill(daemon.pid, signal.SIGTERM)
+            await daemon.wait()
+        raise
+    finally:
+        del loop.subprocess_exec  # the instance attribute, which hides the method of the class
     for task in (p2p._client.control._read_task, p2p._client.control._write_task):
         task.add_done_callback(_note_end)
     return p2p
@@ -127,24 +139,3 @@ def _way_out() -> str | None:
             return str(probe.getsockname()[0])
         except OSError:
             return None
-
-
-@contextmanager
-def _sheltered() -> Iterator[list[Process]]:
-    """Starts daemons in sessions of their own; yields those that were started.
-
-    Ctrl+C in a terminal reaches every process of a group, and so does the signal by which torchrun ends its ranks. The
-    daemon must outlive both for a clean leave. It does not ignore SIGINT reliably, and it unblocks a blocked SIGINT.
-    """
-    loop, started = asyncio.get_running_loop(), list[Process]()
-
-    async def subprocess_exec(*arguments: Any, **options: Any) -> tuple[Any, Any]:
-        transport, protocol = await type(loop).subprocess_exec(loop, *arguments, start_new_session=True, **options)
-        started.append(Process(transport, protocol, loop))
-        return transport, protocol
-
-    loop.subprocess_exec = subprocess_exec  # type: ignore[method-assign]
-    try:
-        yield started
-    finally:
-        del loop.subprocess_exec  # the instance attribute, which hides the method of the class

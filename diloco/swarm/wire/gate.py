@@ -50,11 +50,9 @@ Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
 
 
 class Gate:
-    """One peer's admission, applied to the network.
+    """One peer's admission, applied to the network; without an admission everybody is let in.
 
-    Args:
-        admission: decides; None lets everybody in.
-        role: the role in which this peer shows itself; None takes the role of its token. A visitor is an observer.
+    It shows itself in a role, by default that of its token; a visitor is an observer.
 
     `on_refused` is called with peer and reason, seldom enough for a log, and `on_revoked` with a newer list, once it
     counts. `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` the other way round.
@@ -74,11 +72,6 @@ class Gate:
     def run_key(self) -> str | None:
         """The public key of the run, in hexadecimal digits; None where everybody is let in."""
         return None if self.admission is None else self.admission.run_key.hex()
-
-    @property
-    def only_watches(self) -> bool:
-        """Whether this peer's own invitation is an observer's."""
-        return self.admission is not None and self.admission.token.grant.role == "observer"
 
     # -- this side begins ---------------------------------------------------------------------------------------------
 
@@ -143,8 +136,7 @@ class Gate:
             self.refused(peer, reason)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
-                await stream.send(Refusal(reason=reason))
-                await stream.drained(discard=MAX_GREETING_BYTES)
+                await stream.refuse(reason, discard=MAX_GREETING_BYTES)
             stream.close()
             return
         self._serving[peer][writer] = None
@@ -284,8 +276,8 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 def gate_for(run_id: str, run_key: str | None, token: str | None, key_path: str | None, trains: bool = True) -> Gate:
     """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`).
 
-    Raises:
-        ConfigError: the run has a key and there is neither an invitation nor the private half, or they do not fit.
+    Raises `ConfigError` when the run has a key and there is neither an invitation nor the private half, or they do not
+    fit.
     """
     if run_key is None and token is None and key_path is None:
         return Gate()

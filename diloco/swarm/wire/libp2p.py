@@ -59,9 +59,7 @@ def peer_id_of(address: str) -> str:
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
     """Replace each `@FILE` by the addresses in that file, waiting until somebody has written it.
 
-    Raises:
-        SwarmError: a file did not appear in time.
-        ConfigError: an entry is no address.
+    Raises `SwarmError` when a file did not appear in time, and `ConfigError` when an entry is no address.
     """
     addresses: list[str] = []
     for entry in entries:
@@ -164,16 +162,11 @@ def _multiaddrs(addresses: Sequence[str]) -> list[Multiaddr] | None:
 
 
 def _nobody(outcome: Mapping[str, str]) -> str:
-    reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
     if len(outcome) == 1:
         [(address, why)] = outcome.items()
         return f"{address} cannot be reached: {why}; check that a peer is running there and that its port is open"
+    reasons = "; ".join(f"{address}: {why}" for address, why in outcome.items())
     return f"none of {len(outcome)} addresses can be reached ({reasons}); ask for one of a peer that is running"
-
-
-def _elsewhere(seeds: Sequence[str], announce: Sequence[str]) -> bool:
-    """Whether it is in doubt if others can call this peer: not within one machine, unless it names an address."""
-    return bool(seeds) and (bool(announce) or any(scope(seed) != "loopback" for seed in seeds))
 
 
 class Libp2p:
@@ -190,23 +183,16 @@ class Libp2p:
         self._p2p = p2p
         self._dht: DHTNode | None = None
         self._gate = p2p.gate = gate
-        p2p.open_greeting = self._open_greeting
+        p2p.open_greeting = partial(self._open, protocol=GREETING)
 
     @classmethod
     async def connect(
-        cls,
-        network: SwarmConfig,
-        identity_path: Path,
-        gate: Gate,
-        run_id: str | None = None,
-        ask: Ask | None = None,
+        cls, network: SwarmConfig, identity_path: Path, gate: Gate, run_id: str | None = None, ask: Ask | None = None
     ) -> Libp2p:
-        """Start listening and join the DHT.
+        """Start listening (nowhere with `reachable=no`) and join the DHT.
 
         Args:
-            network: where to listen (nowhere with `reachable=no`), and whom to join: multiaddrs or `@FILE`s.
             identity_path: private key of this peer; it is made when it is missing.
-            gate: decides who may connect to this peer, and whom it believes.
             run_id: the run whose DHT records this node takes in; None takes no part in the DHT.
             ask: with `reachable=auto`, asks a peer on another machine to call back; None believes that it can.
 
@@ -228,7 +214,9 @@ class Libp2p:
             if network.reachable != "no":
                 self.addresses = best_first([str(one) for one in await p2p.get_visible_maddrs()])
             self.reachable = bool(self.addresses)
-            if ask is not None and network.reachable == "auto" and _elsewhere(seeds, network.announce):
+            # Within one machine nobody doubts that others can call this peer, unless it names an address.
+            in_doubt = seeds and (network.announce or any(scope(seed) != "loopback" for seed in seeds))
+            if ask is not None and network.reachable == "auto" and in_doubt:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
                 await self._join_dht(run_id, seeds, identity_path)
@@ -236,7 +224,7 @@ class Libp2p:
             await p2p.shutdown()
             if isinstance(error, SwarmError) or not isinstance(error, Exception):
                 raise
-            if gate.only_watches:
+            if gate.admission is not None and gate.admission.token.grant.role == "observer":
                 raise SwarmError(
                     "the swarm refused this peer: its invitation allows to watch only; ask for another one"
                 ) from error
@@ -253,10 +241,7 @@ class Libp2p:
         records = OwnedRecords(run_id, _identity(identity_path))
         records.on_refused = self._gate.refused
         self._dht = await DHTNode.create(
-            p2p=self._p2p,
-            initial_peers=_multiaddrs(seeds),
-            record_validator=records,
-            client_mode=not self.reachable,
+            p2p=self._p2p, initial_peers=_multiaddrs(seeds), record_validator=records, client_mode=not self.reachable
         )
 
     @classmethod
@@ -265,11 +250,8 @@ class Libp2p:
     ) -> Libp2p:
         """A peer that only asks: it listens nowhere and takes no part in the DHT. Without a file its identity is new.
 
-        Its seeds are the peers that answered; `silent` has the other addresses.
-
-        Raises:
-            SwarmError: nobody answers there, or they do not admit this peer.
-            ConfigError: an initial peer is no address.
+        Its seeds are the peers that answered; `silent` has the other addresses. Raises `SwarmError` when nobody
+        answers there, or they do not admit this peer, and `ConfigError` when an initial peer is no address.
         """
         seeds = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
@@ -294,7 +276,7 @@ class Libp2p:
     async def _greet_seeds(self) -> None:
         """Comes first. `SwarmError` when all seeds refuse this peer, or it believes none of them."""
         await self._p2p.add_binary_stream_handler(GREETING, self._welcome)
-        greetings = (self._gate.greet(seed, partial(self._open_greeting, seed)) for seed in self.seeds)
+        greetings = (self._gate.greet(seed, partial(self._open, seed, GREETING)) for seed in self.seeds)
         answers = await asyncio.gather(*greetings, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, BROKEN):
@@ -310,12 +292,7 @@ class Libp2p:
     async def _welcome(self, info: StreamInfo, reader: Reader, writer: Writer) -> None:
         await self._gate.welcome(info.peer_id.to_base58(), reader, writer)
 
-    async def _open_greeting(self, peer: str) -> tuple[Reader, Writer]:
-        return await self._open(peer, GREETING)
-
     async def handle(self, protocol: str, handler: Handler) -> None:
-        """As in `Transport`."""
-
         async def serve(info: StreamInfo, reader: Reader, writer: Writer) -> None:
             await self._gate.serve(info.peer_id.to_base58(), reader, writer, handler)
 
@@ -324,12 +301,12 @@ class Libp2p:
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         """As in `Transport`. A peer that restarted does not know us, so each control stream begins with a greeting."""
         if self._gate.admission is not None:
-            await self._gate.greet(peer, partial(self._open_greeting, peer), again=protocol == CONTROL)
+            await self._gate.greet(peer, partial(self._open, peer, GREETING), again=protocol == CONTROL)
         return await self._open(peer, protocol)
 
     async def greet(self, peer: str) -> None:
         """Tell a peer again who is here, and what is revoked; raises as `open`."""
-        await self._gate.greet(peer, partial(self._open_greeting, peer), again=True)
+        await self._gate.greet(peer, partial(self._open, peer, GREETING), again=True)
 
     async def _open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         try:
@@ -341,16 +318,13 @@ class Libp2p:
                 _, reader, writer = await self._p2p.call_binary_stream_handler(peer_id, protocol)
                 return reader, writer
             except (ControlFailure, P2PDaemonError) as error:
-                if called or not str(error).endswith(_LOST) or not await self._call(peer):
+                lost = not called and str(error).endswith(_LOST)
+                # It may answer at an address that we know.
+                if not lost or "" not in (await call_each(self._p2p, self.where(peer))).values():
                     raise ConnectionError(f"{peer} cannot be reached: {error}") from error
         raise AssertionError
 
-    async def _call(self, peer: str) -> bool:
-        """Connect to a peer that libp2p does not find, at the addresses that we know; whether it answers."""
-        return "" in (await call_each(self._p2p, self.where(peer))).values()
-
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
-        """As in `Transport`."""
         assert self._dht is not None
         try:
             await self._dht.store(key, value, get_dht_time() + life_s, subkey=subkey)
@@ -358,7 +332,6 @@ class Libp2p:
             raise ConnectionError(str(error)) from error
 
     async def get(self, key: str) -> dict[str, object]:
-        """As in `Transport`."""
         assert self._dht is not None
         try:
             found = await self._dht.get(key, latest=True)
@@ -369,7 +342,6 @@ class Libp2p:
         return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
 
     async def observed(self, peer: str) -> str:
-        """As in `Transport`."""
         for info in await self._p2p.list_peers():
             if info.peer_id.to_base58() == peer:
                 return next((str(address) for address in info.addrs), "")

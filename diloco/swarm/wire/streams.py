@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages import Message, decode, encode
+from diloco.protocol.messages import Message, Refusal, decode, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.transport import Reader, Transport, Writer
@@ -23,19 +23,12 @@ CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
 
-# Raised by reading from or writing to a peer that vanished.
-BROKEN = (
-    asyncio.IncompleteReadError,
-    ConnectionError,
-    BrokenPipeError,
-    EOFError,
-    OSError,
-    TimeoutError,
-    asyncio.TimeoutError,
-)
+# Raised by reading from or writing to a peer that vanished. Before Python 3.11 asyncio's timeout is no `OSError`.
+BROKEN = (EOFError, OSError, asyncio.TimeoutError)
 
 _LENGTH_BYTES = 4
 _DISCARD_BYTES = 1 << 16
+REFUSED_BYTES = 1 << 24  # discarded of a peer that still sends, so that it comes to read why it is refused
 FRAME_TIMEOUT_S = 30.0
 STALL_FLOOR_S = 20.0
 STALL_FACTOR = 20.0
@@ -126,6 +119,11 @@ class Stream:
                 raise asyncio.IncompleteReadError(bytes(out[:at]), len(out))
             out[at : at + len(piece)] = piece
             self._filled = at + len(piece)
+
+    async def refuse(self, reason: str, discard: int = REFUSED_BYTES) -> None:
+        """Tell the other side why its stream is not wanted."""
+        await self.send(Refusal(reason=reason[:2000]))
+        await self.drained(discard)
 
     async def drained(self, discard: int = 0) -> None:
         """Wait until the other side has read everything; it then ends the stream.

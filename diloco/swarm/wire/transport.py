@@ -62,32 +62,24 @@ class Transport(Protocol):
 
     async def handle(self, protocol: str, handler: Handler) -> None:
         """Call `handler(peer, reader, writer)` for each stream that a peer opens for this protocol."""
-        ...
 
     async def open(self, peer: str, protocol: str) -> tuple[Reader, Writer]:
         """Open a stream to a peer; `Refused` or `Disbelieved` when one of the two does not admit the other."""
-        ...
 
     async def store(self, key: str, subkey: str, value: object, life_s: float) -> None:
         """Put a record where every peer can find it."""
-        ...
 
     async def get(self, key: str) -> dict[str, object]:
         """The records of a key by subkey, as found; untrusted."""
-        ...
 
     async def observed(self, peer: str) -> str:
         """Multiaddr, without the id, at the other end of the connection with a peer; empty when there is none."""
-        ...
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
         """Try to connect to a peer at each of these addresses as if it were new; the error by address, "" for none."""
-        ...
 
     async def failed(self) -> None:
         """Wait until this transport has failed, and raise `SwarmError`."""
-        ...
 
     async def close(self) -> None:
         """End everything."""
-        ...

@@ -22,10 +22,12 @@ from diloco.protocol.messages.control import Claim, Hello, Published, Revocation
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Penalties
 from diloco.protocol.states import State
+from diloco.sim.virtual_time import virtual_time
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.node.mesh import ControlMesh
+from diloco.swarm.node.mesh import DIAL_TIMEOUT_S, FLUSH_BYTES, ControlMesh, _Outgoing
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.streams import Stream, Traffic
 
 ME, OTHER, MANIFEST, DIGEST = "me", "other", "0" * 64, "1" * 64
 
@@ -71,6 +73,25 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+class Blocked(Pipe):
+    """Says its status, and then takes nothing that it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(b"")
+        self.reader = asyncio.StreamReader()
+        self.reader.feed_data(framed(status()))
+        self.blocked = asyncio.Event()
+        self.closed = False
+
+    async def drain(self) -> None:
+        if len(self.written) > FLUSH_BYTES:
+            self.blocked.set()
+            await asyncio.Event().wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def run(scene: Callable[[Listener], Awaitable[None]]) -> None:
     async def work() -> None:
         listener = Listener()
@@ -105,6 +126,33 @@ CONTRIBUTION = Contribution(manifest_hash=MANIFEST, fragment=0, term=1, base_ver
 GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
 
 
+def test_a_peer_that_takes_nothing_is_dropped_in_time_and_costs_little_memory() -> None:
+    with virtual_time() as loop:
+
+        async def scene() -> None:
+            listener, pipe = Listener(), Blocked()
+
+            async def opened(peer: str, protocol: str) -> tuple[asyncio.StreamReader, Blocked]:
+                return pipe.reader, pipe
+
+            listener.transport.open = opened  # type: ignore[method-assign]
+            assert await listener.mesh.dial(OTHER)
+            message = listener.protocol.status()
+            while not pipe.blocked.is_set():
+                listener.mesh.broadcast(message)
+                await asyncio.sleep(0)
+            assert len(pipe.written) < FLUSH_BYTES + 1000
+            begun_at = loop.seconds
+            while not pipe.closed:
+                await asyncio.sleep(0.5)
+            assert loop.seconds - begun_at == pytest.approx(DIAL_TIMEOUT_S, abs=1)
+            assert OTHER not in listener.mesh._outgoing
+            await listener.context.tasks.close(5.0)
+            await listener.mesh.close()
+
+        loop.run_until_complete(scene())
+
+
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
@@ -119,14 +167,14 @@ GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
 )
 def test_an_offence_on_a_control_stream_puts_its_peer_out_for_a_while_and_is_an_event(sent: bytes, why: str) -> None:
     async def scene(listener: Listener) -> None:
-        ours = listener.mesh._outgoing[OTHER] = asyncio.Queue()
+        ours = listener.mesh._outgoing[OTHER] = _Outgoing(Stream(OTHER, *[Pipe(b"")] * 2, Traffic()))  # type: ignore[arg-type]
         [answer] = await listener.hear(framed(hello()), framed(status()), sent, framed(status()))
         assert isinstance(answer, Status)
         [penalty] = listener.said("penalty")
         assert penalty["peer"] == OTHER and str(penalty["why"]).startswith(why)
         assert [event["why"] for event in listener.said("lost")] == [penalty["why"]]
         assert OTHER not in listener.protocol.members
-        assert OTHER not in listener.mesh._outgoing and ours.get_nowait() is None, "our stream to it ends"
+        assert OTHER not in listener.mesh._outgoing and ours.over, "our stream to it ends"
         [refusal] = await listener.hear(framed(hello()))
         assert isinstance(refusal, Refusal) and refusal.reason.startswith(f"refused for 10 s more: {why}")
         assert not await listener.mesh.dial(OTHER) and listener.transport.called == []

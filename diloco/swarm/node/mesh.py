@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 10.0
 CLOSE_S = 2.0
+FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
 SHOWN = 5  # settings that differ between two manifests
 
 
@@ -49,7 +50,7 @@ class ControlMesh:
         self._context = context
         self._run = run
         self._protocol = context.protocol
-        self._outgoing: dict[str, asyncio.Queue[Message | None]] = {}
+        self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, Stream] = {}
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._checking: set[str] = set()
@@ -64,23 +65,23 @@ class ControlMesh:
         return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
 
     def broadcast(self, message: Message) -> None:
-        """Queue a message to every connected peer; never blocks."""
-        for queue in self._outgoing.values():
-            queue.put_nowait(message)
+        """Say something to every connected peer; never blocks."""
+        for outgoing in self._outgoing.values():
+            outgoing.say(message)
 
     def disconnect(self, peer: str) -> None:
         """End both streams of a peer that is given up; if it lives, it notices and calls."""
-        queue = self._outgoing.pop(peer, None)
-        if queue is not None:
-            queue.put_nowait(None)
+        outgoing = self._outgoing.pop(peer, None)
+        if outgoing is not None:
+            outgoing.end()
         stream = self._incoming.pop(peer, None)
         if stream is not None:
             stream.close()
 
     async def close(self) -> None:
-        """Send what is queued, and end all streams. The node's tasks are closed already, so no new ones begin."""
-        for queue in self._outgoing.values():
-            queue.put_nowait(None)
+        """Send what was said, and end all streams. The node's tasks are closed already, so no new ones begin."""
+        for outgoing in self._outgoing.values():
+            outgoing.end()
         senders = list(self._senders)
         if senders:
             await asyncio.wait(senders, timeout=CLOSE_S)
@@ -125,8 +126,12 @@ class ControlMesh:
                 await self._refused(peer, str(error))
             logger.debug("dialling %s failed: %r", peer, error)
             return False
-        queue = self._outgoing[peer] = asyncio.Queue()
-        sender = asyncio.create_task(self._send_all(peer, stream, queue))
+        outgoing = self._outgoing[peer] = _Outgoing(stream)
+        # What changed between the hello and now was broadcast to the others only.
+        outgoing.say(self._protocol.status())
+        for claim in self._protocol.hello().claims:
+            outgoing.say(claim)
+        sender = asyncio.create_task(self._keep(peer, outgoing))
         self._senders[sender] = None
         sender.add_done_callback(self._senders.pop)
         return True
@@ -146,17 +151,15 @@ class ControlMesh:
         self.refusal = f"the swarm refused this peer: {reason}"
         context.tasks.notify()
 
-    async def _send_all(self, peer: str, stream: Stream, queue: asyncio.Queue[Message | None]) -> None:
-        """Our side of the stream to a peer: queued messages, until either side ends it."""
+    async def _keep(self, peer: str, outgoing: _Outgoing) -> None:
+        """Our side of the stream to a peer, until either side ends it."""
+        stream = outgoing.stream
         ended = asyncio.create_task(_ended(stream))
-        ended.add_done_callback(lambda _: queue.put_nowait(None))
-        # What changed between the hello and now was broadcast to the others only.
-        queue.put_nowait(self._protocol.status())
-        for claim in self._protocol.hello().claims:
-            queue.put_nowait(claim)
+        ended.add_done_callback(lambda _: outgoing.awake.set())
         try:
-            while (message := await queue.get()) is not None:
-                await within(DIAL_TIMEOUT_S, stream.send(message))
+            while not (outgoing.over or ended.done()):
+                await outgoing.awake.wait()
+                await within(DIAL_TIMEOUT_S, outgoing.flush())
             if not ended.done():
                 return  # this side has ended it
         except BROKEN as error:
@@ -164,7 +167,7 @@ class ControlMesh:
         finally:
             ended.cancel()
             stream.close()
-            if self._outgoing.get(peer) is queue:
+            if self._outgoing.get(peer) is outgoing:
                 del self._outgoing[peer]
         await self._check(peer)
 
@@ -181,15 +184,15 @@ class ControlMesh:
             self._check_possible(hello)
             await stream.send(self._protocol.status())
             self._greet(peer, hello, stream)
-            while True:
-                try:
-                    with offences():
+            with offences():
+                while True:
+                    try:
                         message = await stream.receive(None)
-                except UnknownKind as error:
-                    logger.debug("%s may be newer: %s", peer, error)
-                    continue
-                self._check_possible(message)
-                self._hear(peer, message)
+                    except UnknownKind as error:
+                        logger.debug("%s may be newer: %s", peer, error)
+                        continue
+                    self._check_possible(message)
+                    self._hear(peer, message)
         except PayloadError as error:
             await self._give_up(peer, stream, error)
         except BROKEN as error:
@@ -225,9 +228,11 @@ class ControlMesh:
         if isinstance(message, Revocations):
             context.gate.hear(message)
             return
-        context.do(self._protocol.heard(peer, message, context.now()))
+        now = context.now()
+        if actions := self._protocol.heard(peer, message, now):  # else the tick that is on its way does what is to do
+            context.do(actions)
         if peer in self._protocol.members:
-            context.recorder.heard(peer, message, context.now())
+            context.recorder.heard(peer, message, now)
 
     def _check_possible(self, message: Message) -> None:
         why = self._protocol.impossible(message)
@@ -260,9 +265,9 @@ class ControlMesh:
             return
         self._checking.add(peer)
         try:
-            queue = self._outgoing.pop(peer, None)
-            if queue is not None:
-                queue.put_nowait(None)
+            outgoing = self._outgoing.pop(peer, None)
+            if outgoing is not None:
+                outgoing.end()
             said_goodbye = member.status.gone
             if said_goodbye or not await self.dial(peer):
                 self._context.do(self._protocol.lost(peer, self._context.now(), "connection reset"))
@@ -282,6 +287,35 @@ class ControlMesh:
             for member in self._protocol.members.all():
                 self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
             await asyncio.sleep(RECORD_PERIOD_S)
+
+
+class _Outgoing:
+    """Our side of the control stream to a peer. What is said is written at once, and nobody waits for it.
+
+    Once `FLUSH_BYTES` are written the sender is `awake`: it waits until the peer has taken them, with a deadline. So a
+    peer that takes nothing costs so many bytes and what is said before the deadline.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.over = False
+        self.awake = asyncio.Event()
+        self._nbytes = 0
+
+    def say(self, message: Message) -> None:
+        self._nbytes += self.stream.push(message)
+        if self._nbytes > FLUSH_BYTES:
+            self.awake.set()
+
+    def end(self) -> None:
+        """Nothing more is said."""
+        self.over = True
+        self.awake.set()
+
+    async def flush(self) -> None:
+        self._nbytes = 0
+        self.awake.clear()
+        await self.stream.flush()
 
 
 async def _ended(stream: Stream) -> None:

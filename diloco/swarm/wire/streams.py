@@ -68,13 +68,22 @@ class Stream:
         self._chunk_s = 0.0
         self._filled = 0  # bytes of the payload under way
 
-    async def send(self, message: Message) -> None:
-        """Write one message."""
+    def push(self, message: Message) -> int:
+        """Write one message without waiting for anything; returns its bytes."""
         frame = encode(message)
         assert len(frame) <= MAX_FRAME_BYTES, type(message)
         self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
         self._traffic.bytes_sent += _LENGTH_BYTES + len(frame)
+        return _LENGTH_BYTES + len(frame)
+
+    async def flush(self) -> None:
+        """Wait until little of what was written is left to be sent."""
         await self._writer.drain()
+
+    async def send(self, message: Message) -> None:
+        """Write one message, and wait as `flush`."""
+        self.push(message)
+        await self.flush()
 
     async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Message:
         """Read and validate one message; `PayloadError` when it is invalid, or announces more than `limit` bytes."""

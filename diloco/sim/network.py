@@ -209,6 +209,7 @@ class Network:
         self._links: dict[str, Link] = {}
         self._transports: dict[str, SimTransport] = {}
         self._pipes: dict[_Pipe, None] = {}
+        self._landings: dict[float, list[_Pipe]] = {}  # by the second at which a piece reaches the reader
         self._cuts: dict[frozenset[str], asyncio.Event] = {}  # two peers, and when they reach each other again
         self.garbling: set[str] = set()
 
@@ -313,8 +314,7 @@ class Network:
         now, trip_s = self.loop.seconds, self.latency_s(pipe.source, pipe.target)
         piece.whole_at = now + seconds + trip_s
         if self._links[pipe.target].down is None:  # nothing to wait for there
-            pipe.landing.append(piece)
-            self.loop.at(piece.whole_at, pipe.land)
+            self._land_at(piece.whole_at, pipe, piece)
             return
         pipe.flying.append(piece)
         self.loop.at(now + trip_s, self._arrive, pipe)
@@ -324,8 +324,20 @@ class Network:
         self._downlinks[pipe.target].serve(pipe)
 
     def _land(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
+        self._land_at(max(self.loop.seconds + seconds, piece.whole_at), pipe, piece)
+
+    def _land_at(self, second: float, pipe: _Pipe, piece: _Piece) -> None:
+        """What is said to everybody lands in many places at once, with one timer."""
         pipe.landing.append(piece)
-        self.loop.at(max(self.loop.seconds + seconds, piece.whole_at), pipe.land)
+        if second in self._landings:
+            self._landings[second].append(pipe)
+        else:
+            self._landings[second] = [pipe]
+            self.loop.at(second, self._landed, second)
+
+    def _landed(self, second: float) -> None:
+        for pipe in self._landings.pop(second):
+            pipe.land()
 
 
 class SimTransport:

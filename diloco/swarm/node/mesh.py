@@ -229,8 +229,10 @@ class ControlMesh:
             context.gate.hear(message)
             return
         now = context.now()
-        if actions := self._protocol.heard(peer, message, now):  # else the tick that is on its way does what is to do
+        if actions := self._protocol.heard(peer, message, now):
             context.do(actions)
+        else:
+            context.tasks.notify()
         if peer in self._protocol.members:
             context.recorder.heard(peer, message, now)
 

@@ -134,9 +134,9 @@ MUTANTS = [
     Mutant(
         "other-history-is-merged",
         "What was learned from the anchor of another history is merged into this one.",
-        "diloco.swarm.node.rounds",
-        "return lease.version == exchange.base_version == here.version and lease.digest != here.digest",
-        "return False",
+        "diloco.protocol.peer",
+        "if header.base_version == fragment.version and header.base_digest != fragment.digest:",
+        "if False:",
     ),
     Mutant(
         "torn-checkpoint",

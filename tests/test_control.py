@@ -122,7 +122,9 @@ def hello(*claims: Claim, **fields: Any) -> Hello:
     return Hello(**{**known, "trains": True, "holds": True, "status": status(), "claims": list(claims), **fields})
 
 
-CONTRIBUTION = Contribution(manifest_hash=MANIFEST, fragment=0, term=1, base_version=0, steps=1, tokens=1)
+CONTRIBUTION = Contribution(
+    base_digest="0" * 64, manifest_hash=MANIFEST, fragment=0, term=1, base_version=0, steps=1, tokens=1
+)
 GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
 
 

@@ -268,8 +268,16 @@ def hello_of(name: str, version: int, claims: tuple[Claim, ...] = ()) -> Hello:
     )  # fmt: skip
 
 
-def offer_of(base_version: int, term: int) -> Contribution:
-    return Contribution(manifest_hash=MANIFEST, fragment=0, term=term, base_version=base_version, steps=1, tokens=1)
+def offer_of(base_version: int, term: int, digest: str) -> Contribution:
+    return Contribution(
+        base_digest=digest,
+        manifest_hash=MANIFEST,
+        fragment=0,
+        term=term,
+        base_version=base_version,
+        steps=1,
+        tokens=1,
+    )
 
 
 @pytest.mark.parametrize("way", ["record", "state", "checkpoint"])
@@ -292,9 +300,9 @@ def test_a_successor_does_not_merge_again_what_is_in_its_anchor(way: str) -> Non
     a.connected("b", hello_of("b", 0), 100.0)
     for now in (100.5, 110.0):
         a.tick(now)
-    verdict = a.offer("b", offer_of(0, a.syncers[0].term))
+    verdict = a.offer("b", offer_of(0, a.syncers[0].term, a.digests[0]))
     assert not verdict.accepted and verdict.merged
-    assert a.offer("b", offer_of(1, a.syncers[0].term)).accepted
+    assert a.offer("b", offer_of(1, a.syncers[0].term, a.digests[0])).accepted
     assert a.accounts.merged(0) == {"b": 0}
 
 
@@ -302,7 +310,7 @@ def test_a_peer_whose_syncer_died_knows_what_became_of_its_contribution() -> Non
     """Its stream broke, and then its anchor moved one version on by a state: with its contribution, or without it."""
     lease = Lease(0, "s", 1, 0, digest_of(0))
     for merged, discarded in ((3, False), (2, True), (-1, True)):
-        exchange = Exchange(0, 3, 1, 1, MANIFEST)
+        exchange = Exchange(0, 3, "0" * 64, 1, 1, MANIFEST)
         exchange.header(lease)
         exchange.broke(lease)
         assert exchange.next_step(None, 4, 0.0, merged=merged) is Step.DONE
@@ -313,7 +321,7 @@ def test_a_syncer_that_caught_up_does_not_know_its_version_by_the_contributors_o
     a = Peer("a", "a", "run", MANIFEST, [digest_of(0)])
     a.tick(0.0)
     term = a.syncers[0].term
-    assert a.offer("a", offer_of(0, term)).accepted
+    assert a.offer("a", offer_of(0, term, a.digests[0])).accepted
     a.syncers[0].folded("a")
     a.enter("exchanging", 0.0)
     a.arrived("a", 0, 0.0)
@@ -321,7 +329,7 @@ def test_a_syncer_that_caught_up_does_not_know_its_version_by_the_contributors_o
     assert a.syncers[0].last_contributors == {"a"}
     a.adopted(0, 2, digest_of("theirs"), 1.0, shares={"c": Share(1, 5, 2, 2), "d": Share(1, 4, 1, 1)})
     assert a.syncers[0].last_contributors == {"c"}
-    assert a.offer("c", offer_of(1, term)).merged
+    assert a.offer("c", offer_of(1, term, a.digests[0])).merged
 
 
 def test_a_successor_waits_a_little_for_a_version_that_was_published_and_that_nobody_is_known_to_have() -> None:
@@ -363,7 +371,7 @@ def test_peers_that_wait_for_different_fragments_do_not_wait_for_each_other_for_
     a.adopted(0, 1, digest_of("first"), 0.0)
     a.heard("b", Status(state="exchanging", versions=[1, 0]), 0.5)
     a.heard("c", Status(state="exchanging", versions=[0, 1]), 0.6)
-    assert a.offer("c", offer_of(0, a.syncers[0].term)).accepted
+    assert a.offer("c", offer_of(0, a.syncers[0].term, a.digests[0])).accepted
 
     def merges(now: float) -> list[str]:
         return [type(action).__name__ for action in a.tick(now) if type(action).__name__ == "Merge"]

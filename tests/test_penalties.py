@@ -17,6 +17,7 @@ from test_rounds import MANIFEST, OTHER, StubHost
 
 from diloco.errors import PayloadError, SwarmError
 from diloco.outer.codecs import codec
+from diloco.outer.digest import digest_of
 from diloco.protocol.actions import Note
 from diloco.protocol.messages import Refusal, decode, encode
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
@@ -66,7 +67,13 @@ def test_memory_is_bounded_whoever_comes() -> None:
 
 def header(steps: int = 10, tokens: int = 80, base_version: int = 0) -> Contribution:
     return Contribution(
-        manifest_hash=MANIFEST, fragment=0, term=1, base_version=base_version, steps=steps, tokens=tokens
+        base_digest=digest_of(torch.arange(float(NUMEL))),
+        manifest_hash=MANIFEST,
+        fragment=0,
+        term=1,
+        base_version=base_version,
+        steps=steps,
+        tokens=tokens,
     )
 
 

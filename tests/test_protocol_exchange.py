@@ -26,7 +26,7 @@ def refusal(version: int = BASE, record_follows: bool = False, term: int = 1) ->
 
 @pytest.fixture
 def exchange() -> Exchange:
-    return Exchange(0, BASE, 4, 32, MANIFEST)
+    return Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST)
 
 
 def test_the_header_says_what_is_contributed_and_under_which_term(exchange: Exchange) -> None:
@@ -139,7 +139,7 @@ def test_when_the_later_version_died_with_everybody_who_had_it_the_contribution_
 @given(st.randoms(), st.lists(st.integers(0, 9), max_size=30))
 def test_every_path_ends_once_the_network_behaves(r: random.Random, trouble: list[int]) -> None:
     """Any sequence of what can go wrong, and then a syncer that answers, and donors that have what they say."""
-    exchange, version, swarm, term = Exchange(0, BASE, 4, 32, MANIFEST), BASE, BASE, 1
+    exchange, version, swarm, term = Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST), BASE, BASE, 1
     for turn, what in enumerate([*trouble, *[0] * 4]):
         if what == 9:  # all who had a later version die, and somebody at ours takes over
             swarm, term = version, term + 1

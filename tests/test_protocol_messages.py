@@ -144,6 +144,7 @@ ANY = st.one_of(
         fragment=fragments,
         term=terms,
         base_version=counts,
+        base_digest=digests,
         steps=st.integers(1, 2**40 - 1),
         tokens=st.integers(1, 2**48 - 1),
         units=units,
@@ -239,7 +240,9 @@ EXAMPLES: list[Message] = [
     Published(
         fragment=1, term=2, version=3, digest=D, contributors=["a", "b"], applied_tokens=4, cursor=9, open=[[6, 9]]
     ),
-    Contribution(manifest_hash=D, fragment=1, term=2, base_version=3, steps=4, tokens=5, units=[[0, 2**61]]),
+    Contribution(
+        base_digest="0" * 64, manifest_hash=D, fragment=1, term=2, base_version=3, steps=4, tokens=5, units=[[0, 2**61]]
+    ),
     Verdict(accepted=False, first_chunk=1, record_follows=True, reason="why", version=2, term=3),
     Receipt(),
     Record(fragment=1, term=2, version=3, digest_before=D, digest=D, contributors={"a": 4}, applied_tokens=4),
@@ -456,7 +459,7 @@ def test_nobody_has_or_leaves_open_more_ranges_than_a_peer_can_keep_track_of() -
 
 
 def test_a_hello_of_another_wire_version_is_refused_by_that_whatever_else_is_in_it() -> None:
-    text = "wire version 1 there does not fit 3 here; install the same diloco version on both sides"
+    text = "wire version 1 there does not fit 4 here; install the same diloco version on both sides"
     for other in ({}, {"status": 5}, {"unknown": 1}):
         assert refusal_of(pack({**fields_of(HELLO), "wire_version": 1, **other})) == text
 

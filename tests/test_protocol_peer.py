@@ -52,7 +52,15 @@ def claim_of(
 
 def contribution(peer: Peer, fragment: int, term: int = 1) -> Contribution:
     base = peer.versions[fragment]
-    return Contribution(manifest_hash=MANIFEST, fragment=fragment, term=term, base_version=base, steps=1, tokens=9)
+    return Contribution(
+        base_digest=peer.digests[fragment],
+        manifest_hash=MANIFEST,
+        fragment=fragment,
+        term=term,
+        base_version=base,
+        steps=1,
+        tokens=9,
+    )
 
 
 def of_type(kind: type[A], actions: list[Action]) -> list[A]:

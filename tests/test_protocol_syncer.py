@@ -28,7 +28,13 @@ def wants(syncer: Syncer, peer: str, chunk: int) -> bool:
 
 def contribution(base_version: int = VERSION, term: int = TERM, tokens: int = 100) -> Contribution:
     return Contribution(
-        manifest_hash=MANIFEST, fragment=0, term=term, base_version=base_version, steps=1, tokens=tokens
+        base_digest="0" * 64,
+        manifest_hash=MANIFEST,
+        fragment=0,
+        term=term,
+        base_version=base_version,
+        steps=1,
+        tokens=tokens,
     )
 
 

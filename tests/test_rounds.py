@@ -211,7 +211,7 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
         host = StubHost(ME)
         await host.anchors.load()
         lease = Lease(0, ME, 1, 0, host.protocol.digests[0])
-        header = Exchange(0, 0, 1, 10, MANIFEST).header(lease)
+        header = Exchange(0, 0, host.protocol.digests[0], 1, 10, MANIFEST).header(lease)
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         syncer = host.protocol.syncers[0]
         assert syncer.offer(OTHER, header).accepted
@@ -437,7 +437,9 @@ def test_a_version_that_closes_while_a_contribution_is_folded_in_counts_it(monke
 
         monkeypatch.setattr(held, "fold", slowly)
         syncer = host.protocol.syncers[0]
-        header = Exchange(0, 0, 1, 10, MANIFEST).header(Lease(0, ME, 1, 0, host.protocol.digests[0]))
+        header = Exchange(0, 0, host.protocol.digests[0], 1, 10, MANIFEST).header(
+            Lease(0, ME, 1, 0, host.protocol.digests[0])
+        )
         assert syncer.offer(OTHER, header).accepted
         host.parameters["w"].sub_(1.0)
         payloads = [host.replica.encode(0, 0)]

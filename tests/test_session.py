@@ -72,7 +72,13 @@ def host_of(saved: Saved | None = None) -> StubHost:
 def verdict_on(host: StubHost, base_version: int) -> Any:
     term = host.protocol.syncers[0].term
     header = Contribution(
-        manifest_hash=host.protocol.manifest_hash, fragment=0, term=term, base_version=base_version, steps=1, tokens=20
+        base_digest=host.protocol.digests[0],
+        manifest_hash=host.protocol.manifest_hash,
+        fragment=0,
+        term=term,
+        base_version=base_version,
+        steps=1,
+        tokens=20,
     )
     return host.protocol.offer(OTHER, header)
 

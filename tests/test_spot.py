@@ -53,7 +53,15 @@ class Version:
         self.protocol = SimpleNamespace(me=ME, accounts=SimpleNamespace(leased_to=lambda peer: self.leased))
         self.peers = sorted(contributions)
         for peer, part in contributions.items():
-            header = Contribution(manifest_hash="0" * 64, fragment=fragment, term=1, base_version=0, steps=1, tokens=1)
+            header = Contribution(
+                base_digest="0" * 64,
+                manifest_hash="0" * 64,
+                fragment=fragment,
+                term=1,
+                base_version=0,
+                steps=1,
+                tokens=1,
+            )
             assert self.syncer.offer(peer, header.model_copy(update={"units": [[0, 4], [10, 50]]})).accepted
             payload = torch.empty(self.replica.payload_nbytes(fragment, 0), dtype=torch.uint8)
             self.replica.up.encode(-part * TARGET[fragment * 4096 :][:4096], payload)

@@ -115,7 +115,9 @@ def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_strea
 ) -> None:
     [syncer, _] = members
     hash_, protocol = "0" * 64, syncer.node.protocol
-    contribution = Contribution(manifest_hash=hash_, fragment=0, term=1, base_version=1, steps=1, tokens=1)
+    contribution = Contribution(
+        base_digest="0" * 64, manifest_hash=hash_, fragment=0, term=1, base_version=1, steps=1, tokens=1
+    )
     questions: list[tuple[str, Message | None]] = [
         (BULK, StateRequest(manifest_hash=hash_, fragment=0)),
         (BULK, InnerRequest(manifest_hash=hash_)),
@@ -200,7 +202,9 @@ def test_an_observer_may_ask_for_the_manifest_and_for_nothing_else(club: Club, m
             for message in (
                 StateRequest(manifest_hash=hash_, fragment=0),
                 InnerRequest(manifest_hash=hash_),
-                Contribution(manifest_hash=hash_, fragment=0, term=1, base_version=1, steps=1, tokens=1),
+                Contribution(
+                    base_digest="0" * 64, manifest_hash=hash_, fragment=0, term=1, base_version=1, steps=1, tokens=1
+                ),
             ):
                 refused.append(str(await ask(visitor, members[0].peer_id, BULK, message)))
             refused.append(str(await ask(visitor, members[0].peer_id, CONTROL, members[1].node.protocol.hello())))

@@ -489,7 +489,15 @@ def test_what_is_no_contribution_is_refused_and_changes_nothing(
 
 def answer_to(attack: Attack, attacker: Trainee, syncer: Trainee) -> str:
     """What one peer hears from the syncer of the only fragment after an attack."""
-    header = Contribution(manifest_hash="0" * 64, fragment=0, term=1, base_version=syncer.version, steps=10, tokens=100)
+    header = Contribution(
+        base_digest=syncer.node.protocol.digests[0],
+        manifest_hash="0" * 64,
+        fragment=0,
+        term=1,
+        base_version=syncer.version,
+        steps=10,
+        tokens=100,
+    )
 
     async def work() -> str:
         try:

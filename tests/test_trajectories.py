@@ -80,7 +80,9 @@ def test_without_momentum(lr: float, golden: list[float]) -> None:
 def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
     syncer = Syncer(0, 1, 0, OuterConfig.parse({"method": "diloco", "sync_every": 1, "weights": kind}))
     for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True):
-        header = Contribution(manifest_hash="0" * 64, fragment=0, term=1, base_version=0, steps=steps, tokens=1000)
+        header = Contribution(
+            base_digest="0" * 64, manifest_hash="0" * 64, fragment=0, term=1, base_version=0, steps=steps, tokens=1000
+        )
         assert syncer.offer(peer, header).accepted
     weights = [syncer.weight(peer) for peer in "abcd"]
     master, momentum = full(10.0), full(0.0)

@@ -110,7 +110,8 @@ def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
     """A contribution, whole, and the version that it makes."""
     syncer = peer.syncers[0]
     header = Contribution(
-        manifest_hash=MANIFEST, fragment=0, term=syncer.term, base_version=syncer.version, steps=1, tokens=1,
+        base_digest=peer.digests[0], manifest_hash=MANIFEST, fragment=0, term=syncer.term,
+        base_version=syncer.version, steps=1, tokens=1,
         units=[list(unit) for unit in units],
     )  # fmt: skip
     assert peer.offer(sender, header).accepted
@@ -193,7 +194,14 @@ def test_units_in_a_contribution_that_is_here_are_not_handed_out_when_its_sender
     take_over(peer)
     assert peer.accounts.lease_units("b", 8, []) == [(0, 8)]
     header = Contribution(
-        manifest_hash=MANIFEST, fragment=0, term=peer.syncers[0].term, base_version=0, steps=1, tokens=1, units=[[0, 4]]
+        base_digest=peer.digests[0],
+        manifest_hash=MANIFEST,
+        fragment=0,
+        term=peer.syncers[0].term,
+        base_version=0,
+        steps=1,
+        tokens=1,
+        units=[[0, 4]],
     )
     peer.enter("exchanging", 9.0)
     assert peer.offer("b", header).accepted

@@ -45,6 +45,7 @@ class Exchange:
 
     fragment: int
     base_version: int
+    base_digest: str
     steps: int
     tokens: int
     manifest_hash: str
@@ -97,8 +98,9 @@ class Exchange:
         self._offered = True
         self.discarded = self._recorded = False
         return Contribution(
-            manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, base_version=self.base_version,
-            steps=self.steps, tokens=self.tokens, units=[list(unit) for unit in self.units],
+            manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, steps=self.steps,
+            base_version=self.base_version, base_digest=self.base_digest, tokens=self.tokens,
+            units=[list(unit) for unit in self.units],
         )  # fmt: skip
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:

@@ -231,6 +231,10 @@ class Peer(View):
         if syncer is None:
             term = self.leases.term(header.fragment)
             return Verdict(accepted=False, reason=f"not the syncer of fragment {header.fragment}", term=term)
+        fragment = self.fragments[header.fragment]
+        if header.base_version == fragment.version and header.base_digest != fragment.digest:
+            reason = f"version {fragment.version} of fragment {header.fragment} is another anchor here"
+            return Verdict(accepted=False, reason=reason, version=syncer.version, term=syncer.term)
         verdict = syncer.offer(peer, header)
         if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
             self.accounts.dealer.offered(peer, header.units)

@@ -18,7 +18,7 @@ At the end, when everything is healed and everybody is done:
   sequences);
 - tokens are conserved: what a peer that never restarted has processed is applied, counted as discarded, or was not sent
   yet. (With a staleness limit a peer may err when its syncer changed: records name contributors without their base
-  versions.)
+  versions. It may also err when it contributed twice from one version, of two histories.)
 - no life failed, nobody left an exception untaken, and no task of an ended life goes on.
 """
 
@@ -97,11 +97,27 @@ class Watch:
 
         def hears(peer_id: str, header: Contribution) -> Verdict:
             verdict = offer(peer_id, header)
+            if verdict.accepted:
+                self._check_base(peer_id, header, node)
+                self.lineage.bases.setdefault(Contributed(peer_id, header.base_version), set()).add(header.base_digest)
             if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
                 self.lineage.learned_from[Contributed(peer_id, header.base_version)] = union(header.units)
             return verdict
 
         peer.published, peer.adopted, peer.offer = makes, moves, hears  # type: ignore[method-assign, assignment]
+
+    def _check_base(self, peer_id: str, header: Contribution, syncer: Node) -> None:
+        """A contribution that is as new as the syncer's anchor was learned from that anchor."""
+        contributor = self._crowd.lives[peer_id].node
+        if contributor is None or contributor.context.tasks.closed:
+            return
+        at, theirs = header.fragment, contributor.protocol
+        if header.base_version == syncer.protocol.versions[at] == theirs.versions[at]:
+            if theirs.digests[at] != syncer.protocol.digests[at]:
+                raise Violation(
+                    f"{syncer.protocol.me} takes what {peer_id} learned from another version {header.base_version} of "
+                    f"fragment {at}"
+                )
 
     def _watch_bytes(self, replica: Replica) -> None:
         """Note the bytes of every payload that goes into a version: a name alone may be that of other bytes."""
@@ -244,7 +260,8 @@ def check_end(crowd: Crowd, lineage: Lineage) -> None:
     if one.replica.settings.barrier and not crowd.torn and repeated > lineage.units_twice:
         raise Violation(f"{repeated} sequences are merged more than once, and {lineage.units_twice} are counted so")
     for life in done:
-        if one.replica.settings.quorum is None and life.fresh:
+        twice = any(len(digests) > 1 for whose, digests in lineage.bases.items() if whose.peer == life.name)
+        if one.replica.settings.quorum is None and life.fresh and not twice:
             _check_tokens(life, lineage)
 
 

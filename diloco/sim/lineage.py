@@ -44,14 +44,16 @@ class Total(NamedTuple):
 class Lineage:
     """All versions that were ever made, by digest; also those that no living peer has any more.
 
-    `payloads` has the bytes that were merged into each version. `learned_from` has the work units of each contribution
-    to the control fragment. `units_twice` is how many sequences the syncers themselves counted as merged twice.
+    `payloads` has the bytes that were merged into each version, `bases` the digests that contributions were learned
+    from, `learned_from` the work units of each contribution to the control fragment. `units_twice` counts sequences
+    that the syncers themselves know to be merged twice.
     """
 
     def __init__(self) -> None:
         self.made: dict[str, Made] = {}
         self.learned_from: dict[Contributed, Units] = {}
         self.payloads: dict[str, list[bytes]] = {}
+        self.bases: dict[Contributed, set[str]] = {}
         self.units_twice = 0
         self._totals: dict[str, dict[str, Total]] = {}
 

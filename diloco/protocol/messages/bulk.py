@@ -41,7 +41,8 @@ Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], Field(m
 class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORKERS):
     """Header of a contribution; the encoded pseudo-gradient follows once the syncer has accepted it.
 
-    `units` names the leased data that it was learned from. Only contributions to the control fragment name it; with
+    `base_digest` names the anchor that it was learned from: after a split, two anchors may have one version. `units`
+    names the leased data that it was learned from. Only contributions to the control fragment name it; with
     `outer.spot_check` all do.
     """
 
@@ -49,6 +50,7 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]
     base_version: Count
+    base_digest: Digest
     steps: Annotated[int, Field(ge=1, lt=2**40)]
     tokens: Annotated[int, Field(ge=1, lt=2**48)]
     units: Units = Field(default_factory=list)

@@ -29,7 +29,8 @@ __all__ = ["Anchors"]
 class Anchors:
     """Versions of all fragments, and how they move. A donor that vanishes or lies is an event; the next one is asked.
 
-    `loaded` are the versions that the local parameters started from. `own_tokens` is what became of this peer's own.
+    `loaded` are the versions and digests of the anchors that the local parameters started from. `own_tokens` is what
+    became of this peer's own.
     """
 
     def __init__(self, context: Context, own_tokens: OwnTokens) -> None:
@@ -40,7 +41,7 @@ class Anchors:
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
         self.own_tokens = own_tokens
-        self.loaded = list(context.protocol.versions)
+        self.loaded = [self._here(fragment) for fragment in range(len(context.protocol.fragments))]
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -49,14 +50,17 @@ class Anchors:
         for fragment in range(len(self.loaded)) if fragments is None else fragments:
             async with self._context.locks[fragment].reading():
                 await in_thread(self._replica.load_local_, [fragment], mixing)
-                self.loaded[fragment] = self._protocol.fragments[fragment].version
+                self.loaded[fragment] = self._here(fragment)
 
     async def load_late(self, fragment: int, peers: int) -> None:
         """Capture the pseudo-gradient of a round, and begin the next round from the anchor that is here."""
         async with self._context.locks[fragment].reading():
             await in_thread(self._replica.capture, fragment)
             await in_thread(self._replica.load_late_, fragment, peers)
-            self.loaded[fragment] = self._protocol.fragments[fragment].version
+            self.loaded[fragment] = self._here(fragment)
+
+    def _here(self, fragment: int) -> tuple[int, str]:
+        return self._protocol.fragments[fragment].version, self._protocol.fragments[fragment].digest
 
     async def show(self) -> None:
         """The parameters become the anchors, but are not counted as loaded."""
@@ -223,7 +227,8 @@ class Anchors:
     def _recount(self, shares: Mapping[str, Share]) -> None:
         """The anchor comes from elsewhere, maybe from the other half of a swarm that was split."""
         me, note = self._protocol.me, self._context.note
-        recount = self.own_tokens.recount(shares[me].last_version - 1 if me in shares else -1)
+        last_version, tokens = (shares[me].last_version, shares[me].tokens) if me in shares else (0, 0)
+        recount = self.own_tokens.recount(last_version - 1, tokens)
         why = "another history won"
         for base_version, tokens in recount.found.items():
             note("applied_after_all", tokens=tokens, base_version=base_version, why=why)

@@ -317,7 +317,7 @@ class Node:
     @property
     def _version(self) -> int:
         """The lowest version that the local parameters started from."""
-        return min(self._anchors.loaded)
+        return min(version for version, _ in self._anchors.loaded)
 
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
         return Exchanged(self._version, self.protocol.applied_tokens, discarded, seconds, position)

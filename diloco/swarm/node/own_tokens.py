@@ -45,20 +45,29 @@ class OwnTokens:
         self._left_out[base_version] = tokens
         _trim(self._left_out)
 
-    def recount(self, newest: int) -> Recount:
-        """The anchor was replaced by one that holds this peer's contributions up to base version `newest` (-1: none).
+    def recount(self, newest: int, total: int) -> Recount:
+        """The anchor was replaced by one with `total` tokens of this peer, the last from base version `newest`.
 
         What it lacks of this peer's tokens is discarded. Its newest contribution there is applied, though this peer
-        believed that it had been left out.
+        believed that it had been left out; so are earlier ones, as far as the total says that they are in it. (Nothing
+        is known while the fate of the newest is open.) Without any, `newest` is -1.
         """
-        found: dict[int, int] = {}
-        if newest in self._left_out and newest not in self._applied:
-            found[newest] = self._left_out[newest]
-            self.was_applied(newest, found[newest])
-        self._left_out.pop(newest, None)
         lost = {base: tokens for base, tokens in self._applied.items() if base > newest}
         for base in lost:
             del self._applied[base]
+        found: dict[int, int] = {}
+        settled = newest in self._applied or newest in self._left_out
+        missing = total - sum(self._applied.values()) if settled else 0
+        for base in sorted((base for base in self._left_out if base <= newest), reverse=True):
+            tokens = self._left_out[base]
+            if base not in self._applied and (base == newest or tokens <= missing):
+                missing -= tokens
+                found[base] = self._left_out.pop(base)
+        self._left_out.pop(newest, None)
+        for base, tokens in lost.items():
+            self.was_left_out(base, tokens)
+        for base in sorted(found):
+            self.was_applied(base, found[base])
         self._balance += sum(lost.values()) - sum(found.values())
         return Recount(lost, found)
 

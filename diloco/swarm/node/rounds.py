@@ -132,8 +132,10 @@ class Rounds:
 
     def _depart(self, fragment: int, count: Count) -> None:
         steps, tokens = count
-        base_version, limit = self._anchors.loaded[fragment], self._settings.staleness_limit
-        exchange = Exchange(fragment, base_version, steps, tokens, self._protocol.manifest_hash, staleness_limit=limit)
+        exchange = Exchange(
+            fragment, *self._anchors.loaded[fragment], steps, tokens, self._protocol.manifest_hash,
+            staleness_limit=self._settings.staleness_limit,
+        )  # fmt: skip
         if fragment == CONTROL_FRAGMENT:
             exchange.units = self._units.data.send()
         elif self._settings.spot_check:
@@ -192,9 +194,6 @@ class Rounds:
 
     async def _exchange(self, exchange: Exchange, seconds: Seconds) -> None:
         protocol, fragment, retry_at = self._protocol, exchange.fragment, 0.0
-        if self._learned_elsewhere(exchange):
-            await self._give_up(exchange)
-            return
         while True:
             lease, version = protocol.live_lease(fragment), protocol.fragments[fragment].version
             merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
@@ -211,24 +210,25 @@ class Rounds:
                 case Step.CONTRIBUTE:
                     assert lease is not None
                     retry_at = self._context.now() + RETRY_S
+                    if self._learned_elsewhere(exchange, lease):
+                        return await self._give_up(exchange, lease)
                     if lease.holder == protocol.me:
                         await self._contribute_here(exchange, lease, seconds)
                     else:
                         await self._contribute(exchange, lease, seconds)
 
-    def _learned_elsewhere(self, exchange: Exchange) -> bool:
+    def _learned_elsewhere(self, exchange: Exchange, lease: Lease) -> bool:
         """Whether what was learned cannot be merged, because the syncer's anchor of that version is another one."""
-        lease, fragment = self._protocol.live_lease(exchange.fragment), exchange.fragment
-        if lease is None or lease.holder == self._protocol.me:
-            return False
-        here = self._protocol.fragments[fragment]
-        return lease.version == exchange.base_version == here.version and lease.digest != here.digest
+        return lease.version == exchange.base_version and lease.digest != exchange.base_digest
 
-    async def _give_up(self, exchange: Exchange) -> None:
-        fragment, lease = exchange.fragment, self._protocol.leases.get(exchange.fragment)
-        self._context.note("another_history", fragment=fragment, version=exchange.base_version)
-        exchange.discarded = self._another_history = True
-        await self._anchors.catch_up(fragment, () if lease is None else (lease.holder,), whole=True)
+    async def _give_up(self, exchange: Exchange, lease: Lease) -> None:
+        """Adopt the other history, unless a thread here, as syncer of before, has made a version of this meanwhile."""
+        fragment, base_version = exchange.fragment, exchange.base_version
+        self._context.note("another_history", fragment=fragment, version=base_version)
+        self._another_history = True
+        if lease.holder != self._protocol.me:
+            await self._anchors.catch_up(fragment, (lease.holder,), whole=True)
+        exchange.discarded = self._protocol.accounts.merged(fragment).get(self._protocol.me, -1) < base_version
 
     async def _contribute(self, exchange: Exchange, lease: Lease, seconds: Seconds) -> None:
         """Contribute to a version that another peer makes, until it has lost the lease."""

@@ -203,6 +203,41 @@ MUTANTS = [
                 await asyncio.wait([task])""",
         """            pass""",
     ),
+    Mutant(
+        "two-finish-in-each-other's-way",
+        "Two peers at different places of the cycle finish, each waiting for what the other would send next.",
+        "diloco.train.attachment",
+        "if self.outer.staggered and self.outer.barrier:",
+        "if False:",
+    ),
+    Mutant(
+        "history-comes-back",
+        "Another history wins, and then this one after all; a peer forgot what it had in it.",
+        "diloco.swarm.node.own_tokens",
+        "        for base, tokens in lost.items():\n            self.was_left_out(base, tokens)\n",
+        "",
+    ),
+    Mutant(
+        "on-its-way-is-left-out",
+        "A contribution whose fate is open is in a fetched anchor, and is taken for an earlier one that was left out.",
+        "diloco.swarm.node.own_tokens",
+        "missing = total - sum(self._applied.values()) if settled else 0",
+        "missing = total - sum(self._applied.values())",
+    ),
+    Mutant(
+        "given-up-and-merged",
+        "A peer gives a contribution up for another history, while its own thread, once syncer, merges it.",
+        "diloco.swarm.node.rounds",
+        "exchange.discarded = self._protocol.accounts.merged(fragment).get(self._protocol.me, -1) < base_version",
+        "exchange.discarded = True",
+    ),
+    Mutant(
+        "two-failures-wake-each-other",
+        "Two exchanges fail at once and for ever; each failure is news that wakes the other.",
+        "diloco.swarm.node.rounds",
+        "await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other",
+        "await self._context.tasks.pause(RETRY_S)",
+    ),
 ]
 
 

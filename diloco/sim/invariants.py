@@ -135,7 +135,7 @@ class Watch:
 
     def _watch_held(self, held: Held) -> None:
         take, fold_whole, merge_, restart = held.take, held.fold_whole, held.merge_, held.restart
-        taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; few values may have the bytes of others
+        taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; a few values, or zeros, may be those of others
         folded: list[bytes] = []
 
         def takes(chunk: int, peer: str, payload: Tensor, weight: float) -> None:
@@ -150,7 +150,7 @@ class Watch:
             digest = merge_(step, update, judged)
             whole = [peer for peer in sorted(taken) if len(taken[peer]) == len(held.chunks)]
             counted = [peer for peer in whole if judged is None or peer in judged[0]]
-            self.lineage.payloads[digest] = [*folded, *(b"".join(taken[peer]) for peer in counted)]
+            self.lineage.payloads[digest] = [*folded, *(b"".join([peer.encode(), *taken[peer]]) for peer in counted)]
             forget()
             return digest
 

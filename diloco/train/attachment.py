@@ -171,10 +171,21 @@ class Attachment:
         self._unsent.mark_sent(range(self.outer.fragments), self.steps, self.tokens)
 
     def finish(self) -> None:
-        """Adopt the updates that are still under way, for which the other peers wait, too. No inner step may follow."""
+        """Adopt the updates that are still under way, for which the other peers wait, too. No inner step may follow.
+
+        Staggered fragments whose turn was not yet go on their way first: a peer that began at another place of the
+        cycle may wait for this one's, while this one waits for those that the other would send next.
+        """
         flying = self._schedule.flying
         if flying:
             with self.phases.during("comm"):
+                if self.outer.staggered and self.outer.barrier:
+                    rest = set(range(self.outer.fragments)) - set(flying)
+                    counts = self._unsent.counts(sorted(rest), self.steps, self.tokens)
+                    counts = {fragment: count for fragment, count in counts.items() if count[0]}
+                    self._unsent.mark_sent(counts, self.steps, self.tokens)
+                    self._link.call(lambda node: node.send(counts))
+                    flying = (*flying, *counts)
                 self._adopt(lambda node: node.receive(flying))
             self._schedule.begin(self._schedule.inner_step, self._schedule.target_steps)
 

@@ -191,6 +191,7 @@ class Watch:
             return
         if any(now < before for now, before in zip(peer.versions, versions, strict=True)):
             raise Violation(f"versions of {life.name} go back from {versions} to {peer.versions}")
+        self.lineage.had.setdefault(owner, set()).add(peer.digests[CONTROL_FRAGMENT])
         for fragment, digest in enumerate(peer.digests):
             if digest != digests[fragment] and not moving(node, fragment) and node.replica.digest(fragment) != digest:
                 raise Violation(f"anchor {fragment} of {life.name} is not what its digest says")
@@ -272,7 +273,7 @@ def _brief(node: Node) -> list[tuple[int, str]]:
 def _check_tokens(life: Life, lineage: Lineage) -> None:
     """processed = applied + discarded + in flight, of a peer whose only life this was.
 
-    Tokens may also be lost: they were merged into a version that died with everybody who had it.
+    Tokens may also be lost: they were merged into a version that died with everybody who had it, before this peer did.
     """
     sync, node = life.sync, life.node
     assert sync is not None and node is not None
@@ -280,20 +281,21 @@ def _check_tokens(life: Life, lineage: Lineage) -> None:
     applied = 0 if share is None else share.tokens
     in_flight = sync.unsent_tokens
     counted = applied + sync.discarded_tokens + in_flight
-    if not 0 <= sync.tokens - counted <= _lost(lineage, node.protocol.digests[CONTROL_FRAGMENT], life.name):
+    if not 0 <= sync.tokens - counted <= _lost(lineage, node.protocol.digests[CONTROL_FRAGMENT], life):
         raise Violation(
             f"{life.name} processed {sync.tokens} tokens, of which {applied} are applied, {sync.discarded_tokens} "
             f"discarded and {in_flight} in flight"
         )
 
 
-def _lost(lineage: Lineage, digest: str, peer: str) -> int:
-    """Tokens of a peer that are in versions of the control fragment, and not in the one with this digest."""
-    survived = lineage.merged(digest)
+def _lost(lineage: Lineage, digest: str, life: Life) -> int:
+    """Tokens of a peer in versions of the control fragment that it never had, and that did not survive."""
+    survived, had = lineage.merged(digest), lineage.had.get(life.owner, ())
     made = {
         whose: tokens
-        for version in lineage.made.values()
+        for each, version in lineage.made.items()
         for whose, tokens in version.contributions
-        if version.fragment == CONTROL_FRAGMENT and whose.peer == peer and whose not in survived
+        if version.fragment == CONTROL_FRAGMENT and whose.peer == life.name
+        if whose not in survived and each not in had
     }
     return sum(made.values())

@@ -45,8 +45,8 @@ class Lineage:
     """All versions that were ever made, by digest; also those that no living peer has any more.
 
     `payloads` has the bytes that were merged into each version, `bases` the digests that contributions were learned
-    from, `learned_from` the work units of each contribution to the control fragment. `units_twice` counts sequences
-    that the syncers themselves know to be merged twice.
+    from, `had` the anchors of the control fragment that each life had, `learned_from` the work units of each
+    contribution to it. `units_twice` counts sequences that the syncers themselves know to be merged twice.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,7 @@ class Lineage:
         self.learned_from: dict[Contributed, Units] = {}
         self.payloads: dict[str, list[bytes]] = {}
         self.bases: dict[Contributed, set[str]] = {}
+        self.had: dict[str, set[str]] = {}
         self.units_twice = 0
         self._totals: dict[str, dict[str, Total]] = {}
 

@@ -148,6 +148,9 @@ class Rounds:
             await self._exchange(exchange, seconds)
         finally:
             self._replica.release_capture(exchange.fragment)
+        if exchange.fragment == CONTROL_FRAGMENT:  # at once: another history may win before this is taken
+            own = self._anchors.own_tokens
+            (own.was_left_out if exchange.discarded else own.was_applied)(exchange.base_version, exchange.tokens)
         self.longest_exchange_s = max(self.longest_exchange_s, self._context.now() - begun_at)
         return exchange, seconds
 
@@ -174,9 +177,7 @@ class Rounds:
             units = [list(unit) for unit in exchange.units]
             self._context.note("units", base_version=exchange.base_version, discarded=exchange.discarded, units=units)
         if not exchange.discarded:
-            self._anchors.own_tokens.was_applied(exchange.base_version, exchange.tokens)
             return 0
-        self._anchors.own_tokens.was_left_out(exchange.base_version, exchange.tokens)
         self._context.note("discarded", tokens=exchange.tokens, base_version=exchange.base_version)
         return exchange.tokens
 

@@ -265,7 +265,10 @@ class Network:
         """Open a stream; its writer is the outgoing pipe. A call into a cut is answered if that ends in time."""
         cut = self._cuts.get(frozenset((source, target)))
         if cut is not None:
-            await within(UNANSWERED_S, cut.wait())
+            try:
+                await within(UNANSWERED_S, cut.wait())
+            except asyncio.TimeoutError:
+                raise TimeoutError(f"{target} does not answer") from None
         trip_s = self.latency_s(source, target) if target in self._links else 0.0
         await asyncio.sleep(trip_s)
         transport = self._transports.get(target)

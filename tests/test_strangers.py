@@ -309,11 +309,11 @@ def test_a_list_goes_to_all_who_are_connected_and_through_the_dht_to_who_was_awa
 
     async def hear() -> None:
         assert first.node.context.gate.hear(revocations(Revoked.sign(club.key, RUN, 7, ["0" * 16], [])))
-        await first.node._revocation.compare()
+        await first.node._actions.compare()
 
     async def forget_and_compare() -> None:
         admission.revoked = Revoked(0, (), (), b"")
-        await second.node._revocation.compare()
+        await second.node._actions.compare()
 
     async def not_yet() -> None: ...
 

@@ -90,6 +90,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     ).to(island.device)
     wrapped = island.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
+    shard = _shard(config, island)
     wandb = WandbLog(config, name) if island.leads else None
     with RunLog(config.run.dir, name, wandb) as log:
         if session.saved_version >= 0 and island.leads:
@@ -99,7 +100,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         if config.outer.spot_check and isinstance(sync, Attachment):
             # A peer with a shard of its own may number its sequences differently than the others do.
             sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
-        stream = _stream(config, dataset, island, sync)
+        stream = _stream(config, dataset, shard, island, sync)
         if wandb is not None:
             wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
         session.restore(sync, model, optimizer, stream)
@@ -272,20 +273,23 @@ def _predicted(trainer: Trainer, bandwidth: float | None) -> dict[str, float | N
     }
 
 
-def _stream(config: Config, dataset: data.Dataset, island: Island, sync: Sync) -> data.Stream:
+def _shard(config: Config, island: Island) -> int:
+    if config.data.shard is not None:
+        return config.data.shard
+    # Nobody deals out shards here, so each identity has an order of its own over all the data.
+    own = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
+    return int(island.agree([own])[0])
+
+
+def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, sync: Sync) -> data.Stream:
     """Leased units, where several peers share one list of sequences and nobody has cut it into shards.
 
     A hub stream has no numbered sequences. The ranks of an island each need a part of every batch, and only the first
     one has a node, so an island goes on in an order of its own.
     """
-    batch_size, shard, shards = config.inner.batch_size, config.data.shard, config.data.shards
+    batch_size, settings = config.inner.batch_size, config.data
     if isinstance(sync, DataParallel):
         return dataset.batches(batch_size, shard=island.rank, shards=island.size)
-    if shard is not None:
-        return dataset.batches(batch_size, shard=shard, shards=shards)
-    # Nobody deals out shards here, so each identity has an order of its own over all the data.
-    own = identity_number(identity_path(config, config.run.name or "peer")) if island.leads else 0
-    shard = int(island.agree([own])[0])
-    if config.data.source == "hub" or island.size > 1:
-        return dataset.batches(batch_size, shard=shard, shards=shards)
+    if settings.shard is not None or settings.source == "hub" or island.size > 1:
+        return dataset.batches(batch_size, shard=shard, shards=settings.shards)
     return dataset.leased(batch_size, sync.lease_units(batch_size * config.outer.sync_every), shard=shard)

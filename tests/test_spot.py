@@ -283,4 +283,4 @@ def test_real_peers_are_checked_on_the_units_that_were_leased_to_them(tmp_path: 
             second.done()
     found = [event for peer in "ab" for event in checked(tmp_path / peer)]
     assert {event["fragment"] for event in found} == {0, 1}
-    assert {event["data"] for event in found} == {"leased"}
+    assert {event["data"] for event in found} == {"leased"}, found

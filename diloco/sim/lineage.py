@@ -62,17 +62,17 @@ class Lineage:
         """Note a version. Two syncers may make the very same one: from the same contributions and outer state."""
         self.made.setdefault(digest, made)
 
-    def of(self, digest: str) -> list[Made]:
-        """The versions that led to an anchor, the last first."""
-        versions = []
+    def of(self, digest: str) -> dict[str, Made]:
+        """The versions that led to an anchor, by digest, the last first."""
+        versions: dict[str, Made] = {}
         while digest in self.made:
-            versions.append(self.made[digest])
-            digest = versions[-1].before
+            versions[digest] = self.made[digest]
+            digest = versions[digest].before
         return versions
 
     def merged(self, digest: str) -> set[Contributed]:
         """The contributions that are in an anchor."""
-        return {whose for made in self.of(digest) for whose, _ in made.contributions}
+        return {whose for made in self.of(digest).values() for whose, _ in made.contributions}
 
     def totals(self, digest: str) -> dict[str, Total]:
         """What each peer gave to an anchor, counted again from the versions that led to it."""
@@ -88,15 +88,12 @@ class Lineage:
 
     def repeated(self, digest: str) -> list[Contributed]:
         """Contributions that are in an anchor more than once, in order."""
-        count = Counter(whose for made in self.of(digest) for whose, _ in made.contributions)
+        count = Counter(whose for made in self.of(digest).values() for whose, _ in made.contributions)
         return sorted(whose for whose, number in count.items() if number > 1)
 
     def repeated_payloads(self, digest: str) -> int:
         """How many payloads are in an anchor more than once."""
-        merged: list[bytes] = []
-        while digest in self.made:
-            merged += self.payloads.get(digest, [])
-            digest = self.made[digest].before
+        merged = [payload for version in self.of(digest) for payload in self.payloads.get(version, [])]
         return len(merged) - len(set(merged))
 
     def units(self, digest: str) -> list[Units]:

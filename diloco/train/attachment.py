@@ -181,9 +181,8 @@ class Attachment:
             with self.phases.during("comm"):
                 if self.outer.staggered and self.outer.barrier:
                     rest = set(range(self.outer.fragments)) - set(flying)
-                    counts = self._unsent.counts(sorted(rest), self.steps, self.tokens)
+                    counts = self._unsent.send(sorted(rest), self.steps, self.tokens)
                     counts = {fragment: count for fragment, count in counts.items() if count[0]}
-                    self._unsent.mark_sent(counts, self.steps, self.tokens)
                     self._link.call(lambda node: node.send(counts))
                     flying = (*flying, *counts)
                 self._adopt(lambda node: node.receive(flying))
@@ -281,8 +280,7 @@ class Attachment:
     def _exchange(self, due: Due) -> None:
         """Send and adopt the fragments that are due."""
         self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
-        counts = self._unsent.counts(due.send, self.steps, self.tokens)
-        self._unsent.mark_sent(due.send, self.steps, self.tokens)
+        counts = self._unsent.send(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
             if self.outer.round_late:
                 self._adopt(lambda node: node.exchange_late(counts))

@@ -74,6 +74,12 @@ class Unsent:
         """Inner steps and tokens of each fragment since it was sent last; `steps` and `tokens` are the peer's own."""
         return {f: (steps - self._sent[f][0], tokens - self._sent[f][1]) for f in fragments}
 
+    def send(self, fragments: Iterable[int], steps: int, tokens: int) -> dict[int, Count]:
+        """These fragments go on their way: as `counts`, which begin anew."""
+        counts = self.counts(fragments, steps, tokens)
+        self.mark_sent(counts, steps, tokens)
+        return counts
+
     def mark_sent(self, fragments: Iterable[int], steps: int, tokens: int) -> None:
         """These fragments are on their way."""
         for fragment in fragments:

@@ -184,15 +184,15 @@ class ControlMesh:
             self._check_possible(hello)
             await stream.send(self._protocol.status())
             self._greet(peer, hello, stream)
-            with offences():
-                while True:
-                    try:
+            while True:
+                try:
+                    with offences():
                         message = await stream.receive(None)
-                    except UnknownKind as error:
-                        logger.debug("%s may be newer: %s", peer, error)
-                        continue
-                    self._check_possible(message)
-                    self._hear(peer, message)
+                except UnknownKind as error:
+                    logger.debug("%s may be newer: %s", peer, error)
+                    continue
+                self._check_possible(message)
+                self._hear(peer, message)
         except PayloadError as error:
             await self._give_up(peer, stream, error)
         except BROKEN as error:

@@ -87,8 +87,6 @@ class Stream:
 
     async def receive(self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES) -> Message:
         """Read and validate one message; `PayloadError` when it is invalid, or announces more than `limit` bytes."""
-        if timeout_s is None:
-            return await self._receive(limit)
         return await within(timeout_s, self._receive(limit))
 
     async def _receive(self, limit: int) -> Message:

@@ -268,6 +268,25 @@ def test_contributions_are_collected_anew_when_the_anchor_they_refer_to_is_repla
     assert peer.offer(OTHER, contribution(peer, 0)).first_chunk == 0
 
 
+def test_a_syncer_that_caught_up_takes_nothing_that_is_in_the_version_it_fetched() -> None:
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=1, quorum=1, staleness_limit=2))
+    late = contribution(peer, 0)
+    peer.adopted(0, 1, digest_of("one"), 2.0, shares={OTHER: Share(1, 10, 1, 1)})
+    verdict = peer.offer(OTHER, late)
+    assert not verdict.accepted and verdict.merged
+
+
+def test_nobody_claims_below_a_version_that_was_published_before_all_have_said_what_they_have() -> None:
+    peer = pair()
+    peer.connected("x", hello_of(status_of("ready"), holds=False), 1.0)
+    news = Published(fragment=1, term=1, version=1, digest=digest_of("one"), contributors=[], applied_tokens=0)
+    peer.heard(OTHER, news, 2.0)
+    peer.catch_up_failed(1)
+    assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == []
+    actions = [*peer.heard("x", status_of("ready", versions=[0, 1]), 4.0), *peer.tick(5.0)]
+    assert of_type(CatchUp, actions) == [CatchUp(1, ("x",), outer=False)] and of_type(Hold, actions) == []
+
+
 def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
     peer = pair()
     actions = peer.heard(OTHER, status_of("leaving"), 1.0)

@@ -19,7 +19,7 @@ from diloco.protocol.actions import Action, Hold, Merge, Release
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
 from diloco.protocol.messages.bulk import Contribution, Record, StateHeader, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
 from diloco.sim.crowd import small_pieces
@@ -261,6 +261,51 @@ def test_what_was_learned_in_another_history_is_not_sent_and_the_anchor_is_repla
         host.rounds.in_step()
         assert not host.rounds.out_of_step()
 
+    run(scene)
+
+
+def test_what_was_learned_in_another_history_and_is_in_the_adopted_anchor_is_not_discarded() -> None:
+    """A thread of this peer, syncer until now, has merged it meanwhile."""
+
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        await host.anchors.load()
+        theirs = torch.full((6,), 3.0)
+        host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=0, digest=digest_of(theirs)), host.now()))
+        won = host.state(1, torch.full((6,), 4.0))
+        shares = {"shares": {ME: Share(1, 10, 1, 1)}}
+        host.client.answers = {-1: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        assert await host.exchange() == (0, 1)
+
+    run(scene)
+
+
+def test_a_fetch_that_fails_is_not_tried_again_because_something_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is an event itself: two flights that fail would wake each other without end."""
+
+    async def refused(context: Context, lease: Lease, header: Contribution) -> Answered:
+        return Answered(Verdict(accepted=False, reason="late", version=5, term=1), None)
+
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        await host.anchors.load()
+        news = Published(fragment=0, term=1, version=5, digest="5" * 64, contributors=[], applied_tokens=0)
+        host.do(host.protocol.heard(OTHER, news, host.now()))
+        status = host.hello(claims=False).status.model_copy(update={"versions": [5]})
+        host.do(host.protocol.heard(OTHER, status, host.now()))
+        host.client.answers = {0: ConnectionError("nobody has it")}
+        exchanging = asyncio.ensure_future(host.exchange())
+        while "fetch_failed" not in host.notes:
+            await asyncio.sleep(0)
+        asked = len(host.client.asked)
+        for _ in range(100):
+            host.context.tasks.notify()
+            await asyncio.sleep(0)
+        assert len(host.client.asked) == asked
+        exchanging.cancel()
+        await host.rounds.cancel()
+
+    monkeypatch.setattr("diloco.swarm.node.rounds.contribute", refused)
     run(scene)
 
 

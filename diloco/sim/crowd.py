@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -150,6 +151,7 @@ class Crowd:
         self._key = RunKey(new_key()) if closed else None
         self._tokens: dict[str, Token] = {}
         self._numbers = 0
+        self._joins: Counter[str] = Counter()  # tries that failed
         loop.set_exception_handler(self._uncaught)
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -217,9 +219,9 @@ class Crowd:
         self.ended.append(life)
         if life.ended:
             return
-        if isinstance(error, SwarmError) and not life.began and self._numbers < JOINS:
+        if isinstance(error, SwarmError) and not life.began and self._joins[life.name] < JOINS:
             life.ended = f"could not join: {error}"
-            self.note(life.name, life.ended)
+            self._joins[life.name] += 1
             self.loop.at(self.loop.seconds + REJOIN_S, self._again, life)
         elif error is not None:
             life.ended = f"failed: {error!r}"

@@ -8,11 +8,15 @@ After every turn, of every living node that something happened to:
 - each of its anchors has the digest that the node names, unless the anchor is moving;
 - a version of a fragment under one term has one author and one digest, as long as all peers could always reach each
   other (two sides of a split may claim the same term);
-- its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it.
+- its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it;
+- a syncer that got the outer state from a peer that left makes the next version with the master and the momentum that
+  belong to its anchor, as long as all peers could always reach each other.
 
 At the end, when everything is healed and everybody is done:
 
 - all anchors are equal;
+- a version that a peer adopted, which trained on to the end, is among those that led there, as long as all peers could
+  always reach each other;
 - no contribution is in the surviving anchors twice, by its name or by its bytes; at a barrier no sequence of the data
   is, unless its syncer counted that (`units_twice`), or peers lost each other (both sides of a split hand out the same
   sequences);
@@ -28,8 +32,10 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from diloco.outer.digest import digest_of
 from diloco.outer.held import Held, Judged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
@@ -57,6 +63,7 @@ class Watch:
         self._touched: dict[str, Life] = {}
         self._seen: dict[str, tuple[list[int], list[str]]] = {}
         self._authors: dict[tuple[int, int, int], tuple[str, str]] = {}
+        self._outer: dict[str, str] = {}  # by the digest of an anchor: that of the outer state beside it
         crowd.on_life = self._observe
         crowd.loop.on_turn = self._look
 
@@ -127,13 +134,13 @@ class Watch:
             before = replica.held.get(fragment)
             hold(fragment, *outer)
             if replica.held[fragment] is not before:
-                self._watch_held(replica.held[fragment])
+                self._watch_held(replica.held[fragment], handed_over=bool(outer))
 
         replica.hold = holds  # type: ignore[method-assign, assignment]
         for held in replica.held.values():
             self._watch_held(held)
 
-    def _watch_held(self, held: Held) -> None:
+    def _watch_held(self, held: Held, handed_over: bool = False) -> None:
         take, fold_whole, merge_, restart = held.take, held.fold_whole, held.merge_, held.restart
         taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; a few values, or zeros, may be those of others
         folded: list[bytes] = []
@@ -147,7 +154,14 @@ class Watch:
             folded.append(b"".join(payload.numpy().tobytes() for payload in payloads))
 
         def merges(step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
+            expected = self._outer.get(digest_of(held.anchor)) if handed_over and not self._crowd.torn else None
+            if expected not in (None, outer_state(held)):
+                raise Violation(
+                    f"a new syncer makes version {step.version + 1} of fragment {held.fragment.index} with the "
+                    f"outer state of another version"
+                )
             digest = merge_(step, update, judged)
+            self._outer.setdefault(digest, outer_state(held))
             whole = [peer for peer in sorted(taken) if len(taken[peer]) == len(held.chunks)]
             counted = [peer for peer in whole if judged is None or peer in judged[0]]
             self.lineage.payloads[digest] = [*folded, *(b"".join([peer.encode(), *taken[peer]]) for peer in counted)]
@@ -215,6 +229,11 @@ class Watch:
                 )
 
 
+def outer_state(held: Held) -> str:
+    """The digest of a master and its momentum."""
+    return digest_of(torch.cat([held.master, held.momentum]))
+
+
 def moving(node: Node, fragment: int) -> bool:
     """Whether the anchor is being changed, maybe in another thread."""
     return node.context.locks[fragment].moving
@@ -257,6 +276,13 @@ def check_end(crowd: Crowd, lineage: Lineage) -> None:
             raise Violation(f"in fragment {fragment} are merged more than once: {again}")
         if twice := lineage.repeated_payloads(digest):
             raise Violation(f"in fragment {fragment} {twice} payloads are merged more than once")
+    survived = lineage.of(one.protocol.digests[CONTROL_FRAGMENT])
+    for life in done:
+        lost = [
+            lineage.made[each] for each in lineage.had.get(life.owner, ()) - survived.keys() if each in lineage.made
+        ]
+        if lost and not crowd.torn:
+            raise Violation(f"{life.name} had versions {sorted(made.version for made in lost)}, and they are lost")
     repeated = lineage.repeated_sequences(one.protocol.digests[CONTROL_FRAGMENT])
     if one.replica.settings.barrier and not crowd.torn and repeated > lineage.units_twice:
         raise Violation(f"{repeated} sequences are merged more than once, and {lineage.units_twice} are counted so")

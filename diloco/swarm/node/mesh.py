@@ -42,7 +42,7 @@ class ControlMesh:
 
     A peer that cannot be reached is left out, and dialled again when it is heard of again. A wrong run or manifest is
     refused on the stream with the reason. Nothing here raises at the node; when a peer whose word counts refuses this
-    one, `refusal` says why.
+    one, and no other lets it in, `refusal` says why.
     """
 
     def __init__(self, context: Context, run: RunSpec) -> None:
@@ -126,6 +126,7 @@ class ControlMesh:
                 await self._refused(peer, str(error))
             logger.debug("dialling %s failed: %r", peer, error)
             return False
+        self.refusal = None
         outgoing = self._outgoing[peer] = _Outgoing(stream)
         # What changed between the hello and now was broadcast to the others only.
         outgoing.say(self._protocol.status())
@@ -148,8 +149,9 @@ class ControlMesh:
                 reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
-        self.refusal = f"the swarm refused this peer: {reason}"
-        context.tasks.notify()
+        if not self._outgoing:
+            self.refusal = f"the swarm refused this peer: {reason}"
+            context.tasks.notify()
 
     async def _keep(self, peer: str, outgoing: _Outgoing) -> None:
         """Our side of the stream to a peer, until either side ends it."""

@@ -150,6 +150,7 @@ MUTANTS = [
         "diloco.protocol.peer",
         "            self.fragments[fragment].handed_over = True",
         "            pass",
+        test="tests/test_protocol_peer.py::test_a_leaver_makes_no_version_after_it_gave_the_outer_state_away",
     ),
     Mutant(
         "lost-history-is-not-recounted",

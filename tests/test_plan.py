@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from diloco import model as models
 from diloco.cli.main import main
-from diloco.config import compose
+from diloco.config import OuterConfig, compose
 from diloco.errors import ConfigError
 from diloco.fit.machine import parameters_of, step_seconds
 from diloco.outer.codecs import codec
@@ -97,6 +97,23 @@ def test_one_peer_exchanges_nothing() -> None:
     found = predict(replace(FOUR, peers=1), Link(1.0, 10.0), 1.0)
     assert (found.utilization, found.bytes_sent, found.exchange_s) == (1.0, 0, 0.0)
     assert needed_bits_per_s(replace(FOUR, peers=1), 10.0, 1.0, 0.95) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("peers", "quorum", "codec_down", "back"),
+    [(2, 1, "int8", 2), (3, 1, "int8", 3), (8, 1, "int8", 4), (8, 4, "int8", 2), (6, 1, "e3m0", 3), (8, 1, "fp16", 2)],
+)
+def test_without_a_barrier_the_updates_of_a_round_come_back_or_the_state_if_that_is_smaller(
+    peers: int, quorum: int, codec_down: str, back: int
+) -> None:
+    outer = OuterConfig.parse({"method": "diloco", "sync_every": 8, "quorum": quorum, "codec_down": codec_down})
+    exchange = Exchange.of(outer, 10**6, peers)
+    assert exchange.bytes_back == pytest.approx(back * 10**6, rel=0.001)
+    expected = (1 - 1 / peers) * (exchange.bytes_up + exchange.bytes_back)
+    assert predict(exchange, SLOW, 1.0).bytes_sent == round(expected)
+    assert dict(arithmetic(exchange, SLOW, 1.0, 0.9))["sent per peer and outer step"].endswith(
+        f"{expected / 1e6:.3g} MB"
+    )
 
 
 @pytest.mark.parametrize(("bits", "needed"), [(8, 91e6), (16, 182e6), (4, 46e6)])

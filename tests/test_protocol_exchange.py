@@ -21,7 +21,8 @@ def lease_of(term: int = 1, version: int = BASE, holder: str = "syncer") -> Leas
 
 
 def refusal(version: int = BASE, record_follows: bool = False, term: int = 1) -> Verdict:
-    return Verdict(accepted=False, reason="no", version=version, term=term, record_follows=record_follows)
+    late = version > BASE
+    return Verdict(accepted=False, reason="no", version=version, term=term, late=late, record_follows=record_follows)
 
 
 @pytest.fixture
@@ -33,6 +34,21 @@ def test_the_header_says_what_is_contributed_and_under_which_term(exchange: Exch
     header = exchange.header(lease_of(term=9))
     assert (header.manifest_hash, header.fragment, header.term) == (MANIFEST, 0, 9)
     assert (header.base_version, header.steps, header.tokens) == (BASE, 4, 32)
+
+
+def test_the_header_says_how_old_the_pseudo_gradient_is_when_it_is_sent_again() -> None:
+    exchange = Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST, begun_at=3.0)
+    assert [exchange.header(lease_of(), now).age_s for now in (3.0, 5.5)] == [0.0, 2.5]
+
+
+def test_the_syncer_says_whether_a_contribution_that_may_be_late_is_too_late() -> None:
+    """The anchor here moves on, as that of a syncer does while it trains."""
+    exchange = Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST, may_be_late=True)
+    assert exchange.next_step(lease_of(version=BASE + 9), BASE + 9, 0.0) is Step.CONTRIBUTE
+    exchange.header(lease_of())
+    exchange.refused(refusal(BASE + 9), lease_of())
+    assert exchange.next_step(lease_of(version=BASE + 9), BASE + 9, 0.0) is Step.DONE
+    assert exchange.discarded
 
 
 def test_a_merged_contribution_is_done_with_the_next_version(exchange: Exchange) -> None:

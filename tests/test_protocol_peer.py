@@ -664,3 +664,10 @@ def test_an_anchor_replaced_at_its_version_is_a_heal() -> None:
     assert peer.heals == 1
     peer.adopted(1, 4, digest_of("next"), 3.0)
     assert peer.heals == 1
+
+
+def test_the_time_to_deliver_an_update_rises_at_once_and_falls_slowly() -> None:
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=1, quorum=1, staleness_limit=2))
+    for seconds, expected in ((2.0, 2.0), (1.0, 1.8), (5.0, 5.0)):
+        peer.delivered(seconds)
+        assert peer.sync_s == pytest.approx(expected)

@@ -314,7 +314,33 @@ def test_a_quorum_of_one_closes_at_once_and_takes_whoever_is_late_within_the_lim
         assert (tuple(close.contributors), close.base_version, close.missing) == ((peer,), version, ())
     verdict = syncer.offer("d", contribution(VERSION))
     assert not verdict.accepted and "past base version" in verdict.reason and verdict.version == VERSION + 3
-    assert not syncer.offer("d", contribution(VERSION + 4)).accepted, "the future"
+    assert verdict.late and not syncer.offer("d", contribution(VERSION + 4)).late, "the future"
+
+
+@given(st.integers(2, 32), st.integers(0, 10**6))
+def test_peers_of_one_pace_are_less_than_a_round_late_however_far_out_of_phase(active: int, seed: int) -> None:
+    syncer, order = quick(staleness_limit=1), random.Random(seed).sample(range(active), active)
+    bases = dict.fromkeys(order, VERSION)
+    for peer in order * 3:
+        assert syncer.staleness(bases[peer]) < 1
+        assert syncer.offer(f"p{peer}", contribution(bases[peer]), active).accepted
+        assert wants(syncer, f"p{peer}", 0)
+        syncer.arrived(f"p{peer}")
+        closed(syncer)
+        bases[peer] = syncer.version
+
+
+def test_a_round_is_as_many_contributions_as_there_are_peers_however_few_versions_they_make() -> None:
+    syncer = quick(quorum=3, staleness_limit=1)
+    for version in range(VERSION, VERSION + 2):
+        for peer in "abc":
+            contribute(syncer, peer, version)
+        closed(syncer)
+    assert syncer.offer("d", contribution(VERSION + 1), 4).accepted
+    assert syncer.staleness(VERSION + 1) == 3 / 4 and syncer.staleness(VERSION) == 6 / 4
+    assert syncer.offer("e", contribution(VERSION), 4).late
+    syncer.advance(VERSION + 4, {})  # by others; each of these versions is of one contribution at least
+    assert syncer.staleness(VERSION + 1) == 5 / 4 and syncer.staleness(VERSION + 2) == 2 / 4
 
 
 def test_a_contribution_that_is_in_the_model_is_not_taken_again() -> None:
@@ -344,8 +370,31 @@ def test_adaptive_grace_is_a_part_of_what_the_overlap_leaves() -> None:
     syncer = quick(grace_slack=0.5, overlap=4, sync_every=10)
     contribute(syncer, "a", VERSION)
     paced = members(*(member(peer, steps_per_s=2.0) for peer in "abc"))
-    assert syncer.poll(paced, 10.0, sync_s=1.0) is None
-    assert syncer.grace_until == 10.0 + 0.5 * (4 / 2.0 - 1.0)
+    assert syncer.poll(paced, 0.25, sync_s=1.0) is None
+    assert syncer.grace_until == 0.25 + 0.5 * (4 / 2.0 - 0.25 - 1.0), "xi_quorum is a quarter of a second, xi_sync one"
+
+
+def test_no_contributor_waits_for_a_slower_one_longer_than_its_own_overlap() -> None:
+    syncer = quick(grace_slack=0.5, overlap=4, sync_every=10)
+    contribute(syncer, "a", VERSION)
+    paced = members(member("a", steps_per_s=0.5), member("b", steps_per_s=4.0), member("c", steps_per_s=0.1))
+    assert syncer.poll(paced, 0.0) is None and syncer.grace_until == 4.0
+    old = contribution(VERSION).model_copy(update={"age_s": 0.5})
+    assert syncer.offer("b", old, 3, 2.0).accepted  # taken at 1.5; the update is due a second later
+    syncer.arrived("b")
+    assert syncer.poll(paced, 2.0) is None and syncer.grace_until == 2.25
+    assert syncer.poll(paced, 2.25) is not None
+
+
+def test_there_is_no_grace_when_the_quorum_took_all_that_the_overlap_hides() -> None:
+    syncer = quick(quorum=2, grace_slack=0.8, overlap=2, sync_every=10)
+    contribute(syncer, "a", VERSION)
+    paced = members(*(member(peer, steps_per_s=1.0) for peer in "abc"))
+    assert syncer.poll(paced, 1.9) is None
+    assert syncer.offer("b", contribution(VERSION), 3, 1.9).accepted
+    syncer.arrived("b")
+    close = syncer.poll(paced, 1.9, sync_s=0.2)
+    assert close is not None and tuple(close.contributors) == ("a", "b")
 
 
 def test_a_quorum_is_never_more_than_the_peers_that_train() -> None:
@@ -373,6 +422,7 @@ def test_a_payload_on_its_way_survives_the_close_that_it_missed() -> None:
     contribute(syncer, "a", VERSION)
     closed(syncer)
     assert wants(syncer, "b", 0) and syncer.weight("b") == 1.0
+    assert syncer.staleness(VERSION) == 1.0
     contribute(syncer, "a", VERSION + 1)
     closed(syncer)
     assert not wants(syncer, "b", 0), "too late now"
@@ -383,8 +433,8 @@ def test_late_contributions_count_less() -> None:
     for peer in "abc":
         contribute(syncer, peer, VERSION + "abc".index(peer))
         closed(syncer)
-    assert syncer.offer("d", contribution(VERSION)).accepted
-    assert syncer.discount("d") == (1 + 3) ** -0.5
+    assert syncer.offer("d", contribution(VERSION), 4).accepted
+    assert syncer.discount("d") == (1 + 3 / 4) ** -0.5
 
 
 def test_momentum_is_due_after_as_many_contributions_as_there_were_active_peers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import WIRE_VERSION, OuterConfig
+from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
@@ -44,13 +46,13 @@ class StubFetcher:
     """Answers each fetch with what the test put there, by the version that the asker has."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, UpdateRecord | FragmentState | Exception] = {}
+        self.answers: dict[int, Sequence[UpdateRecord] | FragmentState | Exception] = {}
         self.asked: list[int] = []
         self.donors: list[str] = []
 
     async def fetch(
         self, donor: str, fragment: int, have: int, outer: bool, dishonest: set[str]
-    ) -> UpdateRecord | FragmentState:
+    ) -> Sequence[UpdateRecord] | FragmentState:
         self.asked.append(have)
         self.donors.append(donor)
         answer = self.answers[have]
@@ -77,9 +79,8 @@ class StubHost:
     def __init__(self, holder: str, numel: int = 6, saved: Saved | None = None, **outer: Any) -> None:
         self.parameters = {"w": torch.arange(float(numel))}
         fragments = partition({"w": numel}, 1)
-        settings = OuterConfig(
-            method="diloco", sync_every=1, lr=1.0, momentum=0.0, codec_up="fp32", codec_down="fp32", **outer
-        )
+        exact = {"lr": 1.0, "momentum": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
+        settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, **exact, **outer})
         self.replica = Replica(self.parameters, fragments, settings)
         self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings)
         self.notes: list[str] = []
@@ -156,10 +157,88 @@ def test_a_record_that_does_not_follow_the_anchor_here_is_replaced_by_the_state(
     async def scene() -> None:
         host = StubHost(OTHER)
         target = torch.full((6,), 3.0)
-        host.client.answers = {0: host.record(1, target, before="f" * 64), -1: host.state(1, target)}
+        host.client.answers = {0: [host.record(1, target, before="f" * 64)], -1: host.state(1, target)}
         await host.anchors.catch_up(0, [OTHER])
         assert host.client.asked == [0, -1]
         assert torch.equal(host.replica.anchors[0], target) and host.protocol.versions == [1]
+
+    run(scene)
+
+
+def three(host: StubHost) -> list[UpdateRecord]:
+    """Records in a row, to anchors that are ones, twos and threes."""
+    anchors = [host.replica.anchors[0].clone(), *(torch.full((6,), float(value)) for value in (1, 2, 3))]
+    return [
+        host.record(version, anchor, before=digest_of(anchors[version - 1]))
+        for version, anchor in enumerate(anchors[1:], 1)
+    ]
+
+
+def test_records_in_a_row_are_applied_one_by_one_without_those_that_came_meanwhile() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        records = three(host)
+        await host.anchors.adopt_record(records[0])
+        assert await host.anchors.adopt_records(records)
+        assert host.protocol.versions == [3] and torch.equal(host.replica.anchors[0], torch.full((6,), 3.0))
+        assert host.protocol.accounts.shares(0)[OTHER].contributions == 3
+        assert not await host.anchors.adopt_records(records), "all of them are here"
+        host.client.answers = {3: records}
+        await host.anchors.catch_up(0, [OTHER])
+        assert host.protocol.versions == [3] and "fetch_failed" not in host.notes
+
+    run(scene)
+
+
+def test_records_with_a_gap_change_nothing_after_it() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        first, _, third = three(host)
+        with pytest.raises(PayloadError, match="a record to version 3 of fragment 0 does not follow version 1"):
+            await host.anchors.adopt_records([first, third])
+        with pytest.raises(PayloadError, match="a record to version 1 does not follow version 1"):
+            await host.anchors.adopt_records([host.record(1, torch.zeros(6), before="f" * 64)])
+        assert host.protocol.versions == [1] and host.protocol.digests == host.replica.digests()
+
+    run(scene)
+
+
+@pytest.mark.parametrize(("codec", "kept"), [("fp32", 1), ("fp16", 1), ("int8", 3), ("e3m0", 7)])
+def test_as_many_records_are_kept_as_are_smaller_than_the_state(codec: str, kept: int) -> None:
+    async def scene() -> None:
+        host = StubHost(ME, numel=9000, codec_down=codec)
+        digests = [host.protocol.digests[0], *(f"{number:064x}" for number in range(9))]
+        update = torch.zeros(host.replica.update_nbytes(0), dtype=torch.uint8)
+        for version, (before, digest) in enumerate(pairwise(digests), 1):
+            header = Record(
+                fragment=0, term=1, version=version, digest_before=before, digest=digest, contributors={ME: 1},
+                applied_tokens=0,
+            )  # fmt: skip
+            host.context.keep_record(UpdateRecord(header, update))
+            host.protocol.fragments[0].move(version, digest, 0.0)
+        for base in range(-1, 10):
+            found = [record.header.version for record in host.context.records_since(0, base)]
+            assert found == (list(range(base + 1, 10)) if 9 - kept <= base else []), base
+        assert kept * update.numel() < 4 * 9000 or kept == 1
+        host.context.keep_record(
+            UpdateRecord(header.model_copy(update={"version": 12, "digest_before": "f" * 64}), update)
+        )
+        assert len(host.context.records[0]) == 1, "the anchor before it came from elsewhere"
+        host.protocol.fragments[0].move(12, "e" * 64, 0.0)
+        assert host.context.records_since(0, 11) == [], "what is here now came from elsewhere too"
+
+    run(scene)
+
+
+def test_a_peer_that_always_comes_too_late_is_told() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.anchors.load()
+        for version in range(1, 7):
+            host.client.answers = {version - 1: host.state(version, torch.full((6,), float(version)))}
+            await host.anchors.catch_up(0, [OTHER])
+            assert (await host.exchange())[0] == 10
+        assert host.notes.count("always_late") == 2
 
     run(scene)
 
@@ -170,7 +249,7 @@ def test_an_update_that_leads_elsewhere_is_healed_before_anything_goes_on() -> N
         target = torch.full((6,), 3.0)
         record = host.record(1, target)
         record.update[0] ^= 1
-        host.client.answers = {0: record, -1: host.state(1, target)}
+        host.client.answers = {0: [record], -1: host.state(1, target)}
         await host.anchors.catch_up(0, [OTHER])
         assert "digest_mismatch" in host.notes and host.protocol.heals == 1
         assert host.protocol.digests == [digest_of(target)] == host.replica.digests()
@@ -284,7 +363,7 @@ def test_a_fetch_that_fails_is_not_tried_again_because_something_else_happens(mo
     """A failure is an event itself: two flights that fail would wake each other without end."""
 
     async def refused(context: Context, lease: Lease, header: Contribution) -> Answered:
-        return Answered(Verdict(accepted=False, reason="late", version=5, term=1), None)
+        return Answered(Verdict(accepted=False, reason="late", late=True, version=5, term=1), None)
 
     async def scene() -> None:
         host = StubHost(OTHER)
@@ -419,7 +498,7 @@ def test_an_anchor_that_is_being_moved_arrives_though_the_exchange_is_cancelled(
             return apply(*arguments)
 
         async def answer(context: Context, lease: Lease, header: Contribution) -> Answered:
-            return Answered(Verdict(accepted=True), record)
+            return Answered(Verdict(accepted=True), [record])
 
         monkeypatch.setattr(host.replica, "apply_update_", slowly)
         monkeypatch.setattr("diloco.swarm.node.rounds.contribute", answer)

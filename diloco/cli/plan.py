@@ -62,6 +62,10 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
         ("inner step", f"{step_s:.4g} s, {'measured here' if report['step_measured'] else 'as given'}"),
         ("up, down", " and ".join(f"{name} {size:,} B ({size / numel:.4g} per parameter)" for name, size in sizes)),
     ]
+    if exchange.versions > 1:
+        size = exchange.bytes_back
+        back = f"{exchange.versions} versions in {size:,} B ({size / numel:.4g} per parameter)"
+        head.append(("back", back))
     lines = [*head, *arithmetic(exchange, link, step_s, target)]
     width = max(len(name) for name, _ in lines)
     text = [f"{name:<{width}}  {value}" for name, value in lines]

@@ -180,9 +180,9 @@ class OuterConfig(RunOwned):
     grace_slack: float = Field(0.0, ge=0, lt=1)
     """Instead of grace_s: this part of what outer.overlap leaves to wait for others."""
     staleness_limit: int = Field(0, ge=0, le=10_000)
-    """Versions that may be published between a contribution's base and its merge."""
+    """Rounds that a contribution may be late, in which as many others are merged as there are peers."""
     staleness_exponent: float = Field(0.0, ge=0, le=10)
-    """A contribution that is s versions late counts (1 + s) ** -staleness_exponent."""
+    """A contribution that is s rounds late counts (1 + s) ** -staleness_exponent."""
     weights: Literal["tokens", "uniform", "tokens2_per_step"] = "tokens"
     """What a contribution weighs in the mean."""
     merge: Average = "mean"

@@ -2,6 +2,7 @@
 
 Memory is computed before anything is allocated. Per parameter, the device needs 16 bytes (fp32 weights, gradients and
 AdamW's two moments); main memory needs 4 for the anchor, and 12 more in fragments held here (master, momentum, sum).
+With a quorum it needs 4 more there for update records, and 4 for the anchor from which this peer trains.
 Each sequence adds the activations that autograd keeps; a forward pass over tensors without values adds them up.
 """
 
@@ -31,6 +32,7 @@ __all__ = ["GIB", "Machine", "fit_micro_batch", "inspect_machine", "memory_need"
 TRAINED_BYTES = 16  # per parameter: weights, gradients, two moments
 ANCHOR_BYTES = 4
 HELD_BYTES = 12
+QUORUM_BYTES = 8  # more in a fragment held: its last update records, and a base
 LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
 ACTIVATION_SLACK = 1.5  # for gradients of activations and for the allocator's fragmentation
 WARMUP_STEPS, TIMED_STEPS = 2, 5
@@ -113,7 +115,8 @@ def memory_need(config: Config, machine: Machine) -> MemoryNeed:
     Raises `ConfigError` as `diloco.model.build` does.
     """
     parameters = parameters_of(config.model)
-    main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + HELD_BYTES / config.outer.fragments)  # with one held
+    held_bytes = HELD_BYTES + (0 if config.outer.barrier else QUORUM_BYTES)
+    main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + held_bytes / config.outer.fragments)  # with one held
     need = MemoryNeed(parameters, parameters * TRAINED_BYTES, main, _rough_bytes(config))
     roomy = need.device_bytes + need.main_bytes + config.inner.batch_size * need.sequence_bytes
     if roomy < min(machine.device_bytes, machine.main_bytes) / 2:

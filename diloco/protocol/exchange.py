@@ -39,8 +39,9 @@ class Step(Enum):
 class Exchange:
     """State of one exchange. Once it is DONE, `discarded` says that the swarm went on without this contribution.
 
-    Up to `staleness_limit` versions may be published between its base and its merge. With such a limit the syncer's own
-    contribution may be from an older version too, because its anchor moves while it trains.
+    Where a contribution `may_be_late`, versions may be published between its base and its merge, as many as the syncer
+    allows. The syncer's own contribution may then be from an older version too, because its anchor moves while it
+    trains.
     """
 
     fragment: int
@@ -49,7 +50,8 @@ class Exchange:
     steps: int
     tokens: int
     manifest_hash: str
-    staleness_limit: int = 0
+    may_be_late: bool = False
+    begun_at: float = 0.0
     discarded: bool = False
     units: Units = field(default_factory=list)
     _offered: bool = False
@@ -75,10 +77,9 @@ class Exchange:
         return step
 
     def _next_step(self, lease: Lease | None, version: int, now: float, retry_at: float) -> Step:
-        newest = version if lease is None else max(version, lease.version)
         settled = self.discarded or self._recorded
-        if version > self.base_version and (settled or newest - self.base_version > self.staleness_limit):
-            if self.staleness_limit:
+        if version > self.base_version and (settled or not self.may_be_late):
+            if self.may_be_late:
                 self.discarded = self.discarded or not self._recorded
                 return Step.DONE
             if lease is not None and lease.version > version:
@@ -93,14 +94,14 @@ class Exchange:
             return Step.WAIT
         return Step.CONTRIBUTE
 
-    def header(self, lease: Lease) -> Contribution:
+    def header(self, lease: Lease, now: float = 0.0) -> Contribution:
         """Header of the contribution under that lease."""
         self._offered = True
         self.discarded = self._recorded = False
         return Contribution(
             manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, steps=self.steps,
             base_version=self.base_version, base_digest=self.base_digest, tokens=self.tokens,
-            units=[list(unit) for unit in self.units],
+            age_s=now - self.begun_at, units=[list(unit) for unit in self.units],
         )  # fmt: skip
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:
@@ -108,7 +109,7 @@ class Exchange:
         if verdict.merged and not verdict.record_follows:
             self.merged()
             self._merged_by = verdict.version
-        elif verdict.version - self.base_version > self.staleness_limit and not verdict.record_follows:
+        elif verdict.late and not verdict.record_follows:
             self.discarded = True
         self._failed_term = lease.term
 

@@ -199,6 +199,7 @@ class Peer(View):
         if version == fragment.version and digest != fragment.digest and version > 0:
             self.heals += 1
         fragment.move(version, digest, now)
+        fragment.closed_at = None  # of a version that was made here
         actions = self._tell(now)
         syncer = fragment.syncer
         if syncer is not None and version >= syncer.version:
@@ -223,7 +224,7 @@ class Peer(View):
 
     # -- syncer's side ------------------------------------------------------------------------------------------------
 
-    def offer(self, peer: str, header: Contribution) -> Verdict:
+    def offer(self, peer: str, header: Contribution, now: float = 0.0) -> Verdict:
         """Judge a contribution to a fragment by its header."""
         if header.manifest_hash != self.manifest_hash:
             return Verdict(accepted=False, reason=f"the manifest {header.manifest_hash[:12]} is not the one here")
@@ -235,7 +236,7 @@ class Peer(View):
         if header.base_version == fragment.version and header.base_digest != fragment.digest:
             reason = f"version {fragment.version} of fragment {header.fragment} is another anchor here"
             return Verdict(accepted=False, reason=reason, version=syncer.version, term=syncer.term)
-        verdict = syncer.offer(peer, header)
+        verdict = syncer.offer(peer, header, self.num_trainers(), now)
         if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
             self.accounts.dealer.offered(peer, header.units)
         return verdict
@@ -262,7 +263,7 @@ class Peer(View):
         if syncer is None:
             return []
         took_s = 0.0 if fragment.closed_at is None else now - fragment.closed_at
-        self.sync_s = took_s if self.sync_s == 0.0 else 0.8 * self.sync_s + 0.2 * took_s
+        self.sync_s = max(took_s, self.sync_s)
         syncer.advance(syncer.version + 1)
         fragment.move(syncer.version, digest, now)
         self.accounts.credit(fragment, syncer.version, contributors)
@@ -270,6 +271,10 @@ class Peer(View):
         message = self.publication(fragment, syncer, contributors)
         self.leases.published(message)
         return [*twice, Broadcast(message), *self._tell(now), *self.tick(now)]
+
+    def delivered(self, seconds: float) -> None:
+        """A contributor has an update, so long after the decision to close its version."""
+        self.sync_s = max(seconds, 0.8 * self.sync_s + 0.2 * seconds)  # who waits once longer waits in vain
 
     def _close_versions(self, now: float) -> list[Action]:
         """Close what can be closed; each such fragment is `MERGING` from then on."""

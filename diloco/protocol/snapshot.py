@@ -109,7 +109,7 @@ class Round(_Part):
     live: Count
     participating: Count
     merged: Count
-    staleness: Count
+    staleness: Finite
     seconds: PhaseSeconds | None
     closed_at: Finite
 

@@ -25,6 +25,7 @@ from diloco.protocol.messages.bulk import Contribution, Verdict
 
 __all__ = ["SYNC", "Close", "Syncer"]
 
+COUNTED = 1024  # versions since each of which contributions are counted
 WAITING_S = 5.0  # A peer that has waited longer than this may wait for ever.
 
 SYNC = OuterConfig(method="diloco", sync_every=1)
@@ -64,6 +65,7 @@ class _Offer:
     whole: bool = False
     polled: int = 0  # chunks at the last poll
     progress_at: float = 0.0
+    taken_at: float = 0.0  # when the peer took its pseudo-gradient
     units: Units = field(default_factory=list)
 
 
@@ -73,6 +75,13 @@ class Syncer:
     At a barrier a peer is expected while it is alive and makes progress: its inner steps or its chunks do (see
     `Member.stalled`). So nobody waits for a dead peer, nor for one that stopped, and there is no time-out to tune. With
     a quorum, nobody waits longer than the grace period.
+
+    The *staleness* of a contribution is counted in rounds: how many contributions were merged since its base version,
+    over the number of active peers. Peers of one pace are then less than a round late, however far out of phase they
+    are, and a peer of half their pace is about a round later. The papers count versions, where a version stands for
+    one contribution (arXiv 2401.09135) or for a buffer of them (FedBuff, arXiv 2106.06639); with a buffer of as many
+    contributions as there are peers, that is the unit here. `outer.staleness_limit` and `outer.staleness_exponent`
+    are in this unit.
 
     Args:
         contributors: peers whose contributions made `version`.
@@ -95,11 +104,14 @@ class Syncer:
         self.version = version
         self.folds_whole = settings.quorum is not None
         self.last_contributors = frozenset(contributors)
-        self.last_staleness = 0
+        self.last_staleness = 0.0
         self.grace_until: float | None = None
         self._settings = settings
         self._offers: dict[str, _Offer] = {}
         self._merged = dict(merged)  # peer -> base version of its newest merged contribution
+        # Contributions merged until each version; of versions that others made one is counted each.
+        self._pushed, self._pushed_at = version, {version: version}
+        self._active = 1  # peers that train
         self._unit = 0.0
         self._closing = False
         self._pushes = 0  # contributions since the last momentum step
@@ -107,12 +119,20 @@ class Syncer:
 
     # -- contributions ------------------------------------------------------------------------------------------------
 
-    def offer(self, peer: str, header: Contribution) -> Verdict:
-        """Judge a contribution by its header. It never raises: the verdict on a wrong one says the reason."""
+    def staleness(self, base_version: int) -> float:
+        """How late a contribution from this version is, in rounds; 0 if it is from the newest version."""
+        return (self._pushed - self._pushed_at.get(base_version, base_version)) / self._active
+
+    def offer(self, peer: str, header: Contribution, active: int = 1, now: float = 0.0) -> Verdict:
+        """Judge a contribution by its header, while so many peers are active.
+
+        It never raises: the verdict on a wrong one says the reason.
+        """
+        self._active = max(1, active)
         known = self._offers.get(peer)
         whole = known is not None and known.whole
         merged = self._merged.get(peer, -1) >= header.base_version
-        stale = self.version - header.base_version
+        late = self._too_late(header.base_version)
         reason = ""
         if header.term != self.term:
             reason = f"fragment {self.fragment} is under term {self.term}, not {header.term}"
@@ -120,21 +140,24 @@ class Syncer:
             reason = (
                 f"the contribution from version {header.base_version} of fragment {self.fragment} is merged already"
             )
-        elif stale > self._settings.staleness_limit:
+        elif late:
             reason = f"fragment {self.fragment} is at version {self.version}, past base version {header.base_version}"
-        elif stale < 0:
+        elif header.base_version > self.version:
             reason = f"fragment {self.fragment} is at version {self.version}, {header.base_version} is in the future"
         elif self._closing and not whole and not self.folds_whole:
             reason = f"fragment {self.fragment} is closing version {self.version + 1} without this contribution"
         elif known is not None and whole and (known.tokens, known.base_version) != (header.tokens, header.base_version):
             reason = f"a contribution of {known.tokens} tokens is here already, this one claims {header.tokens}"
         if reason:
-            return Verdict(accepted=False, reason=reason, version=self.version, term=self.term, merged=merged)
+            return Verdict(
+                accepted=False, reason=reason, version=self.version, term=self.term, merged=merged,
+                late=late and not merged,
+            )  # fmt: skip
         if known is None:
             known = self._offers[peer] = _Offer(header.base_version, header.tokens, header.steps)
         # Other numbers come from a peer that restarted; each chunk has a weight of its own.
         known.base_version, known.tokens, known.steps = header.base_version, header.tokens, header.steps
-        known.units = union(header.units)
+        known.units, known.taken_at = union(header.units), now - header.age_s
         self._unit = self._unit or self._raw_weight(known)
         return Verdict(accepted=True, first_chunk=known.chunks, version=self.version, term=self.term)
 
@@ -150,8 +173,10 @@ class Syncer:
 
     def discount(self, peer: str) -> float:
         """Factor by which staleness s reduces this contribution: (1 + s) ** -exponent (arXiv 2401.09135, section 4)."""
-        stale = self.version - self._offers[peer].base_version
-        return float((1 + stale) ** -self._settings.staleness_exponent)
+        return float((1 + self.staleness(self._offers[peer].base_version)) ** -self._settings.staleness_exponent)
+
+    def _too_late(self, base_version: int) -> bool:
+        return self.staleness(base_version) > self._settings.staleness_limit
 
     def weights(self, peers: Collection[str]) -> dict[str, float]:
         """Weights of these contributions over that of the first peer by name, independent of the order of arrival."""
@@ -188,7 +213,7 @@ class Syncer:
         offer = self._offers.get(peer)
         if offer is None or self._closing or (chunk, base_version) != (offer.chunks, offer.base_version):
             return False
-        return self.version - offer.base_version <= self._settings.staleness_limit
+        return not self._too_late(offer.base_version)
 
     def folded(self, peer: str) -> None:
         """The next chunk of this peer is folded in."""
@@ -215,7 +240,7 @@ class Syncer:
         """Decide whether to close; `grace_until` says when to ask again if nothing else happens.
 
         `members` are the live peers by id; this peer is one of them, for it waits for itself like for any other.
-        `sync_s` are measured seconds from a decision to close to its publication.
+        `sync_s` are measured seconds from a decision to close until contributors have the update.
         """
         if not self.may_close(now):
             return None
@@ -229,13 +254,15 @@ class Syncer:
 
     def _enough(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> bool:
         """Whether the quorum is there; its grace period begins then. Without a quorum, only expected peers count."""
-        quorum = self._settings.quorum
-        if quorum is None or self.grace_until is not None:  # a peer that joins meanwhile does not end a grace period
+        quorum, until = self._settings.quorum, self.grace_until
+        if quorum is None:
             return True
-        waiting = sum(peer not in whole and self._waits_elsewhere(member, now) for peer, member in members.items())
-        if len(whole) < min(quorum, _active(members) - waiting):
-            return False
-        self.grace_until = now + self._grace_s(members, sync_s)
+        if until is None:  # a peer that joins meanwhile does not end a grace period
+            waiting = sum(peer not in whole and self._waits_elsewhere(member, now) for peer, member in members.items())
+            if len(whole) < min(quorum, _active(members) - waiting):
+                return False
+        ends_at = now + self._grace_s(whole, members, now, sync_s)
+        self.grace_until = ends_at if until is None else min(ends_at, until)
         return True
 
     def _waits_elsewhere(self, member: Member, now: float) -> bool:
@@ -256,14 +283,19 @@ class Syncer:
         has_update = status.versions[fragment] > began[fragment]
         return now - member.progress_at > (WAITING_S if has_update else member.stall_s())
 
-    def _grace_s(self, members: Mapping[str, Member], sync_s: float) -> float:
-        """A fixed time, or a part of what the overlap hides, so that no inner step waits (arXiv 2604.21428: slack)."""
+    def _grace_s(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> float:
+        """A fixed time, or a part of what the overlap hides, so that no inner step waits.
+
+        That is gamma (tau xi_step - (xi_quorum + xi_sync)) of Decoupled DiLoCo (arXiv 2604.21428), for the contributor
+        with the least time: it needs the update tau inner steps of its own after it took its pseudo-gradient, xi_quorum
+        have passed since then, and the update will be there xi_sync after the decision to close.
+        """
         settings = self._settings
         if not settings.grace_slack:
             return settings.grace_s
-        paces = [m.status.steps_per_s for m in members.values() if m.trains and m.status.steps_per_s > 0]
-        step_s = 1.0 / max(paces) if paces else 0.0
-        return max(0.0, settings.grace_slack * (settings.overlap * step_s - sync_s))
+        paces = {peer: members[peer].status.steps_per_s for peer in whole if peer in members}
+        due_at = [self._offers[peer].taken_at + settings.overlap / pace for peer, pace in paces.items() if pace > 0]
+        return max(0.0, settings.grace_slack * (min(due_at, default=now) - now - sync_s))
 
     def _close(self, whole: set[str], members: Mapping[str, Member]) -> Close:
         self._closing = True
@@ -316,12 +348,16 @@ class Syncer:
         whole = {peer: offer for peer, offer in self._offers.items() if offer.whole}
         if published:
             self.last_contributors = frozenset(whole)
-            self.last_staleness = max((self.version - offer.base_version for offer in whole.values()), default=0)
+            self.last_staleness = max((self.staleness(offer.base_version) for offer in whole.values()), default=0.0)
             self._merged |= {peer: offer.base_version for peer, offer in whole.items()}
         else:
             self._merged = dict(merged or {})
             self.last_contributors = frozenset(peer for peer, base in self._merged.items() if base == version - 1)
+        self._pushed += len(whole) if published else max(0, version - self.version)
         self.version = version
+        self._pushed_at[version] = self._pushed
+        while len(self._pushed_at) > COUNTED:
+            del self._pushed_at[next(iter(self._pushed_at))]
         # A payload that is still on its way is no part of the version that closed, unless its first chunks were.
         # A version that was fetched may contain what is on its way here as well.
         self._offers = {

@@ -78,7 +78,7 @@ class View:
         self.accounts = Accounts(me, name, self.fragments, self.members, applied_tokens, payload_bytes)
         self.address_book = AddressBook()
         self.penalties = Penalties()
-        self.sync_s = 0.0  # moving average of the seconds from a decision to close to its publication
+        self.sync_s = 0.0  # from a decision to close until contributors have the update; rises at once, falls slowly
         self.heals = 0
         self.takeovers = 0
         self._opened = False  # enough peers were connected once
@@ -146,8 +146,8 @@ class View:
         """Announces the version of a fragment that this peer has just made of these contributions."""
         return Published(
             fragment=fragment.index, term=syncer.term, version=fragment.version, digest=fragment.digest,
-            contributors=sorted(contributors), applied_tokens=self.applied_tokens, staleness=syncer.last_staleness,
-            **self.accounts.data_cursor(fragment.index),
+            contributors=sorted(contributors), applied_tokens=self.applied_tokens,
+            staleness=round(syncer.last_staleness, 3), **self.accounts.data_cursor(fragment.index),
         )  # fmt: skip
 
     # -- what others say ----------------------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ class View:
         return min(max(ahead, default=0) + margin, self.outer.sync_every - 1)
 
     def num_trainers(self) -> int:
-        """Peers that train now, this one included."""
-        return 1 + sum(member.trains and member.status.counted_in for member in self.members.all())
+        """Peers that train now, this one included if it trains; at least 1."""
+        return max(1, self.trains + sum(member.trains and member.status.counted_in for member in self.members.all()))
 
     def num_merged(self) -> int:
         """How many peers' contributions made the control fragment's version here."""
@@ -289,7 +289,7 @@ class View:
         known, lease = self.fragments[fragment], self.leases.get(fragment)
         if lease is None:
             return False
-        return known.agrees() or 0 < lease.version - known.version <= self.outer.staleness_limit
+        return known.agrees() or 0 < lease.version - known.version <= self.outer.staleness_limit * self.num_trainers()
 
     def behind(self, fragment: int) -> bool:
         """Whether the fragment's syncer published a later version, or another anchor under the same one."""

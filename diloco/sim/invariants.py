@@ -102,8 +102,8 @@ class Watch:
                 self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
             return adopted(index, version, digest, now, contributors, shares)
 
-        def hears(peer_id: str, header: Contribution) -> Verdict:
-            verdict = offer(peer_id, header)
+        def hears(peer_id: str, header: Contribution, now: float = 0.0) -> Verdict:
+            verdict = offer(peer_id, header, now)
             if verdict.accepted:
                 self._check_base(peer_id, header, node)
                 self.lineage.bases.setdefault(Contributed(peer_id, header.base_version), set()).add(header.base_digest)

@@ -7,7 +7,9 @@ in each direction once
     (n - 1) h/F U   contributions of the others        U, D: bytes of the exchanged fragments up and down
     (n - 1) h/F D   updates to the others
 
-If n divides F, this is (1 - 1/n) (U + D), as in that paper. The updates follow the contributions. Before anything
+If n divides F, this is (1 - 1/n) (U + D), as in that paper. With a quorum K, n/K versions (rounded up) are made while a
+peer trains, unless a grace period lets several peers into one. D is then the updates of them all, or the state if that
+is smaller: 4 bytes per parameter, with codec_down=fp16 2. The updates follow the contributions. Before anything
 moves, streams are opened and the peers agree on who takes part. One exchange therefore takes
 T = 8 (n - 1) h/F (U + D) / W + 6 latency at bandwidth W. Overlap hides tau s of it, for tau inner steps of s seconds.
 The peer waits for the rest once per outer step, or once per fragment if fragments are staggered.
@@ -67,7 +69,8 @@ class Link:
 class Exchange:
     """The exchange of `peers` = n peers in each H = `sync_every` inner steps.
 
-    `bytes_up` and `bytes_down` are the sizes of the whole model, encoded as pseudo-gradients and as updates.
+    `bytes_up` and `bytes_down` are the sizes of the whole model, encoded as pseudo-gradients and as updates, and
+    `state_bytes` as anchors. `versions` are made from a peer's exchange to its next.
     """
 
     bytes_up: int
@@ -77,6 +80,8 @@ class Exchange:
     fragments: int = 1
     overlap: int = 0
     staggered: bool = False
+    versions: int = 1
+    state_bytes: int = 0
 
     @classmethod
     def of(cls, outer: OuterConfig, numel: int, peers: int) -> Exchange:
@@ -85,7 +90,15 @@ class Exchange:
             nbytes = codec("fp32").nbytes(numel)
             return cls(nbytes, nbytes, peers, sync_every=1, fragments=peers)
         up, down = codec(outer.codec_up).nbytes(numel), codec(outer.codec_down).nbytes(numel)
-        return cls(up, down, peers, outer.sync_every, outer.fragments, outer.overlap, outer.staggered)
+        state = down if codec(outer.codec_down).carries_values else codec("fp32").nbytes(numel)
+        versions = 1 if outer.quorum is None else -(-peers // outer.quorum)
+        every = outer.sync_every
+        return cls(up, down, peers, every, outer.fragments, outer.overlap, outer.staggered, versions, state)
+
+    @property
+    def bytes_back(self) -> int:
+        """Bytes of the whole model that come back to a contributor: updates, or the state if that is smaller."""
+        return self.bytes_down if self.versions == 1 else min(self.versions * self.bytes_down, self.state_bytes)
 
     @property
     def at_once(self) -> int:
@@ -105,7 +118,7 @@ class Exchange:
     @property
     def busiest_bytes(self) -> float:
         """Bytes of one exchange in each direction of the busiest syncer's link."""
-        return (self.peers - 1) * self.held / self.fragments * (self.bytes_up + self.bytes_down)
+        return (self.peers - 1) * self.held / self.fragments * (self.bytes_up + self.bytes_back)
 
 
 @dataclass(frozen=True)
@@ -142,7 +155,7 @@ def predict(exchange: Exchange, link: Link, step_s: float) -> Prediction:
         exchange_s = 8 * exchange.busiest_bytes / link.bits_per_s + TRIPS * link.latency_s
     compute_s = exchange.sync_every * step_s
     wait_s = exchange.per_cycle * max(0.0, exchange_s - exchange.overlap * step_s)
-    sent = round((1 - 1 / exchange.peers) * (exchange.bytes_up + exchange.bytes_down))
+    sent = round((1 - 1 / exchange.peers) * (exchange.bytes_up + exchange.bytes_back))
     utilization = compute_s / (compute_s + wait_s)
     return Prediction(utilization, compute_s, exchange_s, wait_s, sent, round(exchange.busiest_bytes))
 
@@ -197,7 +210,7 @@ def arithmetic(exchange: Exchange, link: Link, step_s: float, target: float) -> 
     """The prediction as pairs of a name and a formula with its numbers."""
     now = predict(exchange, link, step_s)
     n, cycles = exchange.peers, exchange.per_cycle
-    both = f"({_bytes(exchange.bytes_up)} + {_bytes(exchange.bytes_down)})"
+    both = f"({_bytes(exchange.bytes_up)} + {_bytes(exchange.bytes_back)})"
     peak, width = _bytes(now.peak_bytes), _scaled(link.bits_per_s, "bit/s")
     latency = f"{TRIPS} x {_seconds(link.latency_s)}"
     compute, exchanged, wait = _seconds(now.compute_s), _seconds(now.exchange_s), _seconds(now.wait_s)

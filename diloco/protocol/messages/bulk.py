@@ -12,16 +12,30 @@ from typing import Annotated
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
-from diloco.protocol.messages.base import MEMBERS, WORKERS, Count, Digest, FewUnits, Index, Message, Name, Place, Units
+from diloco.protocol.messages.base import (
+    MEMBERS,
+    WORKERS,
+    Count,
+    Digest,
+    FewUnits,
+    Index,
+    Message,
+    Name,
+    Place,
+    Rate,
+    Units,
+)
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
 __all__ = [
-    "MAX_MOMENTS", "MAX_PARTS", "MAX_UNITS_WANTED", "Anchor", "Contribution", "InnerHeader", "InnerRequest", "PartList",
-    "PartRequest", "Receipt", "Record", "StateHeader", "StateRequest", "UnitGrant", "UnitRequest", "Verdict",
+    "MAX_MOMENTS", "MAX_PARTS", "MAX_RECORDS", "MAX_UNITS_WANTED", "Anchor", "Contribution", "InnerHeader",
+    "InnerRequest", "PartList", "PartRequest", "Receipt", "Record", "StateHeader", "StateRequest", "UnitGrant",
+    "UnitRequest", "Verdict",
 ]  # fmt: skip
 
 MAX_PARTS = 2**13  # their digests fill half a frame; a fragment of more than 32 GiB comes in one piece
 MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill half a frame
+MAX_RECORDS = 8  # that are smaller than a state in fp32 together, with the codec of the fewest bits
 MAX_UNITS_WANTED = 2**20  # sequences in one request
 
 Contributors = Annotated[dict[Name, Count], Field(max_length=MAX_SHARES)]
@@ -43,7 +57,7 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
 
     `base_digest` names the anchor that it was learned from: after a split, two anchors may have one version. `units`
     names the leased data that it was learned from. Only contributions to the control fragment name it; with
-    `outer.spot_check` all do.
+    `outer.spot_check` all do. `age_s` are the seconds since the pseudo-gradient was taken.
     """
 
     manifest_hash: Digest
@@ -53,6 +67,7 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
     base_digest: Digest
     steps: Annotated[int, Field(ge=1, lt=2**40)]
     tokens: Annotated[int, Field(ge=1, lt=2**48)]
+    age_s: Rate = 0.0
     units: Units = Field(default_factory=list)
 
 
@@ -61,13 +76,14 @@ class Verdict(Message, kind="verdict"):
 
     `accepted` means: send the payload from chunk `first_chunk` on. That is 0, or more when an earlier stream broke
     midway, or the number of chunks when the syncer has the whole payload already. Otherwise `reason` says why not, and
-    `version` and `term` say where the syncer stands. With `record_follows` the contribution is one version late, and
-    the update that it missed comes next. `merged` says that this very contribution is in the model already, because
-    its receipt was lost.
+    `version` and `term` say where the syncer stands. `late` says that the swarm went on without the contribution; with
+    `record_follows` the updates that it missed come next. `merged` says that this very contribution is in the model
+    already, because its receipt was lost.
     """
 
     accepted: bool
     first_chunk: Count = 0
+    late: bool = False
     record_follows: bool = False
     merged: bool = False
     reason: Annotated[str, Field(max_length=512)] = ""
@@ -80,11 +96,15 @@ class Receipt(Message, kind="receipt"):
 
 
 class Record(Message, kind="record"):
-    """Header of an update record, with the tokens of each contributor; the encoded displacement follows, in chunks."""
+    """Header of an update record, with the tokens of each contributor; the encoded displacement follows, in chunks.
+
+    After that come `more` records of the versions after this one, each of which says how many still come.
+    """
 
     fragment: Index
     term: Annotated[int, Field(ge=1, lt=2**62)]
     version: Count
+    more: Annotated[int, Field(ge=0, le=MAX_RECORDS)] = 0
     digest_before: Digest
     digest: Digest
     contributors: Contributors
@@ -96,8 +116,8 @@ class Record(Message, kind="record"):
 class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEMBERS):
     """Asks for a fragment's newest anchor, and with `outer` also for the syncer's master and momentum.
 
-    A donor that still has the update record from `have_version` to the next version sends the record instead. Else,
-    with `in_parts`, it sends a `PartList` and waits for a `PartRequest` on the same stream.
+    A donor that still has the update records from `have_version` on sends them instead. Else, with `in_parts`, it sends
+    a `PartList` and waits for a `PartRequest` on the same stream.
     """
 
     manifest_hash: Digest

@@ -165,8 +165,10 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
 
 
 class Published(_AboutFragment, kind="published", place=Place.CONTROL):
-    """Announcement of an update record: the fragment is now at `version`, whose oldest contribution was that stale."""
+    """Announcement of an update record: the fragment is now at `version`, whose oldest contribution was so many rounds
+    late.
+    """
 
     contributors: Names
     applied_tokens: Count
-    staleness: Count = 0
+    staleness: Rate = 0.0

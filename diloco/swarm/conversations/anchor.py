@@ -1,15 +1,17 @@
 """A fragment's anchor, from a peer that has it to one that is behind.
 
-1. Newcomer: state request, with the version that it has. Donor: the one update record that is missing, if it has that;
-   otherwise the state: the anchor, and with `outer` also the syncer's master and momentum (`parts.AnchorDonor`).
+1. Newcomer: state request, with the version that it has. Donor: the update records that are missing, if it has them
+   and they are smaller than the state; otherwise the state: the anchor, and with `outer` also the syncer's master and
+   momentum (`parts.AnchorDonor`).
 2. An anchor of more than one part is only listed, and comes in parts from several donors at a time (see `parts`). With
    the outer state, which only the syncer has, it comes whole.
-3. What was published meanwhile is fetched as the record that is missing, once the anchor is adopted.
+3. What was published meanwhile is fetched as the records that are missing, once the anchor is adopted.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import torch
 
@@ -45,8 +47,8 @@ class AnchorFetcher:
 
     async def fetch(
         self, donor: str, fragment: int, have: int, outer: bool, dishonest_donors: set[str]
-    ) -> framing.UpdateRecord | framing.FragmentState:
-        """Get the record that is missing after version `have` from a donor, otherwise the state.
+    ) -> Sequence[framing.UpdateRecord] | framing.FragmentState:
+        """Get the records that are missing after version `have` from a donor, otherwise the state.
 
         Raises `PayloadError` or what is in `BROKEN` when nothing came of it.
 
@@ -69,7 +71,7 @@ class AnchorFetcher:
             await stream.send(request)
             answer = await stream.receive()
             if isinstance(answer, Record):
-                return await framing.receive_record(stream, replica, fragment, answer)
+                return await framing.receive_records(stream, replica, fragment, answer)
             try:
                 if isinstance(answer, PartList) and in_parts:
                     return await self._download(donor, stream, fragment, answer, dishonest_donors)

@@ -84,10 +84,11 @@ class BulkServer:
         self.forget_records()
 
     def forget_records(self) -> None:
-        """Drop the updates that every connected peer has adopted; a peer that comes later gets the state."""
+        """Drop the updates to a version that every connected peer has; a peer that comes later gets the state."""
         members = self._context.protocol.members.all()
-        for fragment, record in list(self._context.records.items()):
-            adopted = all(member.status.versions[fragment] >= record.header.version for member in members)
+        for fragment, records in list(self._context.records.items()):
+            newest = records[-1].header.version
+            adopted = all(member.status.versions[fragment] >= newest for member in members)
             if adopted and self.serving == 0:
                 del self._context.records[fragment]
 

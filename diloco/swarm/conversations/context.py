@@ -12,7 +12,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
 from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Syncer
-from diloco.swarm.conversations.framing import UpdateRecord
+from diloco.swarm.conversations.framing import UpdateRecord, anchor_codec
 from diloco.swarm.conversations.recorder import Recorder
 from diloco.swarm.conversations.tasks import FragmentLock, Tasks
 from diloco.swarm.wire.gate import Gate
@@ -30,8 +30,8 @@ class Context:
     """The protocol core of a node, its tensors, its network, and how its conversations wait and report.
 
     `locks`, by fragment, are held to read or move an anchor, and to fold in a whole contribution. `records` are the
-    newest update records that this peer made, by fragment. `carry_out` does what the protocol asks for; the node sets
-    it.
+    newest update records that this peer made, by fragment, the oldest first. `carry_out` does what the protocol asks
+    for; the node sets it.
     """
 
     protocol: Peer
@@ -42,7 +42,7 @@ class Context:
     on_event: OnEvent
     traffic: Traffic = field(default_factory=Traffic)
     tasks: Tasks = field(default_factory=Tasks)
-    records: dict[int, UpdateRecord] = field(default_factory=dict)
+    records: dict[int, list[UpdateRecord]] = field(default_factory=dict)
     carry_out: Callable[[Sequence[Action]], None] = field(init=False)
     locks: Sequence[FragmentLock] = field(init=False)
     recorder: Recorder = field(init=False)
@@ -68,6 +68,26 @@ class Context:
     def holds(self, syncer: Syncer) -> bool:
         """Whether this peer is still syncer under the same lease; asked again after whatever was awaited."""
         return self.protocol.fragments[syncer.fragment].syncer is syncer
+
+    def keep_record(self, record: UpdateRecord) -> None:
+        """Keep the record of a version that this peer made, and those before it that are smaller than a state together.
+
+        That is one fp32 copy of the fragment at most: 3 records with int8, 7 with e3m0; and with fp16 and fp32, whose
+        records are as large as the state, the newest one. All of them are dropped as soon as every connected peer has
+        the version (see `answer`).
+        """
+        fragment = record.header.fragment
+        kept = self.records.get(fragment, [])
+        follows = kept and kept[-1].header.digest == record.header.digest_before
+        state_nbytes = anchor_codec(self.replica, 1).nbytes(self.replica.fragments[fragment].numel)
+        most = max(1, (state_nbytes - 1) // self.replica.update_nbytes(fragment))
+        self.records[fragment] = [*(kept if follows else ()), record][-most:]
+
+    def records_since(self, fragment: int, version: int) -> list[UpdateRecord]:
+        """The records that lead from a version to the anchor here; empty when one of them is not kept."""
+        newer = [record for record in self.records.get(fragment, ()) if record.header.version > version]
+        leads_here = newer and newer[-1].header.digest == self.protocol.fragments[fragment].digest
+        return newer if leads_here and newer[0].header.version == version + 1 else []
 
     def open(self, peer: str) -> AbstractAsyncContextManager[Stream]:
         """A bulk stream to a peer, for the length of an `async with`."""

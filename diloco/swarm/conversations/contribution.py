@@ -5,8 +5,8 @@
    chunk on arrival and folds it in. With a quorum it collects the whole payload first, because the version may close
    at any moment.
 3. Syncer: receipt. Both wait for the version to close.
-4. Syncer: the update record, or the state where several versions were published meanwhile. The contributor adopts it
-   once it is whole.
+4. Syncer: the update record, or several in a row if other versions were published meanwhile, or the state if that is
+   smaller. The contributor adopts what comes once it is whole.
 
 The syncer's own contribution takes the same way through `fold_chunk` or `fold_whole`, without a stream.
 """
@@ -38,12 +38,12 @@ __all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole"]
 class Answered:
     """What a syncer answered to a contribution, and how long it took.
 
-    `update` is the record or the state that leads to the contribution's version or past it; None when the syncer
+    `update` are the records, or the state, that lead to the contribution's version or past it; None when the syncer
     refused it and has none.
     """
 
     verdict: Verdict
-    update: framing.UpdateRecord | framing.FragmentState | None
+    update: Sequence[framing.UpdateRecord] | framing.FragmentState | None
     comm_s: float = 0.0  # on the link, both ways
     wait_s: float = 0.0  # for the others
 
@@ -55,24 +55,26 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
     `PayloadError`, goes to the caller.
     """
     replica, fragment = context.replica, lease.fragment
+    called_at = context.now()
     async with context.open(lease.holder) as stream:
         begun_at = context.now()
-        await stream.send(header)
+        age_s = header.age_s + context.now() - called_at
+        await stream.send(header.model_copy(update={"age_s": age_s}))
         verdict = expect(await stream.receive(), Verdict)
         if not verdict.accepted:
             if not verdict.record_follows:
                 return Answered(verdict, None)
             missed = expect(await stream.receive(), Record)
-            return Answered(verdict, await framing.receive_record(stream, replica, fragment, missed))
+            return Answered(verdict, await framing.receive_records(stream, replica, fragment, missed))
         for chunk in range(verdict.first_chunk, len(replica.chunks[fragment])):
             await stream.send_payload(replica.encode(fragment, chunk))
         expect(await stream.receive(None), Receipt)
         sent_at = context.now()
         message = await stream.receive(None)
         closed_at = context.now()
-        update: framing.UpdateRecord | framing.FragmentState
+        update: Sequence[framing.UpdateRecord] | framing.FragmentState
         if isinstance(message, Record):
-            update = await framing.receive_record(stream, replica, fragment, message)
+            update = await framing.receive_records(stream, replica, fragment, message)
         else:
             update = await framing.receive_state(stream, replica, fragment, expect(message, StateHeader))
         return Answered(verdict, update, sent_at - begun_at + context.now() - closed_at, closed_at - sent_at)
@@ -88,7 +90,7 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
     claim = protocol.implausible(stream.peer, header, context.now())
     if claim is not None:
         raise Offence(claim)
-    verdict = protocol.offer(stream.peer, header)
+    verdict = protocol.offer(stream.peer, header, context.now())
     if not verdict.accepted:
         await _decline(context, stream, header, verdict)
         return
@@ -102,22 +104,23 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
             await _fold_on_arrival(context, stream, syncer, header.base_version, verdict.first_chunk)
     await stream.send(Receipt())
     await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not context.holds(syncer))
-    record = context.records.get(fragment)
-    if record is not None and record.header.version == header.base_version + 1:
-        await framing.send_record(stream, record, context.replica)
+    closed_at = protocol.fragments[fragment].closed_at
+    if records := context.records_since(fragment, header.base_version):
+        await framing.send_records(stream, records, context.replica)
     elif syncer.folds_whole and context.holds(syncer):
-        await framing.send_state(stream, await copy_state(context, fragment))
+        await framing.send_state(stream, await copy_state(context, fragment), context.replica)
     else:
         raise _another_syncer(fragment)
+    await stream.drained()
+    if closed_at is not None:
+        protocol.delivered(context.now() - closed_at)
 
 
 async def _decline(context: Context, stream: Stream, header: Contribution, verdict: Verdict) -> None:
-    """Refuse a contribution; one that is one version late gets the update that it missed."""
-    record = context.records.get(header.fragment)
-    missed = record is not None and header.base_version + 1 == record.header.version <= verdict.version
-    await stream.send(verdict.model_copy(update={"record_follows": missed}))
-    if record is not None and missed:
-        await framing.send_record(stream, record, context.replica)
+    """Refuse a contribution; one that is a few versions late gets the updates that it missed."""
+    missed = context.records_since(header.fragment, header.base_version) if verdict.version else []
+    await stream.send(verdict.model_copy(update={"record_follows": bool(missed)}))
+    await framing.send_records(stream, missed, context.replica)
 
 
 async def _fold_on_arrival(

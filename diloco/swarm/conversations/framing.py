@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.codecs import codec
+from diloco.outer.codecs import Codec, codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
+from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.malloc import short_lived
@@ -22,15 +23,21 @@ __all__ = [
     "FragmentState",
     "UpdateRecord",
     "WrongDigestError",
-    "receive_record",
+    "anchor_codec",
+    "receive_records",
     "receive_state",
     "receive_vector",
-    "send_record",
+    "send_records",
     "send_state",
     "send_vector",
 ]
 
 STATE_CODEC = codec("fp32")
+
+
+def anchor_codec(replica: Replica, version: int) -> Codec:
+    """How the anchor of that version travels without loss: as its update did, if that carried the values themselves."""
+    return replica.down if replica.down.carries_values and version > 0 else STATE_CODEC
 
 
 class WrongDigestError(PayloadError):
@@ -49,7 +56,8 @@ class UpdateRecord:
 class FragmentState:
     """A fragment's anchor, which has the digest of its header; master and momentum only from a syncer.
 
-    All three are fp32 vectors of the fragment's length.
+    All three are fp32 vectors of the fragment's length. On the way an anchor takes 4 bytes per element; with
+    `outer.codec_down=fp16` it takes 2, because all its values are exact in fp16.
     """
 
     header: StateHeader
@@ -58,15 +66,29 @@ class FragmentState:
     momentum: Tensor | None = None
 
 
-async def send_record(stream: Stream, record: UpdateRecord, replica: Replica) -> None:
-    """Write an update record: its header, then its payload in the chunks of the fragment."""
-    await stream.send(record.header)
-    for payload in _payloads(record.update, replica, record.header.fragment):
-        await stream.send_payload(payload)
+async def send_records(stream: Stream, records: Sequence[UpdateRecord], replica: Replica) -> None:
+    """Write the update records of versions in a row: each one's header, then its payload in the fragment's chunks."""
+    for more, record in zip(reversed(range(len(records))), records, strict=True):
+        await stream.send(record.header.model_copy(update={"more": more}))
+        for payload in _payloads(record.update, replica, record.header.fragment):
+            await stream.send_payload(payload)
 
 
-async def receive_record(stream: Stream, replica: Replica, fragment: int, header: Record) -> UpdateRecord:
-    """Read the payload that follows the header of a record; `PayloadError` when it is of another fragment."""
+async def receive_records(stream: Stream, replica: Replica, fragment: int, header: Record) -> list[UpdateRecord]:
+    """Read the payload that follows the header of a record, and the records after it.
+
+    Raises `PayloadError` when one is of another fragment, or does not follow the one before it.
+    """
+    records = [await _receive_record(stream, replica, fragment, header)]
+    while header.more:
+        last, header = header, expect(await stream.receive(), Record)
+        if (header.version, header.more, header.digest_before) != (last.version + 1, last.more - 1, last.digest):
+            raise PayloadError(f"a record to version {header.version} does not follow one to version {last.version}")
+        records.append(await _receive_record(stream, replica, fragment, header))
+    return records
+
+
+async def _receive_record(stream: Stream, replica: Replica, fragment: int, header: Record) -> UpdateRecord:
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got a record of fragment {header.fragment}")
     update = short_lived(replica.update_nbytes(fragment))
@@ -79,10 +101,11 @@ def _payloads(update: Tensor, replica: Replica, fragment: int) -> Sequence[Tenso
     return torch.split(update, [replica.down.nbytes(stop - start) for start, stop in replica.chunks[fragment]])
 
 
-async def send_state(stream: Stream, state: FragmentState) -> None:
-    """Write a fragment's state: its header, then fp32 vectors that nobody changes meanwhile."""
+async def send_state(stream: Stream, state: FragmentState, replica: Replica) -> None:
+    """Write a fragment's state: its header, then the anchor and fp32 vectors, which nobody changes meanwhile."""
     await stream.send(state.header)
-    for vector in (state.anchor, state.master, state.momentum):
+    await send_vector(stream, state.anchor, codec=anchor_codec(replica, state.header.version))
+    for vector in (state.master, state.momentum):
         if vector is not None:
             await send_vector(stream, vector)
 
@@ -95,26 +118,27 @@ async def receive_state(stream: Stream, replica: Replica, fragment: int, header:
     """
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
-    vectors = []
-    for _ in range(3 if header.outer else 1):
-        vectors.append(torch.empty(replica.fragments[fragment].numel))
+    vectors = [torch.empty(replica.fragments[fragment].numel)]
+    await receive_vector(stream, vectors[0], codec=anchor_codec(replica, header.version))
+    for _ in range(2 if header.outer else 0):
+        vectors.append(torch.empty_like(vectors[0]))
         await receive_vector(stream, vectors[-1])
     if await in_thread(digest_of, vectors[0]) != header.digest:
         raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")
     return FragmentState(header, *vectors)
 
 
-async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK) -> None:
-    """Write fp32 values, `size` elements at a time."""
+async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK, codec: Codec = STATE_CODEC) -> None:
+    """Write the values of an fp32 vector, `size` elements at a time."""
     for values in torch.split(vector, size):
-        payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
-        STATE_CODEC.encode(values, payload)
+        payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
+        codec.encode(values, payload)
         await stream.send_payload(payload)
 
 
-async def receive_vector(stream: Stream, out: Tensor, size: int = CHUNK) -> None:
-    """Fill a tensor with fp32 values, `size` elements at a time; `PayloadError` for values that are not finite."""
+async def receive_vector(stream: Stream, out: Tensor, size: int = CHUNK, codec: Codec = STATE_CODEC) -> None:
+    """Fill an fp32 vector, `size` elements at a time; `PayloadError` for values that are not finite."""
     for values in torch.split(out, size):
-        payload = torch.empty(STATE_CODEC.nbytes(values.numel()), dtype=torch.uint8)
+        payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
         await stream.receive_payload(payload)
-        STATE_CODEC.decode(payload, values)
+        codec.decode(payload, values)

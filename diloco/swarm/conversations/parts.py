@@ -32,7 +32,14 @@ from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
 from diloco.protocol.rendezvous import score
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import FragmentState, receive_vector, send_record, send_state, send_vector
+from diloco.swarm.conversations.framing import (
+    FragmentState,
+    anchor_codec,
+    receive_vector,
+    send_records,
+    send_state,
+    send_vector,
+)
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import BROKEN, Stream
 
@@ -170,7 +177,7 @@ async def fetch_part(context: Context, stream: Stream, listed: PartList, part: i
     if (header.fragment, header.digest) != (listed.fragment, listed.digest):
         there = f"{'another anchor of ' * (header.version == listed.version)}version {header.version}"
         raise PayloadError(f"version {listed.version} is asked for, and {there} is there")
-    await receive_vector(stream, out, PIECE)
+    await receive_vector(stream, out, PIECE, anchor_codec(context.replica, header.version))
 
 
 async def copy_state(context: Context, fragment: int, outer: bool = False) -> FragmentState:
@@ -210,17 +217,17 @@ class AnchorDonor:
         self._copying = [asyncio.Lock() for _ in context.replica.fragments]
 
     async def answer(self, stream: Stream, request: StateRequest) -> None:
-        """Send a record, or offer the parts of a state, or send it whole."""
+        """Send the records that are missing, or offer the parts of a state, or send it whole."""
         context, fragment = self._context, request.fragment
         self._check(request)
         await context.tasks.until(lambda: not context.protocol.merging(fragment))
-        record = context.records.get(fragment)
-        if record is not None and record.header.version == request.have_version + 1 and not request.outer:
-            await send_record(stream, record, context.replica)
+        records = [] if request.outer else context.records_since(fragment, request.have_version)
+        if records:
+            await send_records(stream, records, context.replica)
         elif request.in_parts and not request.outer:
             await self._offer(stream, fragment)
         else:
-            await send_state(stream, await copy_state(context, fragment, request.outer))
+            await send_state(stream, await copy_state(context, fragment, request.outer), context.replica)
 
     async def _offer(self, stream: Stream, fragment: int) -> None:
         """List the parts of the anchor as it is now, and send those that are asked for."""
@@ -243,7 +250,8 @@ class AnchorDonor:
             await stream.send(header)
             if request.digest == header.digest:
                 start, stop = ranges[request.part]
-                await send_vector(stream, frozen.anchor[start:stop], PIECE)
+                codec = anchor_codec(self._context.replica, header.version)
+                await send_vector(stream, frozen.anchor[start:stop], PIECE, codec)
             request = expect(await stream.receive(PART_IDLE_S), PartRequest)
 
     async def _freeze(self, fragment: int, digest: str = "") -> FragmentState:

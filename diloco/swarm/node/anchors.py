@@ -116,8 +116,8 @@ class Anchors:
     async def catch_up(self, fragment: int, donors: Sequence[str], outer: bool = False, whole: bool = False) -> None:
         """Fetch a fragment from the first donor that has what its header says.
 
-        That is the record that is missing here, or the state when that record does not fit, or when `whole` or `outer`
-        asks for it. When no donor answers, the peers are asked that have the version that the syncer published last.
+        That are the records that are missing here, or the state when they do not fit, or when `whole` or `outer` asks
+        for it. When no donor answers, the peers are asked that have the version that the syncer published last.
         """
         further = [] if outer else [one for one in self.fetcher.further_donors(fragment) if one not in donors]
         dishonest: set[str] = set()
@@ -128,10 +128,10 @@ class Anchors:
                     break
                 try:
                     fetched = await self.fetcher.fetch(donor, fragment, have, outer, dishonest)
-                    if isinstance(fetched, UpdateRecord):
-                        await self.adopt_record(fetched)
-                    else:
+                    if isinstance(fetched, FragmentState):
                         await self.adopt_state(fetched)
+                    elif not await self.adopt_records(fetched):
+                        self._protocol.catch_up_failed(fragment)
                     return
                 except (*BROKEN, PayloadError) as error:
                     why = str(error) or type(error).__name__
@@ -142,6 +142,21 @@ class Anchors:
         self._context.tasks.notify()
 
     # -- adoption -----------------------------------------------------------------------------------------------------
+
+    async def adopt_records(self, records: Sequence[UpdateRecord]) -> bool:
+        """Apply updates in a row, without those that came by another way meanwhile; whether any was left to apply.
+
+        `PayloadError` as of `adopt_record`.
+        """
+        last, moved = records[-1].header, False
+        here = self._protocol.fragments[last.fragment]
+        for record in records:
+            if record.header.version > here.version:
+                await self.adopt_record(record)
+                moved = True
+        if not moved and (here.version, here.digest) != (last.version, last.digest):
+            raise PayloadError(f"a record to version {last.version} does not follow version {here.version}")
+        return moved
 
     async def adopt_record(self, record: UpdateRecord) -> None:
         """Apply an update to the anchor. One that does not lead to its digest is healed by fetching the state.

@@ -75,7 +75,7 @@ class Merging:
             accounts.hear_data_cursor(header)
             self._anchors.moved(fragment.index, header.version, digest, contributors=close.contributors)
             return False
-        self._context.records[fragment.index] = UpdateRecord(header, update)
+        self._context.keep_record(UpdateRecord(header, update))
         now = self._context.now()
         self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now))
         return True

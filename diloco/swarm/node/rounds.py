@@ -16,7 +16,7 @@ from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole
-from diloco.swarm.conversations.framing import UpdateRecord
+from diloco.swarm.conversations.framing import FragmentState
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.conversations.units import UnitSupply
 from diloco.swarm.node.anchors import Anchors
@@ -24,6 +24,7 @@ from diloco.swarm.wire.streams import BROKEN
 
 __all__ = ["Count", "Exchanged", "Rounds", "Seconds"]
 
+LATE_ROUNDS = 3  # in which a peer came too late, when an event warns of it
 RETRY_S = 1.0  # before the same syncer is tried again after its stream broke
 
 Count = tuple[int, int]
@@ -76,6 +77,7 @@ class Rounds:
         self._another_history = False
         self._left_out: list[int] = []  # fragments of the last exchange whose contributions came too late
         self._late = 0  # exchanges in a row in which a contribution came too late
+        self._late_rounds = 0  # the same of the control fragment
 
     # -- in step with the others --------------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Rounds:
         steps, tokens = count
         exchange = Exchange(
             fragment, *self._anchors.loaded[fragment], steps, tokens, self._protocol.manifest_hash,
-            staleness_limit=self._settings.staleness_limit,
+            may_be_late=self._settings.staleness_limit > 0, begun_at=self._context.now(),
         )  # fmt: skip
         if fragment == CONTROL_FRAGMENT:
             exchange.units = self._units.data.send()
@@ -176,9 +178,13 @@ class Rounds:
             self._units.settled(exchange.units)
             units = [list(unit) for unit in exchange.units]
             self._context.note("units", base_version=exchange.base_version, discarded=exchange.discarded, units=units)
+        self._late_rounds = self._late_rounds + 1 if exchange.discarded else 0
         if not exchange.discarded:
             return 0
         self._context.note("discarded", tokens=exchange.tokens, base_version=exchange.base_version)
+        if self._late_rounds % LATE_ROUNDS == 0:
+            why = "this peer learns in vain: it is too slow, or its link; see outer.dylu and outer.staleness_limit"
+            self._context.note("always_late", rounds=self._late_rounds, why=why)
         return exchange.tokens
 
     async def cancel(self) -> None:
@@ -238,7 +244,7 @@ class Rounds:
             now = self._protocol.live_lease(lease.fragment)
             return now is None or (now.holder, now.term) != (lease.holder, lease.term)
 
-        sending = contribute(self._context, lease, exchange.header(lease))
+        sending = contribute(self._context, lease, exchange.header(lease, self._context.now()))
         try:
             answered = await self._context.tasks.unless(moot, sending)
             if answered is None:
@@ -255,12 +261,13 @@ class Rounds:
             seconds.comm, seconds.wait = answered.comm_s, answered.wait_s
         else:
             exchange.refused(answered.verdict, lease)
-        if isinstance(answered.update, UpdateRecord):
-            exchange.recorded(answered.update.header.contributors, self._protocol.me)
-            await self._anchors.adopt_record(answered.update)
-        elif answered.update is not None:
+        if isinstance(answered.update, FragmentState):
             exchange.merged()
             await self._anchors.adopt_state(answered.update)
+        elif answered.update is not None:
+            contributors = {peer for record in answered.update for peer in record.header.contributors}
+            exchange.recorded(contributors, self._protocol.me)
+            await self._anchors.adopt_records(answered.update)
 
     # -- the syncer's own contribution --------------------------------------------------------------------------------
 
@@ -269,10 +276,12 @@ class Rounds:
         protocol, fragment, me = self._protocol, exchange.fragment, self._protocol.me
         syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
         assert syncer is not None, "the lease is held here"
-        verdict = protocol.offer(me, exchange.header(lease))
+        now = self._context.now()
+        verdict = protocol.offer(me, exchange.header(lease, now), now)
         if not verdict.accepted:
             exchange.refused(verdict, lease)
-            await self._context.tasks.pause(RETRY_S)
+            if not verdict.late:
+                await self._context.tasks.pause(RETRY_S)
             return
         try:
             if verdict.first_chunk == len(self._replica.chunks[fragment]):

@@ -320,11 +320,12 @@ def find(name: str, first: int | None = None, seeds: int | None = None) -> str |
     [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
     assert mutant.module not in sys.modules, "the module is imported already; play mutants in a process of their own"
     sys.meta_path.insert(0, _Finder(mutant))
+    sys.path.insert(0, str(ROOT / "scripts"))
     if mutant.test and first is None:
         ended = pytest.main([str(ROOT / mutant.test), "--quiet", "-p", "no:cacheprovider", "-m", ""])
         return mutant.test if ended is pytest.ExitCode.TESTS_FAILED else None
-    scenario = importlib.import_module("diloco.sim.faults").scenario
-    play = importlib.import_module("diloco.sim.stage").play
+    scenario = importlib.import_module("_fuzz.faults").scenario
+    play = importlib.import_module("_fuzz.stage").play
     begin = mutant.first if first is None else first
     for seed in range(begin, begin + (mutant.seeds if seeds is None else seeds)):
         try:

@@ -81,6 +81,14 @@ MUTANTS = [
         first=7500,
     ),
     Mutant(
+        "merges-what-was-forgotten",
+        "Another anchor of the same version is adopted while a merge waits for the lock; it merges what was forgotten.",
+        "diloco.swarm.node.merging",
+        "not syncer.closes(close)",
+        "syncer.version != close.base_version",
+        first=15940,
+    ),
+    Mutant(
         "waits-for-min-peers-for-ever",
         "A peer that was cut off before enough had come waits for `min_peers`, while the others train.",
         "diloco.protocol.peer",

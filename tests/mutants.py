@@ -89,6 +89,14 @@ MUTANTS = [
         first=15940,
     ),
     Mutant(
+        "the-dead-say-what-is-true",
+        "A syncer died of which a donor has not heard; what the donor made since is refused for ever.",
+        "diloco.swarm.conversations.anchor",
+        "lease = protocol.live_lease(header.fragment)",
+        "lease = protocol.leases.get(header.fragment)",
+        first=17480,
+    ),
+    Mutant(
         "waits-for-min-peers-for-ever",
         "A peer that was cut off before enough had come waits for `min_peers`, while the others train.",
         "diloco.protocol.peer",

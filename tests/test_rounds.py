@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from _fuzz.crowd import small_pieces
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
@@ -24,7 +25,6 @@ from diloco.protocol.messages.bulk import Contribution, Record, StateHeader, Ver
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
-from diloco.sim.crowd import small_pieces
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered, fold_whole
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from _fuzz.crowd import Member
 from diloco.config import compose
 from diloco.protocol.fragment import CONTROL_FRAGMENT
-from diloco.sim.crowd import Member
 from tests.crowd_helpers import story
 
 STEP_S = 0.5

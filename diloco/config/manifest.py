@@ -22,7 +22,7 @@ from diloco.errors import ConfigError
 __all__ = ["MAX_MANIFEST_CHARACTERS", "WIRE_VERSION", "Manifest", "check_model_fits_data", "flatten"]
 
 # Raised whenever peers of the old and the new version could not train together.
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 # A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
 MAX_MANIFEST_CHARACTERS = 65536
 

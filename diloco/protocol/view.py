@@ -78,6 +78,7 @@ class View:
         self.accounts = Accounts(me, name, self.fragments, self.members, applied_tokens, payload_bytes)
         self.address_book = AddressBook()
         self.penalties = Penalties()
+        self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.sync_s = 0.0  # moving average of the seconds from a decision to close to its publication
         self.heals = 0
         self.takeovers = 0

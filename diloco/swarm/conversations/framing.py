@@ -13,6 +13,7 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
+from diloco.outer.state import OuterState
 from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.malloc import short_lived
@@ -47,15 +48,13 @@ class UpdateRecord:
 
 @dataclass(frozen=True, eq=False)
 class FragmentState:
-    """A fragment's anchor, which has the digest of its header; master and momentum only from a syncer.
-
-    All three are fp32 vectors of the fragment's length.
+    """A fragment's anchor (numel,) fp32, which has the digest of its header; and from a syncer its outer state: the
+    master, with momentum and window.
     """
 
     header: StateHeader
     anchor: Tensor
-    master: Tensor | None = None
-    momentum: Tensor | None = None
+    outer: tuple[Tensor, OuterState] | None = None
 
 
 async def send_record(stream: Stream, record: UpdateRecord, replica: Replica) -> None:
@@ -82,8 +81,10 @@ def _payloads(update: Tensor, replica: Replica, fragment: int) -> Sequence[Tenso
 async def send_state(stream: Stream, state: FragmentState) -> None:
     """Write a fragment's state: its header, then fp32 vectors that nobody changes meanwhile."""
     await stream.send(state.header)
-    for vector in (state.anchor, state.master, state.momentum):
-        if vector is not None:
+    await send_vector(stream, state.anchor)
+    if state.outer is not None:
+        master, kept = state.outer
+        for vector in (master, *kept.vectors):
             await send_vector(stream, vector)
 
 
@@ -96,12 +97,15 @@ async def receive_state(stream: Stream, replica: Replica, fragment: int, header:
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
     vectors = []
-    for _ in range(3 if header.outer else 1):
+    for _ in range(3 + replica.optimizer.num_buffers if header.outer else 1):
         vectors.append(torch.empty(replica.fragments[fragment].numel))
         await receive_vector(stream, vectors[-1])
     if await in_thread(digest_of, vectors[0]) != header.digest:
         raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")
-    return FragmentState(header, *vectors)
+    if not header.outer:
+        return FragmentState(header, vectors[0])
+    kept = OuterState(header.version, tuple(vectors[2:]), header.pushes, header.delay)
+    return FragmentState(header, vectors[0], (vectors[1], kept))
 
 
 async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK) -> None:

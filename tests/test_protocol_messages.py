@@ -459,7 +459,7 @@ def test_nobody_has_or_leaves_open_more_ranges_than_a_peer_can_keep_track_of() -
 
 
 def test_a_hello_of_another_wire_version_is_refused_by_that_whatever_else_is_in_it() -> None:
-    text = "wire version 1 there does not fit 4 here; install the same diloco version on both sides"
+    text = f"wire version 1 there does not fit {WIRE_VERSION} here; install the same diloco version on both sides"
     for other in ({}, {"status": 5}, {"unknown": 1}):
         assert refusal_of(pack({**fields_of(HELLO), "wire_version": 1, **other})) == text
 

@@ -295,7 +295,8 @@ class OuterOptimizer(ABC):
     def transition(self, step: OuterStep) -> Transition:
         """What a step does, whose contributions are pushed one after another."""
         *_, (full, _, _) = self._columns(replace(step, contributions=step.delay - step.pushes))
-        return Linear(*zip(*self._columns(step), strict=True), full=full if self.holds_back else 0.0)
+        moved, momentum, window = zip(*self._columns(step), strict=True)
+        return Linear(moved, momentum, window, full if self.holds_back else 0.0)
 
     def _columns(self, step: OuterStep) -> list[tuple[float, float, float]]:
         """What becomes of parameters, momentum and window, for a mean, a momentum and a window of 1."""

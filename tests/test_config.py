@@ -630,7 +630,7 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
             "manifest has wire version true, this diloco speaks 5; install",
         ),
         (
-            edited(lambda it: it.update(wire_version=4.0)),
+            edited(lambda it: it.update(wire_version=5.0)),
             "manifest has wire version 5.0, this diloco speaks 5; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),

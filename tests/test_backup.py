@@ -188,7 +188,7 @@ def test_a_syncers_death_costs_none_of_the_momentum(
 
     monkeypatch.setattr(Replica, "hold", spy)
     small = ["experiment=smoke", "local.peers=4", "budget.outer_steps=8", "outer.sync_every=4", "outer.fragments=4"]
-    small += [f"run.dir={tmp_path}", f"sim.events=[{event}]", "outer.grace_slack=0" if mode else "eval.sequences=8"]
+    small += [f"run.dir={tmp_path}", f"sim.events=[{event}]"]
     steps = ["outer.lr=0.1", "outer.momentum=0.5", "budget.outer_steps=24"] if mode else []
     simulate(compose([*mode, *small, *steps]), lambda message: None)
     takeovers = [event for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "takeover"]

@@ -78,10 +78,10 @@ class View:
         self.accounts = Accounts(me, name, self.fragments, self.members, applied_tokens, payload_bytes)
         self.address_book = AddressBook()
         self.penalties = Penalties()
-        self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.sync_s = 0.0  # moving average of the seconds from a decision to close to its publication
         self.heals = 0
         self.takeovers = 0
+        self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self._opened = False  # enough peers were connected once
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)

@@ -260,7 +260,8 @@ class Rounds:
             await self._anchors.adopt_record(answered.update)
         elif answered.update is not None:
             exchange.merged()
-            await self._anchors.adopt_state(answered.update)
+            if exchange.fragment not in self._protocol.followed:  # else its updates are on their way, one by one
+                await self._anchors.adopt_state(answered.update)
 
     # -- the syncer's own contribution --------------------------------------------------------------------------------
 

@@ -228,7 +228,7 @@ class AnchorDonor:
         """List the parts of the anchor as it is now, and send those that are asked for."""
         frozen = await self._freeze(fragment)
         digests = await in_thread(part_digests, frozen.anchor)
-        named = frozen.header.model_dump(exclude={"kind", "outer"})
+        named = frozen.header.model_dump(exclude={"kind", "outer", "pushes", "delay"})
         await stream.send(PartList(**named, parts=list(digests)))
         await self.answer_part(stream, expect(await stream.receive(), PartRequest), frozen)
 

@@ -268,8 +268,8 @@ class Story:
             if (life.owner, fragment, digest) in seen or moving(node, fragment):
                 return
             seen.add((life.owner, fragment, digest))
-            first = known.setdefault(digest, (state.master.clone(), state.momentum.clone()))
-            if not (torch.equal(state.master, first[0]) and torch.equal(state.momentum, first[1])):
+            first = known.setdefault(digest, (state.master.clone(), state.state.momentum.clone()))
+            if not (torch.equal(state.master, first[0]) and torch.equal(state.state.momentum, first[1])):
                 version = node.protocol.versions[fragment]
                 self.outer_states_differ.append(f"fragment {fragment} of {life.name} at version {version}")
 

@@ -20,7 +20,9 @@ from diloco.outer.optimizer import (
     OPTIMIZERS,
     OuterOptimizer,
     OuterStep,
-    delayed_nesterov_,
+    Transition,
+    delayed_nesterov,
+    fedbuff,
     mean_,
     nesterov_,
     pseudo_gradient_,
@@ -144,15 +146,13 @@ class PaperDelayedNesterov:
 def test_one_push_at_a_time_is_the_algorithm_of_the_paper(
     delay: int, part: float, lr: float, beta: float, seed: int
 ) -> None:
-    master, momentum, buffer = gaussian(50, seed), torch.zeros(50), torch.zeros(50)
-    c = part / delay
-    paper = PaperDelayedNesterov(master, lr, beta, delay, c)
+    state, c = (gaussian(50, seed), torch.zeros(50), torch.zeros(50)), part / delay
+    paper = PaperDelayedNesterov(state[0], lr, beta, delay, c)
     for push in range(3 * delay + 1):
         g = gaussian(50, seed + push + 1, 0.1)
-        flush = (push + 1) % delay == 0
-        delayed_nesterov_(master, momentum, buffer, g, lr=lr, beta=beta, pushes=1, delay=delay, flush=flush, c=c)
+        state = delayed_nesterov(*state, g, lr=lr, beta=beta, delay=delay, last=(push + 1) % delay == 0, c=c)
         paper.push(g)
-    torch.testing.assert_close(master.double(), paper.theta, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(state[0].double(), paper.theta, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("delay", [1, 4, 8, 16])
@@ -161,50 +161,70 @@ def test_a_window_of_independent_pushes_is_nesterov_on_their_mean(
     delay: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     """PAPERS.md section 8, claim 1; with c=0."""
-    master = gaussian(CHUNK + 7, 0).to(dtype)
-    momentum, buffer = torch.zeros_like(master), torch.zeros_like(master)
-    reference, velocity = master.clone(), momentum.clone()
+    start = gaussian(CHUNK + 7, 0).to(dtype)
+    state = (start, torch.zeros_like(start), torch.zeros_like(start))
+    reference, velocity = start.clone(), torch.zeros_like(start)
     for window in range(6):
         pushes = [gaussian(CHUNK + 7, 100 * window + push, 0.01).to(dtype) for push in range(delay)]
         for index, g in enumerate(pushes):
-            flush = index == delay - 1
-            delayed_nesterov_(master, momentum, buffer, g, lr=0.7, beta=0.9, pushes=1, delay=delay, flush=flush)
+            state = delayed_nesterov(*state, g, lr=0.7, beta=0.9, delay=delay, last=index == delay - 1)
         nesterov_(reference, velocity, torch.stack(pushes).mean(0), 0.7, 0.9)
-        assert float((master - reference).norm() / reference.norm()) < tolerance
-        assert float((momentum - velocity).norm() / velocity.norm()) < tolerance
-        assert not buffer.any()
+        assert float((state[0] - reference).norm() / reference.norm()) < tolerance
+        assert float((state[1] - velocity).norm() / velocity.norm()) < tolerance
+        assert not state[2].any()
 
 
-@pytest.mark.parametrize("c", [0.0, 0.05, 1 / 6])
-def test_a_window_that_arrives_together_is_nesterov_on_its_mean_whatever_c_is(c: float) -> None:
-    master, momentum, buffer = gaussian(500, 0), gaussian(500, 1), torch.zeros(500)
-    reference, velocity = master.clone(), momentum.clone()
-    for seed in range(2, 8):
-        mean = gaussian(500, seed)
-        copy = mean.clone()
-        delayed_nesterov_(master, momentum, buffer, mean, lr=0.7, beta=0.9, pushes=6, delay=6, flush=True, c=c)
-        nesterov_(reference, velocity, mean, 0.7, 0.9)
-        assert torch.equal(mean, copy)
-    torch.testing.assert_close(master, reference, rtol=1e-6, atol=1e-5)
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+GROUPS = {
+    "threes": [3, 3, 3, 3],  # 4 does not divide 3: the second version completes a window and begins the next
+    "whole": [4, 4],
+    "several": [9, 1, 2, 6],  # more than one window in a version
+}
 
 
-def test_groups_of_a_window_move_the_master_as_far_as_their_members_one_by_one() -> None:
-    together, apart = ([gaussian(64, 0), gaussian(64, 1), torch.zeros(64)] for _ in range(2))
-    for seed, (pushes, flush) in enumerate([(3, False), (1, False), (4, True), (2, False), (6, True)]):
-        g = gaussian(64, 10 + seed)
-        delayed_nesterov_(*together, g, lr=0.5, beta=0.8, pushes=pushes, delay=8, flush=flush)
-        for push in range(pushes):
-            last = flush and push == pushes - 1
-            delayed_nesterov_(*apart, g, lr=0.5, beta=0.8, pushes=1, delay=8, flush=last)
-    for one, other in zip(together, apart, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("settings", [{}, {"delay_c": 0.1}, {"optimizer": "fedbuff"}], ids=["DN", "DN, c", "FedBuff"])
+def test_a_momentum_step_belongs_to_exactly_as_many_contributions_as_a_window_has(
+    settings: dict[str, object], groups: list[int]
+) -> None:
+    """Versions that merge several contributions end where the same contributions end that are pushed one by one."""
+    outer = OuterConfig.parse(
+        {
+            "method": "diloco", "sync_every": 1, "codec_up": "fp32", "codec_down": "fp32", "quorum": 1,
+            "staleness_limit": 9, "optimizer": "delayed_nesterov", "lr": 0.5, "momentum": 0.8, **settings,
+        }
+    )  # fmt: skip
+    replica = Replica({"w": gaussian(200, 0)}, partition({"w": 200}, 1), outer)
+    replica.hold(0)
+    held, delay, pushed = replica.held[0], 4, 0
+    plain = (replica.anchors[0].double(), torch.zeros(200).double(), torch.zeros(200).double())
+    for version, contributions in enumerate(groups * 3):
+        deltas = [gaussian(200, 100 * version + peer + 1, 0.1) for peer in range(contributions)]
+        for delta in deltas:
+            held.fold(0, delta.view(torch.uint8), 1.0)
+        held.merge_(held.state.step(contributions, delay), torch.empty(replica.update_nbytes(0), dtype=torch.uint8))
+        mean = torch.stack(deltas).double().mean(0)
+        for _ in deltas:  # each of them counts as their mean, in whatever order they came
+            pushed += 1
+            rates = {"lr": 0.5, "beta": 0.8, "delay": delay, "last": pushed % delay == 0}
+            if outer.optimizer == "fedbuff":
+                plain = fedbuff(*plain, mean, **rates)  # type: ignore[arg-type]
+            else:
+                plain = delayed_nesterov(*plain, mean, **rates, c=outer.delay_c)  # type: ignore[arg-type]
+        for ours, theirs in zip((held.master, *held.state.vectors), plain, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+        assert (held.state.version, held.state.pushes) == (version + 1, pushed % delay)
 
 
-@pytest.mark.parametrize("wrong", [{"delay": 0}, {"c": 0.3}, {"c": -0.1}, {"pushes": -1}])
-def test_an_impossible_window_is_our_bug(wrong: dict[str, float]) -> None:
-    arguments = {"lr": 1.0, "beta": 0.9, "pushes": 1, "delay": 4, "flush": False, **wrong}
-    with pytest.raises(AssertionError, match="impossible"):
-        delayed_nesterov_(*(torch.zeros(3) for _ in range(4)), **arguments)
+def test_the_length_of_a_window_changes_with_the_next_window_only() -> None:
+    replica = Replica({"w": torch.zeros(4)}, partition({"w": 4}, 1), outer_optimizer("fedbuff").settings)
+    replica.hold(0)
+    steps = []
+    for delay in (3, 2, 2, 2, 2):
+        steps.append(replica.held[0].state.step(1, delay))
+        replica.held[0].state.took_(steps[-1])
+    assert [(step.pushes, step.delay) for step in steps] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
 
 
 # -- trajectories -----------------------------------------------------------------------------------------------------
@@ -288,78 +308,96 @@ def outer_optimizer(name: str, **outer: object) -> OuterOptimizer:
     return OPTIMIZERS[name](settings.model_copy(update={"optimizer": name}))
 
 
-def stepped(one: OuterOptimizer, steps: Sequence[OuterStep], cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Master and momentum after these steps, taken part by part."""
+def advance(one: OuterOptimizer, step: OuterStep, master: Tensor, vectors: Sequence[Tensor], mean: Tensor) -> None:
+    """A step as the syncer takes it, with a codec that loses nothing."""
+    transition, before = one.transition(step), master.clone()
+    transition.move_(master, mean, vectors)
+    if transition.still:
+        vectors[1].copy_(transition.grown(mean, vectors[1]))  # type: ignore[attr-defined]
+    else:
+        transition.follow_(vectors, master - before)
+
+
+def stepped(one: OuterOptimizer, steps: Sequence[OuterStep], cuts: Sequence[int]) -> list[Tensor]:
+    """Master, momentum and further vectors after these steps, taken part by part."""
     numel = cuts[-1]
-    master, momentum = gaussian(numel, 0), torch.zeros(numel)
-    buffers = [torch.zeros(numel) for _ in range(one.num_buffers)]
+    vectors = [gaussian(numel, 0), *(torch.zeros(numel) for _ in range(1 + one.num_buffers))]
     for number, step in enumerate(steps):
         delta = gaussian(numel, number + 1, 0.01)
         before = delta.clone()
         for start, stop in pairwise(cuts):
-            parts = [vector[start:stop] for vector in buffers]
-            one.step_(master[start:stop], momentum[start:stop], parts, delta[start:stop], step)
+            master, *parts = (vector[start:stop] for vector in vectors)
+            advance(one, step, master, parts, delta[start:stop])
         assert torch.equal(delta, before), "the pseudo-gradient is left as it is"
-    return master, momentum
+    return vectors
 
 
-STEPS = [OuterStep(version, 2, delay=4, flush=version % 2 == 1) for version in range(6)]
+STEPS = [OuterStep(version, 2, pushes=version % 2 * 2, delay=4) for version in range(6)]
 
 
 @every_optimizer
 def test_an_outer_optimizer_may_be_applied_part_by_part(name: str) -> None:
     one = outer_optimizer(name, lr=0.5, momentum=0.5)
     whole, parts = (stepped(one, STEPS, cuts) for cuts in ([0, 1000], [0, 1, 300, 1000]))
-    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+    assert all(map(torch.equal, whole, parts))
 
 
 @every_optimizer
 def test_a_full_window_of_equal_contributions_without_momentum_is_one_step_of_the_learning_rate(name: str) -> None:
     one = outer_optimizer(name, lr=0.5, momentum=0.0)
-    master, momentum, delta = torch.zeros(10), torch.zeros(10), torch.ones(10)
-    buffers = [torch.zeros(10) for _ in range(one.num_buffers)]
-    for flush in (False, True) if one.settings.windowed else (True,):
-        one.step_(master, momentum, buffers, delta, OuterStep(0, 2, 4 if one.settings.windowed else 1, flush))
+    master, delta = torch.zeros(10), torch.ones(10)
+    vectors = [torch.zeros(10) for _ in range(1 + one.num_buffers)]
+    for pushes in (0, 2) if one.settings.windowed else (0,):
+        advance(one, OuterStep(0, 2, pushes, 4 if one.settings.windowed else 1), master, vectors, delta)
     torch.testing.assert_close(master, torch.full((10,), -0.5))
 
 
 @every_optimizer
-def test_a_backup_follows_the_momentum_of_every_optimizer_that_says_so(name: str) -> None:
-    one = outer_optimizer(name, lr=0.5, momentum=0.9)
-    master, momentum, followed = gaussian(50, 0), torch.zeros(50), torch.zeros(50)
-    buffers = [torch.zeros(50) for _ in range(one.num_buffers)]
-    for version in range(5):
-        before, step = master.clone(), OuterStep(version, 1)
-        one.step_(master, momentum, buffers, gaussian(50, version + 1), step)
-        if one.can_follow:
-            one.follow_(followed, master - before, step)
-            torch.testing.assert_close(followed, momentum, rtol=1e-4, atol=1e-4)
+def test_a_momentum_that_starts_out_wrong_is_soon_right(name: str) -> None:
+    one = outer_optimizer(name, lr=0.7, momentum=0.9)
+    master, vectors = torch.zeros(50), [gaussian(50, 1), *(torch.zeros(50) for _ in range(one.num_buffers))]
+    followed = [torch.zeros(50), *(torch.zeros(50) for _ in range(one.num_buffers))]
+    distances = []
+    for version in range(24):
+        before, step = master.clone(), OuterStep(version, 1, version % 2 if one.settings.windowed else 0, 2)
+        transition = one.transition(step)
+        advance(one, step, master, vectors, mean := gaussian(50, version + 2))
+        moved = master - before
+        if transition.still:
+            followed[1].copy_(transition.grown(mean, followed[1]))  # type: ignore[attr-defined]
         else:
-            with pytest.raises(NotImplementedError, match=name):
-                one.follow_(followed, master - before, step)
+            transition.follow_(followed, moved)
+        distances.append(float((followed[0] - vectors[0]).norm()))
+    assert distances[-1] < 2e-3 * distances[0]
 
 
 def test_every_name_of_the_configuration_is_an_optimizer_and_the_other_way_round() -> None:
     assert set(OPTIMIZERS) == set(get_args(OuterOptimizerName))
     windowed = {name for name in OPTIMIZERS if outer_optimizer(name).settings.windowed}
     assert windowed == set(get_args(WindowedOptimizer))
-    assert not any(OPTIMIZERS[name].can_follow for name in windowed), "updates within a window do not tell the momentum"
 
 
 def test_a_class_in_the_registry_is_all_that_a_new_optimizer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AdamStep(Transition):
+        def __init__(self, lr: float, beta: float, count: int) -> None:
+            self.lr, self.beta, self.count = lr, beta, count
+
+        def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
+            momentum, square = vectors
+            momentum.lerp_(mean, 1 - self.beta)
+            square.lerp_(mean.square(), 0.01)
+            scale = (square / (1 - 0.99**self.count)).sqrt() + 1e-8
+            master.addcdiv_(momentum / (1 - self.beta**self.count), scale, value=-self.lr)
+
+        def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
+            pass
+
     class Adam(OuterOptimizer):
         name = "adam"
-        num_buffers = 1
+        can_follow = False
 
-        def step_(
-            self, master: Tensor, momentum: Tensor, buffers: Sequence[Tensor], delta: Tensor, step: OuterStep
-        ) -> None:
-            lr, beta = self.rates(step)
-            momentum.lerp_(delta, 1 - beta)
-            buffers[0].lerp_(delta.square(), 0.01)
-            count = step.version + 1
-            mean, square = momentum / (1 - beta**count), buffers[0] / (1 - 0.99**count)
-            master.addcdiv_(mean, square.sqrt() + 1e-8, value=-lr)
+        def transition(self, step: OuterStep) -> Transition:
+            return AdamStep(*self.rates(step), step.version + 1)
 
     monkeypatch.setitem(OPTIMIZERS, "adam", Adam)
     settings = OuterConfig(

@@ -88,7 +88,7 @@ def test_robust_merging_leaves_a_version_of_honest_contributions_as_it_is_bit_fo
         assert step(robust, found) == []
         step(plain, found)
         assert torch.equal(robust.anchors[0], plain.anchors[0])
-        assert torch.equal(robust.held[0].momentum, plain.held[0].momentum)
+        assert torch.equal(robust.held[0].state.momentum, plain.held[0].state.momentum)
 
 
 def test_norms_that_rise_in_a_warm_up_of_the_learning_rate_are_not_clipped() -> None:
@@ -197,7 +197,7 @@ def test_a_syncer_remembers_norms_until_it_releases_the_fragment() -> None:
     for _ in range(MIN_JUDGED):
         replica.held[0].fold(0, payload, 1.0)
     absurd = (2 * ABSURD * torch.ones(NUMEL)).view(torch.uint8)
-    replica.hold(0, torch.zeros(NUMEL), torch.zeros(NUMEL))  # as after a split: with another history
+    replica.hold(0, 0, torch.zeros(NUMEL))  # as after a split: with another history
     with pytest.raises(PayloadError, match="absurd"):
         replica.held[0].fold(0, absurd, 1.0)
     replica.release(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,11 +48,11 @@ def config(tmp_path: Path) -> Config:
     return compose(["experiment=smoke", f"run.dir={tmp_path}"])
 
 
-def host_of(saved: Saved | None = None) -> StubHost:
+def host_of(saved: Saved | None = None, **outer: object) -> StubHost:
     """A node that goes on from there, alone: within the staleness limit it takes contributions from older versions."""
 
     async def make() -> StubHost:
-        return StubHost(OTHER, saved=saved, quorum=1, staleness_limit=4)
+        return StubHost(OTHER, saved=saved, quorum=1, staleness_limit=4, **outer)
 
     host = asyncio.run(make())
     if saved is None:
@@ -107,6 +108,37 @@ def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -
     saved = session.outer()
     assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
     assert host_of(saved).protocol.accounts.contributions() == []
+
+
+def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:
+    host = host_of(optimizer="fedbuff")
+    kept = host.replica.held[0].state
+    kept.pushes, kept.delay = 2, 4
+    for number, vector in enumerate(kept.vectors, 1):
+        vector.fill_(number)
+    saved_by(host, config)
+    loaded(config).load_(resumed := host_of(optimizer="fedbuff").replica)
+    state = resumed.held[0].state
+    assert (state.version, state.pushes, state.delay) == (1, 2, 4)
+    assert all(map(torch.equal, state.vectors, kept.vectors))
+
+
+def test_a_checkpoint_from_before_windows_were_saved_begins_a_new_one(config: Config) -> None:
+    host = host_of(optimizer="fedbuff")
+    host.replica.held[0].state.momentum.fill_(1.0)
+    saved_by(host, config)
+    session = Session(config)
+    assert session._checkpoint is not None
+    del session._checkpoint.state["windows"]
+    outer = session._checkpoint.tensors["outer"]
+    old = {name: tensor for name, tensor in outer.items() if "buffer" not in name}
+    assert len(old) == len(outer) - 1
+    session._checkpoint = replace(session._checkpoint, tensors={**session._checkpoint.tensors, "outer": old})
+    saved = session.outer()
+    assert saved is not None
+    saved.load_(resumed := host_of(optimizer="fedbuff").replica)
+    state = resumed.held[0].state
+    assert (state.pushes, state.delay) == (0, 1) and state.momentum.all() and not state.vectors[1].any()
 
 
 def test_a_run_directory_of_an_older_wire_version_is_gone_on_with(config: Config) -> None:
@@ -170,7 +202,7 @@ def test_tensors_of_a_checkpoint_are_a_replica_s_own(config: Config) -> None:
     saved = asyncio.run(host_of().anchors.snapshot(copies=True))
     one, two = host_of().replica, host_of().replica
     saved.load_(one)
-    for vector in (one.anchors[0], one.held[0].master, one.held[0].momentum):
+    for vector in (one.anchors[0], one.held[0].master, one.held[0].state.momentum):
         vector.fill_(9.0)
     saved.load_(two)
-    assert not (two.anchors[0] == 9.0).any() and not (two.held[0].momentum == 9.0).any()
+    assert not (two.anchors[0] == 9.0).any() and not (two.held[0].state.momentum == 9.0).any()

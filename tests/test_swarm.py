@@ -204,7 +204,7 @@ def test_a_leaver_hands_its_outer_state_over_bit_for_bit(crowds: Any) -> None:
     train(crowd, peers, range(2))
     leaver, *others = peers
     handed = {
-        fragment: (state.master.clone(), state.momentum.clone()) for fragment, state in outer_of([leaver]).items()
+        fragment: (state.master.clone(), state.state.momentum.clone()) for fragment, state in outer_of([leaver]).items()
     }
     assert handed and all(bool(momentum.any()) for _, momentum in handed.values())
     kept = [peer.holds() for peer in others]
@@ -215,7 +215,7 @@ def test_a_leaver_hands_its_outer_state_over_bit_for_bit(crowds: Any) -> None:
     for fragment, (master, momentum) in handed.items():
         state = outer_of(others)[fragment]
         assert not torch.equal(master, leaver.replica.anchors[fragment]), "there is a residual to hand over"
-        assert torch.equal(state.master, master) and torch.equal(state.momentum, momentum)
+        assert torch.equal(state.master, master) and torch.equal(state.state.momentum, momentum)
     assert all(set(before) <= set(peer.holds()) for before, peer in zip(kept, others, strict=True))
     terms = {fragment: 2 if fragment in handed else 1 for fragment in range(5)}
     eventually(lambda: all(peer.terms() == terms for peer in others), "both to know the new terms")

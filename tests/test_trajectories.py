@@ -18,10 +18,10 @@ from diloco.outer.codecs import codec
 from diloco.outer.fragments import partition
 from diloco.outer.optimizer import (
     DelayedNesterov,
-    FedBuff,
     OuterStep,
-    delayed_nesterov_,
+    delayed_nesterov,
     eager_,
+    fedbuff,
     lr_at,
     mean_,
     momentum_at,
@@ -174,13 +174,12 @@ def test_naive_async_nesterov() -> None:
 #   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
 #   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
 def test_fedbuff() -> None:
-    fedbuff = FedBuff(OuterConfig(method="diloco", sync_every=1, optimizer="fedbuff", lr=0.5, momentum=0.5))
-    master, momentum, window = full(10.0), full(0.0), full(0.0)
+    state = (full(10.0), full(0.0), full(0.0))
     pairs = [DELTAS[:2], DELTAS[2:]] * 2
     for pair, expected in zip(pairs, [9.775, 9.0625, 8.70625, 7.928125], strict=True):
-        for delta, flush in zip(pair, (False, True), strict=True):
-            fedbuff.step_(master, momentum, [window], full(delta), OuterStep(0, 1, delay=2, flush=flush))
-        assert_all(master, expected)
+        for delta, last in zip(pair, (False, True), strict=True):
+            state = fedbuff(*state, full(delta), lr=0.5, beta=0.5, delay=2, last=last)
+        assert_all(state[0], expected)
 
 
 # Delayed Nesterov, windows of four; three contributions of 0.2, 0.4 and 0.6 move the master by 0.025, 0.05 and 0.075.
@@ -197,14 +196,11 @@ def test_fedbuff() -> None:
     ],
 )
 def test_delayed_nesterov(c: float, golden: list[float]) -> None:
-    delayed = DelayedNesterov(
-        OuterConfig(method="diloco", sync_every=1, optimizer="delayed_nesterov", lr=0.5, momentum=0.5, delay_c=c)
-    )
-    master, momentum, window = full(10.0), full(0.0), full(0.0)
+    state = (full(10.0), full(0.0), full(0.0))
     for push, expected in enumerate(golden):
-        step = OuterStep(push, 1, delay=4, flush=push % 4 == 3)
-        delayed.step_(master, momentum, [window], full(DELTAS[push % 4]), step)
-        assert_all(master, expected)
+        delta = full(DELTAS[push % 4])
+        state = delayed_nesterov(*state, delta, lr=0.5, beta=0.5, delay=4, last=push % 4 == 3, c=c)
+        assert_all(state[0], expected)
 
 
 # The same window in two groups that came together, means 0.3 and 0.9:
@@ -212,10 +208,14 @@ def test_delayed_nesterov(c: float, golden: list[float]) -> None:
 #   m = (0.6 + 1.8) / 4 = 0.6
 #   step 0.5 * (0.5 * 0.6 + 2/4 * 0.9) = 0.375    9.55         m = 0.9: 0.5 * (0.45 + 0.45) = 0.45    9.025
 def test_delayed_nesterov_in_groups() -> None:
-    master, momentum, buffer = full(10.0), full(0.0), full(0.0)
+    one = DelayedNesterov(
+        OuterConfig(method="diloco", sync_every=1, optimizer="delayed_nesterov", lr=0.5, momentum=0.5)
+    )
+    master, vectors = full(10.0), [full(0.0), full(0.0)]
     for group, expected in enumerate([9.925, 9.55, 9.475, 9.025]):
-        delta, flush = full(0.9 if group % 2 else 0.3), group % 2 == 1
-        delayed_nesterov_(master, momentum, buffer, delta, lr=0.5, beta=0.5, pushes=2, delay=4, flush=flush)
+        transition, before = one.transition(OuterStep(group, 2, group % 2 * 2, 4)), master.clone()
+        transition.move_(master, full(0.9 if group % 2 else 0.3), vectors)
+        transition.follow_(vectors, master - before)
         assert_all(master, expected)
 
 
@@ -223,11 +223,11 @@ def test_delayed_nesterov_in_groups() -> None:
 #   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
 #   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
 def test_delayed_nesterov_with_a_late_contribution() -> None:
-    master, momentum, buffer = full(10.0), full(0.0), full(0.0)
-    for delta, staleness, flush, expected in ((0.8, 3, False, 9.9), (0.6, 0, True, 9.625)):
-        pushes = (1 + staleness) ** -0.5
-        delayed_nesterov_(master, momentum, buffer, full(delta), lr=0.5, beta=0.5, pushes=pushes, delay=2, flush=flush)
-        assert_all(master, expected)
+    state = (full(10.0), full(0.0), full(0.0))
+    for delta, staleness, last, expected in ((0.8, 3, False, 9.9), (0.6, 0, True, 9.625)):
+        discounted = full(delta * (1 + staleness) ** -0.5)
+        state = delayed_nesterov(*state, discounted, lr=0.5, beta=0.5, delay=2, last=last)
+        assert_all(state[0], expected)
 
 
 # -- peers that differ by design --------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     stage      payload -> kept; `judge` says what each contribution counts     where the merge rule compares them
     merge_     sum -> average -> outer step on the master -> update, which moves the anchor
 
-Memory, in fp32 copies of the fragment: 3 (master, momentum, sum), and 1 for each buffer of the outer optimizer. Where
+Memory, in fp32 copies of the fragment: 3 (master, momentum, sum), and 1 for the window of a windowed optimizer. Where
 contributions are judged together there is no sum but the payload of each contributor, a quarter of a copy with int8.
 """
 
@@ -21,10 +21,11 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.merging import AVERAGES, JUDGES, Staged, Sum
-from diloco.outer.optimizer import OPTIMIZERS, OuterStep
+from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterStep, Transition
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
+from diloco.outer.state import OuterState, adopt_
 
 __all__ = ["Held", "Judged"]
 
@@ -41,7 +42,7 @@ class Held:
         rng: decides what of contributions is compared; nobody else may be able to foresee it.
         master: (numel,) fp32, what the anchor would be without the codec's loss; starts at the anchor. The residual
             master - anchor goes into later updates.
-        momentum: (numel,) fp32; starts at zeros.
+        state: momentum and window at the anchor's version; starts at zeros, at version 0.
         norms: of recent contributions, where they are known.
 
     It lives as long as this peer is syncer of the fragment. A thread that makes a version keeps its object, so losing
@@ -57,7 +58,7 @@ class Held:
         rng: random.Random,
         *,
         master: Tensor | None = None,
-        momentum: Tensor | None = None,
+        state: OuterState | None = None,
         norms: Norms | None = None,
     ) -> None:
         self.fragment, self.anchor, self.settings = fragment, anchor, settings
@@ -65,8 +66,7 @@ class Held:
         self.optimizer, self.average = OPTIMIZERS[settings.optimizer](settings), AVERAGES[settings.merge](settings)
         self.rule = JUDGES[settings.judging](settings) if settings.judged_together else None
         self.master = anchor.clone() if master is None else master
-        self.momentum = torch.zeros_like(anchor) if momentum is None else momentum
-        self.buffers = tuple(torch.zeros_like(anchor) for _ in range(self.optimizer.num_buffers))
+        self.state = OuterState.zeros(fragment.numel, self.optimizer.num_buffers) if state is None else state
         self.norms = Norms() if norms is None else norms
         self.chunks = tuple(chunks(fragment.numel))
         self._numels = [stop - start for start, stop in self.chunks]
@@ -136,13 +136,15 @@ class Held:
 
         `judged` says what staged contributions count; there is none where they were folded.
         """
+        transition = self.optimizer.transition(step)
         for chunk, (at, end) in enumerate(zip(self._update_at, self._update_at[1:], strict=False)):
-            self._merge_chunk_(chunk, step, update[at:end], judged)
+            self._merge_chunk_(chunk, transition, update[at:end], judged)
+        self.state.took_(step)
         if self.staged is not None:
             self.staged.clear()
         return digest_of(self.anchor)
 
-    def _merge_chunk_(self, chunk: int, step: OuterStep, update: Tensor, judged: Judged | None) -> None:
+    def _merge_chunk_(self, chunk: int, transition: Transition, update: Tensor, judged: Judged | None) -> None:
         start, stop = self.chunks[chunk]
         if self.rule is None:
             into = self.sums[chunk]
@@ -151,19 +153,26 @@ class Held:
             assert self.staged is not None and judged is not None, "contributions are judged before they are merged"
             into = Sum(buffer("merged", torch.float32, stop - start).zero_(), self._pieces[chunk])
             self.rule.merge_(into, self.staged, chunk, *judged, self.average)
-        master, anchor = self.master[start:stop], self.anchor[start:stop]
-        buffers = [vector[start:stop] for vector in self.buffers]
-        self.optimizer.step_(master, self.momentum[start:stop], buffers, into.total, step)
-        self.down.encode_update(master, anchor, update)
-        self.down.apply_update_(anchor, update)
+        master, anchor, vectors = self.master[start:stop], self.anchor[start:stop], self.state.part(start, stop)
+        transition.move_(master, into.total, vectors)
+        if isinstance(transition, Linear) and transition.full:
+            window, grown = vectors[1], transition.grown(into.total, vectors[1])
+            self.down.encode_update(*((grown, window) if transition.still else (master, anchor)), update)
+            adopt_(self.down, transition, anchor, vectors, update)
+            master.add_(grown.sub_(window), alpha=transition.full)
+        else:
+            self.down.encode_update(master, anchor, update)
+            adopt_(self.down, transition, anchor, vectors, update)
         into.clear()
 
-    def restart(self) -> None:
-        """Start from the anchor, which was replaced, with the momentum there is; forget all contributions."""
+    def restart(self, version: int) -> None:
+        """Start from the anchor, which was replaced by that version; forget all contributions.
+
+        The momentum stays, and the window if it followed to that version.
+        """
+        self.state.settle_(version)
         self.master.copy_(self.anchor)
         for into in self.sums:
             into.clear()
         if self.staged is not None:
             self.staged.clear()
-        for vector in self.buffers:
-            vector.zero_()

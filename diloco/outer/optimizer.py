@@ -2,34 +2,36 @@
 
     delta      = anchor - local                  on each peer              pseudo_gradient_()
     mean       = sum w_m delta_m / sum w_m       on the syncer             Codec.accumulate_(), mean_()
-    m          = beta m + mean                   on the syncer, fp32       nesterov_()
-    master     = master - lr (mean + beta m)
+    m          = beta m + mean                   on syncer and backup      Linear.follow_()
+    master     = master - lr (mean + beta m)     on the syncer, fp32       Linear.move_()
 
 (DiLoCo, arXiv 2311.08105, Algorithm 1.) All vectors are fp32 of one shape (n,), and all functions work element by
 element, so a fragment may be processed chunk by chunk with the same result. Vectors that hold state between steps are
-zeros before the first one. The outer optimizers of the literature are these functions:
+zeros before the first one. The outer optimizers of the literature are:
 
-    FedAvg              nesterov_ with lr=1, beta=0
-    SGD (SparseLoCo)    nesterov_ with beta=0
-    Nesterov (DiLoCo)   nesterov_ on the mean of all peers
-    naive async         nesterov_ on each contribution; the momentum is then applied too often
-    FedBuff             nesterov_ on the mean of each `delay` contributions
-    Delayed Nesterov    delayed_nesterov_ on each contribution, or on the mean of those that came together
-    eager updates       eager_ on each peer's own pseudo-gradient at once, nesterov_ on the mean a round late
+    FedAvg              Nesterov with lr=1, beta=0
+    SGD (SparseLoCo)    Nesterov with beta=0
+    Nesterov (DiLoCo)   one push per version: the mean of all peers
+    naive async         Nesterov on each contribution; the momentum is then applied too often
+    FedBuff             a Nesterov step with the mean of each `delay` contributions, which are pushed one by one
+    Delayed Nesterov    each contribution moves the parameters at once, and the momentum only every `delay` pushes
+    eager updates       eager_ on each peer's own pseudo-gradient at once, Nesterov on the mean a round late
 
-`OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class chooses rates and calls these
-functions; the vectors belong to the syncer's `Held`. Every syncer computes the same rates from what every peer knows,
-and so does a successor that takes a fragment over.
+`OPTIMIZERS` gives the class for each value of `outer.optimizer`. A class says what one push does, in numbers. A step
+merges several contributions, which may complete a window of `delay` and begin the next. It is linear in the mean, the
+momentum and the window, so its coefficients (`Linear`) follow from the pushes, one after another, of the numbers 0
+and 1. The vectors belong to the syncer's `Held`, and those of a backup to its `OuterState`. Every syncer computes the
+same coefficients from what every peer knows, and so does a backup.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,22 +41,94 @@ from diloco.outer.fragments import chunks
 from diloco.outer.payloads import buffer
 
 __all__ = [
-    "OPTIMIZERS", "OuterOptimizer", "OuterStep", "delayed_nesterov_", "eager_", "followed_", "lr_at", "mean_",
-    "momentum_at", "nesterov_", "pseudo_gradient_",
+    "OPTIMIZERS", "Linear", "OuterOptimizer", "OuterStep", "Transition", "delayed_nesterov", "eager_", "fedbuff",
+    "lr_at", "mean_", "momentum_at", "nesterov_", "pseudo_gradient_",
 ]  # fmt: skip
+
+Value = TypeVar("Value", float, Tensor)
 
 
 @dataclass(frozen=True)
 class OuterStep:
     """One outer step: the version that it starts from, and how many contributions it merges; see `Close`.
 
-    With a windowed optimizer a momentum step belongs to `delay` contributions, and `flush` says that these complete it.
+    With a windowed optimizer a momentum step belongs to `delay` contributions, and `pushes` of the window that is open
+    are in earlier versions. The contributions of one version count as their mean, each of them, so their order does not
+    matter. They may complete a window and begin the next.
     """
 
     version: int
     contributions: int
+    pushes: int = 0
     delay: int = 1
-    flush: bool = True
+
+
+class Transition(ABC):
+    """What one outer step does to a chunk of the vectors: the master first, and the rest once the update is known.
+
+    `vectors` are the momentum and the further vectors of the optimizer.
+    """
+
+    still: bool = False
+    """Whether no anchor moves, and the update is what the window grows by."""
+
+    @abstractmethod
+    def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
+        """Move the master by the mean of the contributions, which is left as it is."""
+
+    @abstractmethod
+    def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
+        """Bring the vectors to after the step, which moved the anchor by `moved`; that may be overwritten."""
+
+
+@dataclass(frozen=True)
+class Linear(Transition):
+    """A step that is linear: each row has the parts of (mean, momentum, window) of which the result is the sum.
+
+    The momentum is not made of the mean itself but of what the update publishes of it, as `follow_` finds it out from
+    how far the anchor moved (PowerSGD, arXiv 1905.13727, Algorithm 2: error feedback, and momentum after compression).
+    What the encoding lost stays in master - anchor, and enters the momentum with the update that publishes it. So a
+    backup that applies the updates has the momentum and the window of the syncer, whatever the codec.
+
+    Where contributions move nothing before their window is full, `full` is how far they move the master then, as a part
+    of the window. What the published window lacks of the true one (`grown`) moves the master by that, at once, so that
+    it is not lost.
+    """
+
+    moved: tuple[float, ...]
+    momentum: tuple[float, ...]
+    window: tuple[float, ...]
+    full: float = 0.0
+
+    @property
+    def still(self) -> bool:  # type: ignore[override]
+        return not any(self.moved)
+
+    @torch.no_grad()
+    def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
+        for part, vector in zip(self.moved, (mean, *vectors), strict=False):  # without a window its part is 0
+            if part:
+                master.add_(vector, alpha=part)
+
+    def grown(self, mean: Tensor, window: Tensor) -> Tensor:
+        """The window after the step, made of the mean itself."""
+        return torch.add(mean * self.window[0], window, alpha=self.window[2])
+
+    @torch.no_grad()
+    def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
+        """The movement tells the mean, and that the rest.
+
+        With Nesterov the new momentum is (beta m - moved / lr) / (1 + beta). So each step multiplies an error in m by
+        beta / (1 + beta), at most a half: a momentum that starts out wrong is soon right.
+        """
+        for part, vector in zip(self.moved[1:], vectors, strict=False):
+            moved.add_(vector, alpha=-part)
+        mean = moved.div_(self.moved[0])
+        momentum, *windows = vectors
+        momentum.mul_(self.momentum[1]).add_(mean, alpha=self.momentum[0])
+        for window in windows:
+            momentum.add_(window, alpha=self.momentum[2])
+            window.mul_(self.window[2]).add_(mean, alpha=self.window[0])
 
 
 @torch.no_grad()
@@ -84,71 +158,40 @@ def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: 
         master[start:stop].add_(torch.add(gradient, velocity, alpha=beta, out=direction), alpha=-lr)
 
 
-@torch.no_grad()
-def followed_(momentum: Tensor, moved: Tensor, lr: float, beta: float) -> None:
-    """The momentum after a step of `nesterov_`, from that before it and from how far the step moved the parameters.
+def delayed_nesterov(
+    theta: Value, momentum: Value, window: Value, delta: Value,
+    *, lr: float, beta: float, delay: int, last: bool, c: float = 0.0,
+) -> tuple[Value, Value, Value]:  # fmt: skip
+    """One push of Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3): the new theta, momentum and
+    window.
 
-    As m' = beta m + delta and moved = -lr (delta + beta m'), the movement alone tells the new momentum:
+    Every contribution moves the parameters at once by lr / delay of itself; the momentum changes with the `last` of
+    `delay` (N in the paper), and acts then, or with c > 0 in part with each of them:
 
-        m' = (beta m - moved / lr) / (1 + beta)
+        window += delta
+        if last: momentum = beta momentum + window / delay;  window = 0
+        theta -= lr (delta / delay + share beta momentum)       share = c,  or 1 - c delay + c for the last
 
-    Every step multiplies an error in m by beta / (1 + beta), at most a half. So the losses of a codec do not add
-    up, and a momentum that starts out wrong is soon right.
-
-    `moved`, new parameters - old ones, is overwritten.
+    With delay=1 it is Nesterov momentum, for every c. With c=0, contributions that do not depend on each other move the
+    parameters as far as Nesterov on their mean.
     """
-    assert momentum.shape == moved.shape, "momentum and moved must have one shape"
-    momentum.mul_(beta / (1 + beta)).sub_(moved, alpha=1 / (lr * (1 + beta)))
+    window, share = window + delta, c
+    if last:
+        momentum, window, share = beta * momentum + window / delay, 0 * window, 1 - c * delay + c
+    return theta - lr * (delta / delay + share * beta * momentum), momentum, window
 
 
-@torch.no_grad()
-def delayed_nesterov_(
-    master: Tensor,
-    momentum: Tensor,
-    buffer: Tensor,
-    delta: Tensor,
-    *,
-    lr: float,
-    beta: float,
-    pushes: float,
-    delay: int,
-    flush: bool,
-    c: float = 0.0,
-) -> None:
-    """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3) for contributions that came together.
-
-    Every contribution moves the master at once by lr / delay of itself; the momentum changes and acts only when a
-    window of `delay` (N in the paper) contributions is full, with `flush`:
-
-        buffer += pushes delta
-        if flush: m = beta m + buffer / delay;  buffer = 0
-        master -= lr (pushes / delay delta + share beta m)      share = c pushes,  or 1 - c delay + c pushes with flush
-
-    The shares of a window add up to 1. With pushes=1 this is Algorithm 3. With pushes=delay and flush it is
-    `nesterov_` on the mean, for every c. The paper merges contributions one at a time; we group those that came
-    together. With c=0 a window of contributions that do not depend on each other moves the master as far as `nesterov_`
-    on their mean.
-
-    Args:
-        momentum: changed in place when `flush`.
-        buffer: sum of the window, changed in place.
-        delta: mean of the contributions, left as it is.
-        pushes: how many they are; less when they are discounted for their staleness.
-        delay: contributions in a window, at least 1; may change after a flush only.
-        flush: these complete the window.
-        c: part of the momentum that acts with each contribution, 0 to 1 / delay.
+def fedbuff(
+    theta: Value, momentum: Value, window: Value, delta: Value, *, lr: float, beta: float, delay: int, last: bool
+) -> tuple[Value, Value, Value]:
+    """One push of FedBuff (arXiv 2106.06639), with the outer step of arXiv 2401.09135: the new theta, momentum and
+    window. The `last` of `delay` contributions makes a Nesterov step with their mean.
     """
-    assert master.shape == momentum.shape == buffer.shape == delta.shape, "all four vectors must have one shape"
-    assert pushes >= 0 and delay >= 1 and 0 <= c * delay <= 1, f"pushes={pushes}, delay={delay}, c={c} is impossible"
-    buffer.add_(delta, alpha=pushes)
-    share = c * pushes
-    if flush:
-        momentum.mul_(beta).add_(buffer, alpha=1 / delay)
-        buffer.zero_()
-        share += 1 - c * delay
-    master.add_(delta, alpha=-lr * pushes / delay)
-    if share:
-        master.add_(momentum, alpha=-lr * share * beta)
+    window = window + delta / delay
+    if not last:
+        return theta, momentum, window
+    momentum = beta * momentum + window
+    return theta - lr * (window + beta * momentum), momentum, 0 * window
 
 
 @torch.no_grad()
@@ -226,14 +269,16 @@ def lr_at(version: int, peers: int, lr: float, lr_by_peers: Mapping[int, float])
 class OuterOptimizer(ABC):
     """An outer optimizer: what a merged pseudo-gradient does to the master parameters of a fragment.
 
-    It keeps no vectors: the syncer passes the master, the momentum and `num_buffers` further vectors, chunk by chunk.
-    The momentum goes along when a fragment changes hands. Further vectors do not: they start at zeros on the successor.
+    It keeps no vectors: those are in an `OuterState`, the momentum and `num_buffers` further ones. A linear optimizer
+    defines `push`; another one defines `transition`.
     """
 
     name: ClassVar[str]
-    num_buffers: ClassVar[int] = 0
-    can_follow: ClassVar[bool] = False
-    """Whether a backup can compute the momentum from the updates that it applies (`follow_`)."""
+    num_buffers: ClassVar[int] = 1
+    can_follow: ClassVar[bool] = True
+    """Whether a backup can compute the vectors from the updates that it applies."""
+    holds_back: ClassVar[bool] = False
+    """Whether contributions move nothing before their window is full."""
 
     def __init__(self, settings: OuterConfig) -> None:
         self.settings = settings
@@ -242,57 +287,75 @@ class OuterOptimizer(ABC):
     def rates(self, step: OuterStep) -> tuple[float, float]:
         """Learning rate and momentum of a step."""
         settings = self.settings
-        lr = lr_at(step.version, max(step.contributions, step.delay), settings.lr, self._lr_by_peers)
-        return lr, momentum_at(step.version, settings.momentum, settings.momentum_warmup)
+        peers = step.delay if settings.windowed else step.contributions
+        return lr_at(step.version, peers, settings.lr, self._lr_by_peers), momentum_at(
+            step.version, settings.momentum, settings.momentum_warmup
+        )
 
-    @abstractmethod
-    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
-        """Move the master by a merged pseudo-gradient `delta`, which is left as it is; the others change in place."""
+    def transition(self, step: OuterStep) -> Transition:
+        """What a step does, whose contributions are pushed one after another."""
+        *_, (full, _, _) = self._columns(replace(step, contributions=step.delay - step.pushes))
+        moved, momentum, window = zip(*self._columns(step), strict=True)
+        return Linear(moved, momentum, window, full if self.holds_back else 0.0)
 
-    def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
-        """Bring a backup's momentum to after a step, given new - old parameters `moved`, which may be overwritten."""
-        raise NotImplementedError(f"outer.optimizer={self.name} cannot be followed")
+    def _columns(self, step: OuterStep) -> list[tuple[float, float, float]]:
+        """What becomes of parameters, momentum and window, for a mean, a momentum and a window of 1."""
+        lr, beta = self.rates(step)
+        pushes = range(step.pushes, step.pushes + step.contributions) if self.settings.windowed else range(1)
+        delay = step.delay if self.settings.windowed else 1
+        columns = []
+        for delta, momentum, window in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
+            moved = 0.0
+            for push in pushes:
+                last = (push + 1) % delay == 0
+                moved, momentum, window = self.push(moved, momentum, window, delta, lr, beta, delay, last)
+            columns.append((moved, momentum, window))
+        return columns
+
+    def push(
+        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
+    ) -> tuple[Value, Value, Value]:
+        """The new theta, momentum and window after one contribution, the `last` of a window of `delay` or not.
+
+        All are linear in the four values, and the window does not depend on the momentum.
+        """
+        raise NotImplementedError(f"outer.optimizer={self.name} defines neither push nor transition")
 
 
 class Nesterov(OuterOptimizer):
     """Nesterov momentum once per version (DiLoCo, arXiv 2311.08105)."""
 
     name = "nesterov"
-    can_follow = True
+    num_buffers = 0
 
-    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
-        nesterov_(master, momentum, delta, *self.rates(step))
-
-    def follow_(self, momentum: Tensor, moved: Tensor, step: OuterStep) -> None:
-        followed_(momentum, moved, *self.rates(step))
+    def push(
+        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
+    ) -> tuple[Value, Value, Value]:
+        return delayed_nesterov(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last, c=0.0)
 
 
 class DelayedNesterov(OuterOptimizer):
-    """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3); one buffer."""
+    """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3)."""
 
     name = "delayed_nesterov"
-    num_buffers = 1
 
-    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
-        lr, beta = self.rates(step)
-        delayed_nesterov_(
-            master, momentum, buffers[0], delta,
-            lr=lr, beta=beta, pushes=step.contributions, delay=step.delay, flush=step.flush, c=self.settings.delay_c,
-        )  # fmt: skip
+    def push(
+        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
+    ) -> tuple[Value, Value, Value]:
+        c = min(self.settings.delay_c, 1 / delay)  # the number of active peers may be above 1 / c
+        return delayed_nesterov(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last, c=c)
 
 
 class FedBuff(OuterOptimizer):
-    """One Nesterov step with the mean of `delay` contributions (arXiv 2106.06639); one buffer."""
+    """One Nesterov step with the mean of `delay` contributions (arXiv 2106.06639)."""
 
     name = "fedbuff"
-    num_buffers = 1
+    holds_back = True
 
-    def step_(self, master: Tensor, momentum: Tensor, buffers: list[Tensor], delta: Tensor, step: OuterStep) -> None:
-        [window] = buffers
-        window.add_(delta, alpha=step.contributions / step.delay)
-        if step.flush:
-            nesterov_(master, momentum, window, *self.rates(step))
-            window.zero_()
+    def push(
+        self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
+    ) -> tuple[Value, Value, Value]:
+        return fedbuff(theta, momentum, window, delta, lr=lr, beta=beta, delay=delay, last=last)
 
 
 OPTIMIZERS: dict[str, type[OuterOptimizer]] = {one.name: one for one in (Nesterov, DelayedNesterov, FedBuff)}

@@ -3,16 +3,16 @@
     encode        base - local, chunk by chunk, as payload           (every peer)
     hold          the syncer's half, `Held`: payloads -> update      (the syncer)
     apply         update -> anchor, then its digest is compared      (every peer)
-    stand by      update -> the momentum behind it                   (the backup)
+    stand by      update -> momentum and window, as on the syncer    (the backup)
 
 The *base* is the anchor that the local parameters started from. At a barrier it is the anchor itself. Where a fragment
 moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges.
 
 Memory, in fp32 copies of the parameters: 1 for the anchors, 3 for the fragments held (see `held`), and 1 for the
-fragments this peer is backup of. Everything else is chunk-sized. Settings that add to it: a payload for each fragment
-whose exchange is overlapped (`capture`), 1 for error feedback, a base for the fragments held when versions do not wait
-for this peer, 1 base when updates are a round late, and then 3 for eager ones. All tensors here live on the CPU; local
-parameters may be on any device.
+fragments this peer is backup of; with a windowed optimizer these are 4 and 2. Everything else is chunk-sized. Settings
+that add to it: a payload for each fragment whose exchange is overlapped (`capture`), 1 for error feedback, a base for
+the fragments held when versions do not wait for this peer, 1 base when updates are a round late, and then 3 for eager
+ones. All tensors here live on the CPU; local parameters may be on any device.
 """
 
 from __future__ import annotations
@@ -32,16 +32,9 @@ from diloco.outer.fragments import Fragment, chunks, gather_, gathered, scatter_
 from diloco.outer.held import Held
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, eager_, pseudo_gradient_
 from diloco.outer.payloads import buffer
+from diloco.outer.state import OuterState, adopt_
 
-__all__ = ["Replica", "Standby"]
-
-
-@dataclass
-class Standby:
-    """A backup's momentum of a fragment, and its version. It stays behind when the backup misses an update."""
-
-    version: int
-    momentum: Tensor  # (numel,)
+__all__ = ["Replica"]
 
 
 @dataclass
@@ -79,7 +72,7 @@ class Replica:
         self.chunks = [list(chunks(fragment.numel)) for fragment in self.fragments]
         self.anchors = [torch.empty(fragment.numel) for fragment in self.fragments]
         self.held: dict[int, Held] = {}
-        self.standby: dict[int, Standby] = {}  # of fragments held elsewhere
+        self.standby: dict[int, OuterState] = {}  # of fragments held elsewhere
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
         self._local = [
             _Local(fragment, anchor, self.up.offsets(fragment.numel), self.down.offsets(fragment.numel))
@@ -158,30 +151,27 @@ class Replica:
         return self._local[fragment].update_at[-1]
 
     def apply_update_(self, fragment: int, update: Tensor, step: OuterStep | None = None) -> str:
-        """Move the anchor by a whole update (uint8) and return its new digest. A backup needs the `step`.
+        """Move the anchor by a whole update (uint8) and return its new digest. Without a `step` no state follows.
 
         `PayloadError` before anything is changed when the length is wrong. An update that is invalid inside leaves an
         anchor that the caller repairs by fetching the fragment's state.
         """
         if update.numel() != self.update_nbytes(fragment):
             raise PayloadError(f"an update of fragment {fragment} has {update.numel()} bytes")
-        local, standby = self._local[fragment], self.standby.get(fragment)
-        if standby is not None and (step is None or step.version != standby.version):
-            standby = None
-        momentum = None if standby is None else standby.momentum
-        if fragment in self.held and self.can_stand_by:
-            momentum = self.held[fragment].momentum  # the syncer before this one published once more
+        local, transition = self._local[fragment], None if step is None else self.optimizer.transition(step)
+        held = self.held.get(fragment)  # the syncer before this one published once more
+        state = self.standby.get(fragment) if held is None else held.state
+        if step is None or state is None or not state.fits(step):
+            state = None
         for chunk, (start, stop) in enumerate(self.chunks[fragment]):
             payload = update[local.update_at[chunk] : local.update_at[chunk + 1]]
             anchor = local.anchor[start:stop]
-            if momentum is None or step is None:
+            if state is not None and transition is not None:
+                adopt_(self.down, transition, anchor, state.part(start, stop), payload)
+            elif transition is None or not transition.still:
                 self.down.apply_update_(anchor, payload)
-                continue
-            moved = buffer("displacement", torch.float32, stop - start).copy_(anchor)
-            self.down.apply_update_(anchor, payload)
-            self.optimizer.follow_(momentum[start:stop], torch.sub(anchor, moved, out=moved), step)
-        if standby is not None:
-            standby.version += 1
+        if state is not None and step is not None:
+            state.took_(step)
         return self.digest(fragment)
 
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
@@ -239,28 +229,32 @@ class Replica:
 
     @property
     def can_stand_by(self) -> bool:
-        """Whether there is an outer momentum, and a backup can compute it from the updates."""
-        return self.optimizer.can_follow and self.settings.momentum > 0
+        """Whether a backup has anything to know, and can compute it from the updates."""
+        return self.optimizer.can_follow and (self.settings.momentum > 0 or self.settings.windowed)
 
-    def stand_by(self, fragment: int, version: int = 0, momentum: Tensor | None = None) -> None:
-        """Become backup: follow the momentum from this version on; at version 0 it is zero."""
-        momentum = torch.zeros_like(self.anchors[fragment]) if momentum is None else momentum
-        self.standby[fragment] = Standby(version, momentum)
+    def stand_by(self, fragment: int, state: OuterState | None = None) -> None:
+        """Become backup: follow momentum and window from this state on; without one they are zeros, at version 0."""
+        self.standby[fragment] = self._zeros(fragment) if state is None else state
 
-    def hold(self, fragment: int, master: Tensor | None = None, momentum: Tensor | None = None) -> None:
-        """Become syncer, with this outer state, or keep the one there is.
+    def hold(
+        self, fragment: int, version: int = 0, master: Tensor | None = None, state: OuterState | None = None
+    ) -> None:
+        """Become syncer of the anchor at that version, with this outer state, or keep the one there is.
 
-        Without either the state starts at the anchor, with the momentum of the backup, or zero.
+        Without either the master starts at the anchor, with momentum and window of the backup, or zeros.
         """
         standby, held = self.standby.pop(fragment, None), self.held.get(fragment)
         if held is not None and master is None:
             return
-        if momentum is None and standby is not None:
-            momentum = standby.momentum
+        state = state or standby or self._zeros(fragment)
+        state.settle_(version)
         self.held[fragment] = Held(
             self.fragments[fragment], self.anchors[fragment], self.settings, self.rng,
-            master=master, momentum=momentum, norms=None if held is None else held.norms,
+            master=master, state=state, norms=None if held is None else held.norms,
         )  # fmt: skip
+
+    def _zeros(self, fragment: int) -> OuterState:
+        return OuterState.zeros(self.fragments[fragment].numel, self.optimizer.num_buffers)
 
     def release(self, fragment: int) -> None:
         """Stop being syncer."""

@@ -62,7 +62,8 @@ def _newest_is_missing(view: View, fragment: Fragment) -> bool:
 def catch_ups(view: View) -> list[CatchUp]:
     """Fetch the anchors that differ from the syncers'; each such fragment is `CATCHING_UP` from then on.
 
-    While the training loop is at work this peer fetches nothing: the loop notices at its exchange.
+    While the training loop is at work this peer fetches nothing: the loop notices at its exchange. Only as a backup,
+    where a contribution may be late, it fetches each version, as the syncer's own anchor moves while it trains.
     """
     # Done, and in lockstep everybody is done with the same version; else the others' last versions are followed.
     ended = view.state == "done" and view.lockstep
@@ -74,7 +75,7 @@ def catch_ups(view: View) -> list[CatchUp]:
             continue
         if lease.holder == view.me:
             donors = tuple(view.members.donors(fragment.index, fragment.version + 1))
-        elif at_work or lease.version < fragment.version or fragment.agrees():
+        elif lease.version < fragment.version or fragment.agrees() or (at_work and fragment.index not in view.followed):
             continue
         else:
             donors = (lease.holder,)

@@ -39,8 +39,8 @@ class Close:
     Attributes:
         contributors: the tokens of each contribution.
         missing: peers that were expected and are left out.
-        delay: number of contributions per momentum step (Delayed Nesterov, arXiv 2401.09135, Algorithm 3).
-        flush: whether a momentum step is due with this version.
+        delay: contributions per momentum step, if a window of a windowed optimizer begins with this version (Delayed
+            Nesterov, arXiv 2401.09135, Algorithm 3: N changes between two momentum steps only).
     """
 
     fragment: int
@@ -48,7 +48,6 @@ class Close:
     contributors: Mapping[str, int]
     missing: tuple[str, ...]
     delay: int = 1
-    flush: bool = True
 
     @property
     def tokens(self) -> int:
@@ -114,8 +113,6 @@ class Syncer:
         self._active = 1  # peers that train
         self._unit = 0.0
         self._closing: Close | None = None
-        self._pushes = 0  # contributions since the last momentum step
-        self._delay = 0
 
     # -- contributions ------------------------------------------------------------------------------------------------
 
@@ -304,17 +301,9 @@ class Syncer:
     def _close(self, whole: set[str], members: Mapping[str, Member]) -> Close:
         missing = (self.last_contributors | set(self._offers)) - whole if self._settings.quorum is None else set()
         contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
-        close = Close(self.fragment, self.version, contributors, tuple(sorted(missing)))
-        self._closing = self._delayed(close, members) if self._settings.windowed else close
+        delay = (self._settings.delay or _active(members)) if self._settings.windowed else 1
+        self._closing = Close(self.fragment, self.version, contributors, tuple(sorted(missing)), delay)
         return self._closing
-
-    def _delayed(self, close: Close, members: Mapping[str, Member]) -> Close:
-        if self._pushes == 0:  # N changes between two momentum steps only
-            self._delay = self._settings.delay or _active(members)
-        self._pushes += len(close.contributors)
-        flush = self._pushes >= self._delay
-        self._pushes = 0 if flush else self._pushes
-        return replace(close, delay=self._delay, flush=flush)
 
     def _expected(self, member: Member, now: float) -> bool:
         status = member.status

@@ -81,6 +81,7 @@ class View:
         self.sync_s = 0.0  # from a decision to close until contributors have the update; rises at once, falls slowly
         self.heals = 0
         self.takeovers = 0
+        self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self._opened = False  # enough peers were connected once
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from diloco.config import Config
 from diloco.data import Stream
 from diloco.errors import CheckpointError
+from diloco.outer.state import OuterState
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
 from diloco.rundir.checkpoint import CheckpointStore
@@ -99,7 +100,7 @@ class Session:
             units=state.get("units", (0, ())),
             shares=[{peer: Share(*share) for peer, share in known.items()} for known in state.get("shares", ())],
             applied={int(base_version): tokens for base_version, tokens in state.get("applied", {}).items()},
-            outer={fragment: (outer[f"{fragment}.master"], outer[f"{fragment}.momentum"]) for fragment in held},
+            outer={fragment: _outer_state(outer, state, fragment) for fragment in held},
             residuals={int(name): residual for name, residual in self._checkpoint.tensors["residual"].items()},
         )
 
@@ -162,13 +163,25 @@ class Session:
             self.saved_version = sync.version
 
 
+def _outer_state(tensors: Tensors, state: Mapping[str, Any], fragment: int) -> tuple[Tensor, OuterState]:
+    """The master, and what the optimizer keeps. An older checkpoint has the momentum only, and no windows."""
+    vectors, kept = [tensors[f"{fragment}.momentum"]], tensors.keys()
+    while (name := f"{fragment}.buffer{len(vectors)}") in kept:
+        vectors.append(tensors[name])
+    window = state.get("windows", {}).get(str(fragment), ())
+    return tensors[f"{fragment}.master"], OuterState(state["versions"][fragment], tuple(vectors), *window)
+
+
 def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
     """What `Session.outer` reads: groups of tensors, and JSON."""
     anchors = {str(fragment): anchor for fragment, anchor in enumerate(saved.anchors)}
     residuals = {str(fragment): residual for fragment, residual in saved.residuals.items()}
-    outer = {}
-    for fragment, (master, momentum) in saved.outer.items():
-        outer[f"{fragment}.master"], outer[f"{fragment}.momentum"] = master, momentum
+    outer: Tensors = {}
+    windows: dict[int, list[int]] = {}
+    for fragment, (master, state) in saved.outer.items():
+        outer |= {f"{fragment}.master": master, f"{fragment}.momentum": state.momentum}
+        outer |= {f"{fragment}.buffer{number}": vector for number, vector in enumerate(state.vectors[1:], 1)}
+        windows[fragment] = [state.pushes, state.delay]
     cursor, open_ = saved.units
     return {"anchor": anchors, "outer": outer, "residual": residuals}, {
         "versions": list(saved.versions),
@@ -177,6 +190,7 @@ def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "units": [cursor, [list(unit) for unit in open_]],
         "shares": [{peer: list(share) for peer, share in known.items()} for known in saved.shares],
         "applied": dict(saved.applied),
+        "windows": windows,
     }
 
 

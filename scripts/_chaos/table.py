@@ -83,7 +83,7 @@ def momenta() -> Figures:
 
     def watched(replica: Replica, fragment: int, *state: Any) -> None:
         hold(replica, fragment, *state)
-        held.setdefault(fragment, []).append((replica, replica.held[fragment].momentum.clone()))
+        held.setdefault(fragment, []).append((replica, replica.held[fragment].state.momentum.clone()))
 
     distances = []
     for crash in CRASHES:
@@ -98,7 +98,7 @@ def momenta() -> Figures:
             Replica.hold = hold  # type: ignore[method-assign]
         for fragment, heirs in held.items():
             for (dead, _), (_, inherited) in pairwise(heirs):
-                lost = dead.held[fragment].momentum
+                lost = dead.held[fragment].state.momentum
                 distances.append(float((inherited - lost).norm() / lost.norm()))
     return {"distances": distances}
 

@@ -344,7 +344,7 @@ class Crowd:
 
 def _copied(saved: Saved) -> Saved:
     """The same in memory of its own: that of a running node moves on."""
-    outer = {fragment: (master.clone(), momentum.clone()) for fragment, (master, momentum) in saved.outer.items()}
+    outer = {fragment: (master.clone(), state.clone()) for fragment, (master, state) in saved.outer.items()}
     return replace(
         saved,
         anchors=[anchor.clone() for anchor in saved.anchors],

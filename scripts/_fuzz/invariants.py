@@ -132,9 +132,9 @@ class Watch:
         """Note the bytes of every payload that goes into a version: a name alone may be that of other bytes."""
         hold = replica.hold
 
-        def holds(fragment: int, *outer: Tensor) -> None:
+        def holds(fragment: int, version: int = 0, *outer: Any) -> None:
             before = replica.held.get(fragment)
-            hold(fragment, *outer)
+            hold(fragment, version, *outer)
             if replica.held[fragment] is not before:
                 self._watch_held(replica.held[fragment], handed_over=bool(outer))
 
@@ -174,8 +174,8 @@ class Watch:
             taken.clear()
             folded.clear()
 
-        def restarts() -> None:
-            restart()
+        def restarts(version: int) -> None:
+            restart(version)
             forget()
 
         held.take, held.fold_whole = takes, folds  # type: ignore[method-assign, assignment]
@@ -232,8 +232,8 @@ class Watch:
 
 
 def outer_state(held: Held) -> str:
-    """The digest of a master and its momentum."""
-    return digest_of(torch.cat([held.master, held.momentum]))
+    """The digest of a master, its momentum and its window."""
+    return digest_of(torch.cat([held.master, *held.state.vectors]))
 
 
 def moving(node: Node, fragment: int) -> bool:

@@ -41,6 +41,11 @@ MAX_UNITS_WANTED = 2**20  # sequences in one request
 Contributors = Annotated[dict[Name, Count], Field(max_length=MAX_SHARES)]
 
 
+def _check_window(pushes: int, delay: int) -> None:
+    if pushes >= delay:
+        raise ValueError("a window that goes on is not full")
+
+
 def _sound(share: Share) -> Share:
     if share.first_version > share.last_version:
         raise ValueError("a share does not end before it begins")
@@ -48,6 +53,8 @@ def _sound(share: Share) -> Share:
         raise ValueError("a name in a share is short and can be printed")
     return share
 
+
+Delay = Annotated[int, Field(ge=1, le=100_000)]
 
 Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], Field(max_length=MAX_SHARES)]
 
@@ -99,6 +106,8 @@ class Record(Message, kind="record"):
     """Header of an update record, with the tokens of each contributor; the encoded displacement follows, in chunks.
 
     After that come `more` records of the versions after this one, each of which says how many still come.
+    `pushes` of the `delay` contributions of a window are in earlier versions (see `OuterStep`). While FedBuff's window
+    is not full, no anchor moves, and what follows is what the window grows by.
     """
 
     fragment: Index
@@ -108,13 +117,20 @@ class Record(Message, kind="record"):
     digest_before: Digest
     digest: Digest
     contributors: Contributors
+    pushes: Count = 0
+    delay: Delay = 1
     applied_tokens: Count
     cursor: Count = 0
     open: Units = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _window_is_not_full(self) -> Record:
+        _check_window(self.pushes, self.delay)
+        return self
+
 
 class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEMBERS):
-    """Asks for a fragment's newest anchor, and with `outer` also for the syncer's master and momentum.
+    """Asks for a fragment's newest anchor, and with `outer` also for the syncer's outer state.
 
     A donor that still has the update records from `have_version` on sends them instead. Else, with `in_parts`, it sends
     a `PartList` and waits for a `PartRequest` on the same stream.
@@ -165,12 +181,20 @@ class PartRequest(Message, kind="part_request", place=Place.REQUEST, roles=MEMBE
 
 
 class StateHeader(Anchor, kind="state"):
-    """Header of a fragment's state: the fp32 anchor follows, and with `outer` the master and the momentum after it.
+    """Header of a fragment's state: the fp32 anchor follows. After it come with `outer` the master, the momentum, and
+    the window of a windowed optimizer, which has `pushes` of its `delay` contributions.
 
     As the answer to a `PartRequest` it is followed by one part, and it has no shares: the `PartList` had them.
     """
 
     outer: bool
+    pushes: Count = 0
+    delay: Delay = 1
+
+    @model_validator(mode="after")
+    def _window_is_not_full(self) -> StateHeader:
+        _check_window(self.pushes, self.delay)
+        return self
 
 
 class UnitRequest(Message, kind="unit_request", place=Place.REQUEST, roles=WORKERS):

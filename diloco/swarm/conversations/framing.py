@@ -13,6 +13,7 @@ from diloco.outer.codecs import Codec, codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
+from diloco.outer.state import OuterState
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.swarm.conversations.tasks import in_thread
@@ -54,16 +55,16 @@ class UpdateRecord:
 
 @dataclass(frozen=True, eq=False)
 class FragmentState:
-    """A fragment's anchor, which has the digest of its header; master and momentum only from a syncer.
+    """A fragment's anchor (numel,) fp32, which has the digest of its header; and from a syncer its outer state: the
+    master, with momentum and window.
 
-    All three are fp32 vectors of the fragment's length. On the way an anchor takes 4 bytes per element; with
-    `outer.codec_down=fp16` it takes 2, because all its values are exact in fp16.
+    On the way an anchor takes 4 bytes per element; with `outer.codec_down=fp16` it takes 2, because all its values are
+    exact in fp16. The outer state travels as fp32.
     """
 
     header: StateHeader
     anchor: Tensor
-    master: Tensor | None = None
-    momentum: Tensor | None = None
+    outer: tuple[Tensor, OuterState] | None = None
 
 
 async def send_records(stream: Stream, records: Sequence[UpdateRecord], replica: Replica) -> None:
@@ -105,8 +106,9 @@ async def send_state(stream: Stream, state: FragmentState, replica: Replica) -> 
     """Write a fragment's state: its header, then the anchor and fp32 vectors, which nobody changes meanwhile."""
     await stream.send(state.header)
     await send_vector(stream, state.anchor, codec=anchor_codec(replica, state.header.version))
-    for vector in (state.master, state.momentum):
-        if vector is not None:
+    if state.outer is not None:
+        master, kept = state.outer
+        for vector in (master, *kept.vectors):
             await send_vector(stream, vector)
 
 
@@ -120,12 +122,15 @@ async def receive_state(stream: Stream, replica: Replica, fragment: int, header:
         raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
     vectors = [torch.empty(replica.fragments[fragment].numel)]
     await receive_vector(stream, vectors[0], codec=anchor_codec(replica, header.version))
-    for _ in range(2 if header.outer else 0):
+    for _ in range(2 + replica.optimizer.num_buffers if header.outer else 0):
         vectors.append(torch.empty_like(vectors[0]))
         await receive_vector(stream, vectors[-1])
     if await in_thread(digest_of, vectors[0]) != header.digest:
         raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")
-    return FragmentState(header, *vectors)
+    if not header.outer:
+        return FragmentState(header, vectors[0])
+    kept = OuterState(header.version, tuple(vectors[2:]), header.pushes, header.delay)
+    return FragmentState(header, vectors[0], (vectors[1], kept))
 
 
 async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK, codec: Codec = STATE_CODEC) -> None:

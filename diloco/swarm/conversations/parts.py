@@ -181,28 +181,30 @@ async def fetch_part(context: Context, stream: Stream, listed: PartList, part: i
 
 
 async def copy_state(context: Context, fragment: int, outer: bool = False) -> FragmentState:
-    """A copy of a fragment's anchor as it is now, and with `outer` of master and momentum where this peer has them.
+    """A copy of a fragment's anchor as it is now, and with `outer` of its outer state where this peer has it.
 
     The originals move on while a slow peer reads.
     """
     protocol, replica = context.protocol, context.replica
     async with context.locks[fragment].reading():
-        state = replica.held.get(fragment) if outer else None
-        vectors = [replica.anchors[fragment]]
-        if state is not None:
+        held = replica.held.get(fragment) if outer else None
+        anchor, state = replica.anchors[fragment], None
+        if held is not None:
             protocol.handed_over(fragment)
-            vectors += [state.master, state.momentum]
-        copies = await in_thread(lambda: [vector.clone() for vector in vectors])
+            state = await in_thread(lambda: (held.master.clone(), held.state.clone()))
+        anchor = await in_thread(anchor.clone)
         header = StateHeader(
             fragment=fragment,
             version=protocol.fragments[fragment].version,
             digest=protocol.fragments[fragment].digest,
             applied_tokens=protocol.applied_tokens,
             outer=state is not None,
+            pushes=0 if state is None else state[1].pushes,
+            delay=1 if state is None else state[1].delay,
             shares=protocol.accounts.shares(fragment),
             **protocol.accounts.data_cursor(fragment),
         )
-    return FragmentState(header, *copies)
+    return FragmentState(header, anchor, state)
 
 
 class AnchorDonor:
@@ -233,7 +235,7 @@ class AnchorDonor:
         """List the parts of the anchor as it is now, and send those that are asked for."""
         frozen = await self._freeze(fragment)
         digests = await in_thread(part_digests, frozen.anchor)
-        named = frozen.header.model_dump(exclude={"kind", "outer"})
+        named = frozen.header.model_dump(exclude={"kind", "outer", "pushes", "delay"})
         await stream.send(PartList(**named, parts=list(digests)))
         await self.answer_part(stream, expect(await stream.receive(), PartRequest), frozen)
 

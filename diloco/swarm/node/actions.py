@@ -72,7 +72,7 @@ class Actions:
             if standby is not None:
                 momentum = "kept" if standby.version == version else "stale"
             context.note("takeover", fragment=fragment, term=action.term, version=version, momentum=momentum)
-        context.replica.hold(fragment)
+        context.replica.hold(fragment, context.protocol.fragments[fragment].version)
 
     def _wake(self) -> None:
         if not self._context.tasks.closed:

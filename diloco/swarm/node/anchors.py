@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -89,16 +90,16 @@ class Anchors:
         for fragment, lock in enumerate(self._context.locks):
             await lock.start_reading()
             self._saving.callback(lock.stop_reading)
-            state = replica.held.get(fragment)
-            vectors = [replica.anchors[fragment], *((state.master, state.momentum) if state else ())]
+            held = replica.held.get(fragment)
+            vectors = [replica.anchors[fragment], *((held.master, *held.state.vectors) if held else ())]
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
             anchors.append(anchor)
             versions.append(protocol.fragments[fragment].version)
             shares.append(protocol.accounts.shares(fragment))
             if fragment == CONTROL_FRAGMENT:
                 clock, cursor = protocol.applied_tokens, protocol.accounts.dealer.cursor_at(versions[fragment])
-            if rest:
-                outer[fragment] = (rest[0], rest[1])
+            if held is not None:
+                outer[fragment] = (rest[0], replace(held.state, vectors=tuple(rest[1:])))
             if copies:
                 self.end_snapshot()
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
@@ -183,7 +184,7 @@ class Anchors:
         header = record.header
         await self.about_to_move(header.fragment)
         self._protocol.accounts.hear_data_cursor(header)
-        step = OuterStep(header.version - 1, len(header.contributors))
+        step = OuterStep(header.version - 1, len(header.contributors), header.pushes, header.delay)
         digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
         self.moved(header.fragment, header.version, digest, contributors=header.contributors)
         return digest
@@ -202,13 +203,12 @@ class Anchors:
         header, fragment = state.header, state.header.fragment
         await self.about_to_move(fragment)
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
-        outer = state.master is not None and state.momentum is not None
-        if outer:
-            self._replica.hold(fragment, state.master, state.momentum)
+        if state.outer is not None:
+            self._replica.hold(fragment, header.version, *state.outer)
         if fragment == CONTROL_FRAGMENT:
             self._recount(header.shares)
             self._protocol.accounts.hear_data_cursor(header)
-        self.moved(fragment, header.version, header.digest, outer, shares=header.shares)
+        self.moved(fragment, header.version, header.digest, state.outer is not None, shares=header.shares)
 
     async def about_to_move(self, fragment: int) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late. The lock is held."""
@@ -229,7 +229,7 @@ class Anchors:
         The outer state came with it (`outer`), or begins anew from it.
         """
         if self._protocol.fragments[fragment].syncer is not None:
-            self._replica.held[fragment].restart()
+            self._replica.held[fragment].restart(version)
         elif not outer:
             self._replica.release(fragment)
         now = self._context.now()

@@ -1,28 +1,33 @@
-"""This peer as backup: it follows the momentum of the fragments that would come to it if their syncers died."""
+"""This peer as backup: it follows momentum and window of the fragments that would come to it if their syncers died."""
 
 from __future__ import annotations
 
 import logging
 
 from diloco.errors import PayloadError
-from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState
+from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.wire.streams import BROKEN
 
 __all__ = ["Backups"]
 
 logger = logging.getLogger(__name__)
 
-STALE_VERSIONS = 4  # a momentum as old as that is fetched anew: it costs three times the fragment in fp32
+STALE_VERSIONS = 4  # an outer state as old as that is fetched anew: it costs 3 to 4 times the fragment in fp32
 
 
 class Backups:
-    """The momentum is fetched once and then follows from the updates. A fetch that fails is tried again later."""
+    """The outer state is fetched once and then follows from the updates. A fetch that fails is tried again later.
 
-    def __init__(self, context: Context, fetcher: AnchorFetcher) -> None:
+    Where versions do not wait for this peer, it fetches them as they are published: an update that it misses would be
+    missing from the outer state. Its anchor then moves while it trains.
+    """
+
+    def __init__(self, context: Context, anchors: Anchors) -> None:
         self._context = context
-        self._fetcher = fetcher
+        self._anchors = anchors
+        self._keeps_up = context.protocol.trains and context.replica.settings.staleness_limit > 0
         self._fetching: set[int] = set()
 
     def follow(self) -> None:
@@ -33,6 +38,7 @@ class Backups:
         wanted = protocol.backs_up()
         for fragment in sorted(replica.standby.keys() - wanted):
             del replica.standby[fragment]
+        protocol.followed = set(replica.standby) if self._keeps_up else set()
         for fragment in sorted(wanted - self._fetching):
             standby = replica.standby.get(fragment)
             if standby is None or protocol.fragments[fragment].version - standby.version >= STALE_VERSIONS:
@@ -50,10 +56,14 @@ class Backups:
             lease = protocol.leases.get(fragment)
             if lease is None or lease.holder == protocol.me:
                 return
-            state = await self._fetcher.fetch(lease.holder, fragment, -1, True, set())
+            state = await self._anchors.fetcher.fetch(lease.holder, fragment, -1, True, set())
+            if not isinstance(state, FragmentState) or state.outer is None:
+                return
+            if self._keeps_up and state.header.version > here.version:  # from here on the updates are fetched
+                await self._anchors.adopt_state(FragmentState(state.header, state.anchor))
             async with lock.writing():
-                if isinstance(state, FragmentState) and state.momentum is not None and here.syncer is None:
-                    replica.stand_by(fragment, state.header.version, state.momentum)
+                if here.syncer is None:
+                    replica.stand_by(fragment, state.outer[1])
         except (*BROKEN, PayloadError) as error:
             logger.debug("fragment %d has no backup here yet: %r", fragment, error)
         finally:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from diloco.outer.held import Held, Judged
 from diloco.outer.merging import Staged
-from diloco.outer.optimizer import OuterStep
 from diloco.outer.robust import Judgement
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.messages.bulk import Record
@@ -58,7 +57,7 @@ class Merging:
             return False
         update = short_lived(self._replica.update_nbytes(fragment.index))
         cursor = accounts.data_cursor(fragment.index, close.contributors)  # of this version, should the lease be lost
-        step = OuterStep(close.base_version, len(close.contributors), close.delay, close.flush)
+        step = held.state.step(len(close.contributors), close.delay)
         digest = await in_thread(held.merge_, step, update, judged)
         lost = not self._context.holds(syncer)
         header = Record(
@@ -68,6 +67,8 @@ class Merging:
             digest_before=before,
             digest=digest,
             contributors=dict(close.contributors),
+            pushes=step.pushes,
+            delay=step.delay,
             applied_tokens=self._protocol.applied_tokens + (close.tokens if fragment.index == CONTROL_FRAGMENT else 0),
             **(cursor if lost else accounts.data_cursor(fragment.index, close.contributors)),
         )

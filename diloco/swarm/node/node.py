@@ -74,7 +74,7 @@ class Node:
         merging = Merging(context, self._anchors, self.checks)
         self._actions = Actions(context, self._mesh, self._anchors, merging, self._server)
         self.rounds = Rounds(context, self._anchors, self._units)
-        self._backups = Backups(context, self._anchors.fetcher)
+        self._backups = Backups(context, self._anchors)
         self._interrupted = False
         self._paused_at = math.inf
 

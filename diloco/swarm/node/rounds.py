@@ -263,7 +263,8 @@ class Rounds:
             exchange.refused(answered.verdict, lease)
         if isinstance(answered.update, FragmentState):
             exchange.merged()
-            await self._anchors.adopt_state(answered.update)
+            if exchange.fragment not in self._protocol.followed:  # else its updates are on their way, one by one
+                await self._anchors.adopt_state(answered.update)
         elif answered.update is not None:
             contributors = {peer for record in answered.update for peer in record.header.contributors}
             exchange.recorded(contributors, self._protocol.me)

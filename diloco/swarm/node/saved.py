@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from diloco.outer.replica import Replica
+from diloco.outer.state import OuterState
 from diloco.protocol.shares import Share
 
 DataCursor = tuple[int, Sequence[Sequence[int]]]
@@ -19,6 +20,8 @@ __all__ = ["DataCursor", "Saved"]
 class Saved:
     """What a peer needs to go on where it stopped: anchors (flat fp32) and their versions, and outer states it held.
 
+    An outer state is the master, with momentum and window.
+
     `residuals` are what error feedback still has to send, by fragment. `units` is the data cursor: the first sequence
     that nobody was given, and the ranges before it that are not in the anchors. `shares` are, by fragment, who
     contributed how much to the anchor; `applied` are this peer's own tokens in the control fragment's, by base version.
@@ -28,7 +31,7 @@ class Saved:
     versions: Sequence[int]
     terms: Sequence[int]
     applied_tokens: int
-    outer: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # fragment -> master, momentum
+    outer: Mapping[int, tuple[Tensor, OuterState]] = field(default_factory=dict)  # by fragment
     residuals: Mapping[int, Tensor] = field(default_factory=dict)
     units: DataCursor = (0, ())
     shares: Sequence[Mapping[str, Share]] = ()
@@ -38,6 +41,11 @@ class Saved:
         """Copy the anchors, the outer states and the residuals into a new replica; it shares no memory with them."""
         for fragment, anchor in enumerate(self.anchors):
             replica.anchors[fragment].copy_(anchor)
-        for fragment, (master, momentum) in self.outer.items():
-            replica.hold(fragment, master.clone(), momentum.clone())
+        for fragment, (master, state) in self.outer.items():
+            replica.hold(
+                fragment,
+                self.versions[fragment],
+                master.clone(),
+                state.clone().with_buffers(replica.optimizer.num_buffers),
+            )
         replica.residuals.update({fragment: residual.clone() for fragment, residual in self.residuals.items()})

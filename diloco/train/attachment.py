@@ -35,6 +35,7 @@ from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
+from diloco.train.parameters import OwnBuffers, Trained
 from diloco.train.progress import Progress, Unsent
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 
@@ -51,7 +52,8 @@ class Attachment:
         interrupted: whether the loop has to end before the budget is used up.
         view: what can be seen of the swarm node; None before entering, and on ranks other than 0.
 
-    If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. `interrupt` ends any
+    If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. It raises `ConfigError`
+    when the model trains other parameters than it did when it was attached. `interrupt` ends any
     wait; the swarm then loses the inner steps since the last exchange, and the checkpoint before them is good.
     """
 
@@ -68,7 +70,7 @@ class Attachment:
         on_ready: Callable[[str], None],
     ) -> None:
         saved = None if options is None else options.saved
-        self.parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters, self._buffers = Trained(model), OwnBuffers(model)
         self.view: NodeView | None = None
         self.outer = outer
         self.island = island
@@ -279,6 +281,9 @@ class Attachment:
 
     def _exchange(self, due: Due) -> None:
         """Send and adopt the fragments that are due."""
+        self.parameters.check()
+        if changed := self._buffers.changed():
+            self._on_event("own_buffers", changed)
         self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
         counts = self._unsent.send(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
@@ -347,13 +352,13 @@ class Attachment:
             if self.outer.lockstep and not self.outer.mixing:
                 yield
                 return
-            local = {name: parameter.clone() for name, parameter in self.parameters.items()}
+            local = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
             self.view.show_anchors()
             try:
                 yield
             finally:
                 for name, parameter in self.parameters.items():
-                    parameter.copy_(local[name])
+                    parameter.detach().copy_(local[name])
 
     @contextmanager
     def checkpointing(self) -> Iterator[Saved]:

@@ -53,10 +53,13 @@ class Anchors:
                 self.loaded[fragment] = self._here(fragment)
 
     async def load_late(self, fragment: int, peers: int) -> None:
-        """Capture the pseudo-gradient of a round, and begin the next round from the anchor that is here."""
+        """Capture the pseudo-gradient of a round, which so many peers contribute to, and begin the next round from the
+        anchor that is here.
+        """
         async with self._context.locks[fragment].reading():
             await in_thread(self._replica.capture, fragment)
-            await in_thread(self._replica.load_late_, fragment, peers)
+            step = OuterStep(self._protocol.fragments[fragment].version, peers)
+            await in_thread(self._replica.load_late_, fragment, step)
             self.loaded[fragment] = self._here(fragment)
 
     def _here(self, fragment: int) -> tuple[int, str]:

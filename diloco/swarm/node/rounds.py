@@ -125,6 +125,8 @@ class Rounds:
         Nothing of these fragments is under way any more.
         """
         peers = self._protocol.num_trainers()
+        for fragment in self._left_out:
+            self._replica.forget_own(fragment)
         for fragment in counts:
             await self._anchors.load_late(fragment, peers)
         for fragment, count in counts.items():

@@ -275,8 +275,8 @@ def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
         yield f"outer.eager=true needs updates that are a round late; set outer.overlap={outer.sync_every}"
     if outer.eager and outer.windowed:
         yield (
-            f"outer.eager=true takes part of a nesterov step ahead, and outer.optimizer={outer.optimizer} takes none per "
-            "version; set outer.optimizer=nesterov, or drop outer.eager"
+            f"outer.eager=true takes a part of the next nesterov step ahead, and outer.optimizer={outer.optimizer} has "
+            "other steps; set outer.optimizer=nesterov, or drop outer.eager"
         )
     if outer.overlap > outer.sync_every:
         yield (

@@ -153,7 +153,7 @@ def delayed_nesterov_(
 
 @torch.no_grad()
 def eager_(start: Tensor, momentum: Tensor, delta: Tensor, *, peers: int, lr: float, beta: float) -> None:
-    """Eager updates (arXiv 2502.12996): a peer's fresh pseudo-gradient acts at once on where this peer starts its round.
+    """Eager updates (arXiv 2502.12996): a peer's fresh pseudo-gradient acts at once on where its round starts.
 
     In the paper, peer m of M steps in round t by its own estimate of the mean pseudo-gradient,
 

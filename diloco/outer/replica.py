@@ -6,9 +6,9 @@
     stand by      update -> the momentum behind it                   (the backup)
 
 The *base* is the anchor that the local parameters started from. At a barrier it is the anchor itself. Where a fragment
-moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges. Parameters narrower than fp32 started
-from a rounded base. The pseudo-gradient is measured from there; else it would hold the same rounding error in every
-round and on every peer, and the anchor would drift while nobody trains.
+moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges. Parameters narrower than fp32
+started from a rounded base. The pseudo-gradient is measured from there; else it would hold the same rounding error in
+every round and on every peer, and the anchor would drift while nobody trains.
 
 Memory, in fp32 copies of the parameters: 1 for the anchors, 3 for the fragments held (see `held`), and 1 for the
 fragments this peer is backup of. Everything else is chunk-sized. Settings that add to it: a payload for each fragment

@@ -172,7 +172,7 @@ class Swarm:
     ) -> Attachment:
         """Keep a model in step with the swarm while the returned context is open.
 
-        Raises `ConfigError` for parameters that no outer step can carry: complex numbers, parts of a parameter, no values.
+        Raises `ConfigError` for parameters that no outer step can carry: complex ones, parts, and those without values.
         Values are exchanged as fp32, so those of fp64 parameters are rounded.
 
         On entry the parameters become the swarm's. After every `sync_every`-th `optimizer.step()` the pseudo-gradient
@@ -189,13 +189,13 @@ class Swarm:
         """
         island = island or Island(torch.device("cpu"))
         runtime = self.runtime or NodeThread()
-        options = None
+        options, parameters = None, Trained(model)
         if island.leads:
             frozen = None if self.manifest is not None else frozen_digest(model)
-            options = self.options(Trained(model), saved, device=island.device_name, frozen=frozen)
+            options = self.options(parameters, saved, device=island.device_name, frozen=frozen)
         phases = phases or PhaseTimer(clock=runtime.clock)
         self.attachment = Attachment(
-            model, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready
+            parameters, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready
         )
         return self.attachment
 

@@ -1,10 +1,10 @@
 """What of a model the swarm keeps in step, and what it leaves alone.
 
-    trained parameters      synchronised. They are read where they are now, so `model.to(...)` and `p.data = ...` may
-                            move them at any time.
-    frozen parameters       must be equal on all peers: their digest is part of the manifest
-    buffers                 each peer's own, such as the running statistics of BatchNorm. A peer says which ones its
-                            training changes.
+trained parameters      synchronised. They are read where they are now, so `model.to(...)` and `p.data = ...` may
+                        move them at any time.
+frozen parameters       must be equal on all peers: their digest is part of the manifest
+buffers                 each peer's own, such as the running statistics of BatchNorm. A peer says which ones its
+                        training changes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from diloco.errors import ConfigError
 from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition
+from diloco.swarm.node.node import OnEvent
 
 __all__ = ["OwnBuffers", "Trained", "frozen_digest", "values_digest"]
 
@@ -37,9 +38,20 @@ class Trained(dict[str, Tensor]):
             _check(name, parameter)
         self._model = model
         self._shapes = {name: parameter.shape for name, parameter in self.items()}
+        self._buffers = OwnBuffers(model)
 
-    def check(self) -> None:
-        """`ConfigError` when the model trains other parameters now than when it was attached."""
+    @property
+    def numels(self) -> dict[str, int]:
+        """Elements of each parameter."""
+        return {name: parameter.numel() for name, parameter in self.items()}
+
+    def check(self, on_event: OnEvent) -> None:
+        """`ConfigError` when the model trains other parameters now than when it was attached.
+
+        The event `own_buffers` says, after the first round, that training changes buffers.
+        """
+        if changed := self._buffers.changed():
+            on_event("own_buffers", changed)
         for name, parameter in _trained(self._model):
             if name not in self:
                 raise ConfigError(f"{name} is trained since attach, but the swarm does not know it; {AGAIN}")

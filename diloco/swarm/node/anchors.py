@@ -37,7 +37,8 @@ class Anchors:
         self._context = context
         self._protocol = context.protocol
         self._replica = context.replica
-        self._keeps_bases = context.protocol.trains and context.replica.settings.staleness_limit > 0
+        outer = context.replica.settings
+        self._keeps_bases = context.protocol.trains and (outer.staleness_limit > 0 or outer.round_late)
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
         self.own_tokens = own_tokens
@@ -199,7 +200,9 @@ class Anchors:
         self.moved(fragment, header.version, header.digest, outer, shares=header.shares)
 
     async def about_to_move(self, fragment: int) -> None:
-        """Keep the base of what was learned from this anchor, where contributions may be late. The lock is held."""
+        """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
+        the next version is there. The lock is held.
+        """
         if self._keeps_bases:
             await in_thread(self._replica.keep_base, fragment)
 

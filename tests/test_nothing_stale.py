@@ -8,7 +8,7 @@ fragments over. Right before each inner step this looks at what the step reads:
     learning rate         follows the version and the place in the round, which are those of the other peers
     swarm clock           belongs to the version
     optimizer moments     are a donor's, or the peer's own of its checkpoint; or their absence is an event
-    masters               are beside the anchors that their syncers hold; `sim.invariants` watches that they belong
+    masters               are beside the anchors that their syncers hold; `_fuzz.invariants` watches that they belong
     data                  no sequence of the common list is in the model twice
 
 At a barrier, a version is then made of what everybody learned who trains.
@@ -28,10 +28,10 @@ from crowd_helpers import Story, agreed, story
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from _fuzz.crowd import Life
 from diloco.config import BudgetConfig, InnerConfig, OuterConfig
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import gather_
-from diloco.sim.crowd import Life
 from diloco.train.loop import learning_rate
 from diloco.train.progress import DYLU_FLOOR
 

@@ -258,8 +258,8 @@ class Attachment:
         self._link.call_soon(lambda node: node.protocol.progress, *figures)
         if not self.outer.barrier:  # the run goes on, and ends, while this peer trains
             self.version, self.applied_tokens = self._link.swarm_clock()
-        # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
         outrun = [] if self._cold else self._link.outrun()
+        # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
         interrupted, left_behind, behind = self.island.agree([self._asked_to_stop, self._left_behind, bool(outrun)])
         self.interrupted, self._left_behind = bool(interrupted), False
         if self.interrupted:
@@ -271,7 +271,7 @@ class Attachment:
         elif due.send or due.receive:
             self._exchange(due)
         if behind and not self.interrupted:
-            self._follow(outrun)
+            self._follow([fragment for fragment in outrun if fragment not in due.send])
 
     def _rejoin(self) -> None:
         """The swarm went on while this peer paused: begin a round with the others, and leave out the one that began."""
@@ -329,7 +329,7 @@ class Attachment:
             return
         self.island.share_(self.parameters.values())
         self.discarded_tokens += adopted.discarded_tokens
-        self.exchanged = adopted.version > self.version or not outer.barrier
+        self.exchanged |= adopted.version > self.version or not outer.barrier
         self.version = max(adopted.version, self.version)
         self.applied_tokens = adopted.applied_tokens  # less than before when another history won
         if self.version > self._round_version:
@@ -369,11 +369,7 @@ class Attachment:
 
     @contextmanager
     def checkpointing(self) -> Iterator[Saved]:
-        """The state at the last exchange, to be written to a checkpoint inside this context.
-
-        At a barrier the tensors are the live ones, and no version moves them before the context ends. The other peers
-        wait as long.
-        """
+        """As `saved`, to be written inside this context: live tensors stay as they are, and other peers wait for it."""
         with self._paused():
             yield self.saved()
 

@@ -131,6 +131,7 @@ class LastFlight:
         )
         self.leased = SimpleNamespace(expect=lambda sequences: None)
         self.addresses: list[str] = []
+        self.outrun: list[int] = []
         self.said: list[str] = []
 
     async def joins_late(self) -> bool:

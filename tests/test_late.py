@@ -58,7 +58,7 @@ def test_peers_start_their_rounds_where_the_paper_says(eager: bool) -> None:
                 peer.apply_update_(0, update)
         for peer in peers:
             peer.capture(0)
-            peer.load_late_(0, PEERS)
+            peer.load_late_(0, OuterStep(round_, PEERS))
         under_way = [peer.encode(0, 0).clone() for peer in peers]
         for peer in peers:
             peer.release_capture(0)

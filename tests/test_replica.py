@@ -264,3 +264,76 @@ def test_loading_some_fragments_leaves_the_others_alone() -> None:
     local = torch.cat([values.flatten() for values in peer.parameters.values()])
     numel = peer.fragments[0].numel
     assert local[:numel].unique().tolist() == [-1.0] and local[numel:].unique().tolist() == [0.0]
+
+
+# -- parameters narrower than fp32 ------------------------------------------------------------------------------------
+
+ROUNDS_WITHOUT_TRAINING = {
+    "barrier": {},
+    "mixing": {"mixing": 0.5, "overlap": 1},
+    "overlap": {"overlap": 1},
+    "quorum": {"quorum": 1, "staleness_limit": 2},
+    "late": {"overlap": 4},
+    "eager": {"overlap": 4, "eager": True},
+}
+
+
+@pytest.mark.parametrize("mode", ROUNDS_WITHOUT_TRAINING)
+@pytest.mark.parametrize("down", CODECS)
+def test_the_anchor_stays_where_it_is_while_nobody_trains(down: str, mode: str) -> None:
+    """The anchor is fp32, from elsewhere, and the local parameters cannot hold it exactly."""
+    for up in (*CODECS, "stat2", "topk"):
+        for dtype in (torch.bfloat16, torch.float16):
+            momentum = 0.0 if up == "topk" else 0.9
+            feedback = {"error_feedback": 0.9} if up in ("stat2", "topk") else {}
+            settings = OuterConfig(
+                method="diloco", sync_every=4, fragments=2, codec_up=up, codec_down=down, lr=0.7, momentum=momentum,
+                **feedback, **ROUNDS_WITHOUT_TRAINING[mode],
+            )  # fmt: skip
+            peer = Replica({"w": torch.zeros(300, dtype=dtype)}, partition({"w": 300}, 2), settings)
+            for anchor in peer.anchors:
+                anchor.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+                if down == "fp16":
+                    anchor.copy_(anchor.half())  # what such an update can say
+            peer.load_local_()
+            anchors, local = [anchor.clone() for anchor in peer.anchors], peer.parameters["w"].clone()
+            assert torch.equal(local.float(), torch.cat(anchors)) == (down == "fp16" and dtype == torch.float16)
+            for version in range(300 if up == down == "int8" else 3):  # after one, all is as it was before
+                for fragment in range(2):
+                    peer.hold(fragment)
+                    rest(peer, fragment, version)
+            for now, before in zip(peer.anchors, anchors, strict=True):
+                assert torch.equal(now, before), (up, dtype, float((now - before).norm() / before.norm()))
+            assert torch.equal(peer.parameters["w"], local)
+
+
+def rest(peer: Replica, fragment: int, version: int) -> None:
+    """One round of a fragment without an inner step."""
+    settings, held, step = peer.settings, peer.held[fragment], OuterStep(version, 1)
+    if settings.overlap or settings.error_feedback:
+        peer.capture(fragment)
+    if settings.round_late:
+        peer.load_late_(fragment, step)
+    elif settings.quorum:
+        peer.keep_base(fragment)
+    for chunk in range(len(held.chunks)):
+        held.take(chunk, "a", peer.encode(fragment, chunk), 1.0)
+    peer.release_capture(fragment)
+    judged = held.judge({"a": 1.0}) if held.staged else None
+    held.merge_(step, torch.empty(peer.update_nbytes(fragment), dtype=torch.uint8), judged)
+    if not settings.round_late:
+        peer.load_local_([fragment], settings.mixing)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_narrow_parameters_learn_arrives_in_the_anchor(dtype: torch.dtype) -> None:
+    """The anchor keeps what is too little for the parameters, and moves by what they moved."""
+    peer = replica({"w": torch.zeros(64, dtype=dtype)}, lr=1.0, momentum=0.0)
+    peer.anchors[0].copy_(1.0 + torch.arange(64) / 4096)
+    peer.load_local_()
+    peer.hold(0)
+    before, loaded = peer.anchors[0].clone(), peer.parameters["w"].clone()
+    move(peer, 0.25)
+    moved = (loaded - peer.parameters["w"]).float()
+    exchange([peer], [1.0])
+    torch.testing.assert_close(before - peer.anchors[0], moved, rtol=0, atol=2e-7)

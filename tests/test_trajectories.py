@@ -235,15 +235,16 @@ def test_delayed_nesterov_with_a_late_contribution() -> None:
 
 # Eager, two peers with 0.2 and 0.6, mean 0.4, which the anchor gets a round late.
 #   anchor     10;  m 0.4: 0.5 * (0.4 + 0.2) = 0.3, 9.7;  m 0.6: 0.5 * (0.4 + 0.3) = 0.35, 9.35
-#   shadow 1   d = 0.1, 0, 0: n 0.1, 0.05, 0.025; steps 0.5 * (0.1 + 0.05) = 0.075, 0.0125, 0.00625
-#   shadow 2   three times that
+#   own 1      0.1, 0.15, 0.175; ahead 0.5 * (0.1 + own / 2) = 0.075, 0.0875, 0.09375
+#   own 2      three times that
 #   peer 1     10 - 0.075, 9.7 - 0.0875, 9.35 - 0.09375;  peer 2: 10 - 0.225, 9.7 - 0.2625, 9.35 - 0.28125
 def test_eager_updates() -> None:
     anchor, momentum, mean = full(10.0), full(0.0), full(0.0)
-    peers = [(delta, full(0.0), full(0.0), full(0.0)) for delta in (0.2, 0.6)]
+    peers = [(delta, full(0.0)) for delta in (0.2, 0.6)]
     for expected in ([9.925, 9.775], [9.6125, 9.4375], [9.25625, 9.06875]):
         nesterov_(anchor, momentum, mean, 0.5, 0.5)
-        for (delta, shadow, velocity, previous), place in zip(peers, expected, strict=True):
-            eager_(shadow, velocity, previous, full(delta), peers=2, lr=0.5, beta=0.5)
-            assert_all(anchor + shadow, place)
+        for (delta, own), place in zip(peers, expected, strict=True):
+            start = anchor.clone()
+            eager_(start, own, full(delta), peers=2, lr=0.5, beta=0.5)
+            assert_all(start, place)
         mean = full(0.4)

@@ -273,6 +273,11 @@ def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
         )
     if outer.eager and not outer.round_late:
         yield f"outer.eager=true needs updates that are a round late; set outer.overlap={outer.sync_every}"
+    if outer.eager and outer.windowed:
+        yield (
+            f"outer.eager=true takes a part of the next nesterov step ahead, and outer.optimizer={outer.optimizer} has "
+            "other steps; set outer.optimizer=nesterov, or drop outer.eager"
+        )
     if outer.overlap > outer.sync_every:
         yield (
             f"outer.overlap={outer.overlap} is more than the {outer.sync_every} inner steps from one exchange "

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 
-__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "chunks", "gather_", "gathered", "partition", "scatter_"]
+__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "as_loaded", "chunks", "gather_", "gathered", "partition", "scatter_"]
 
 BLOCK = 4096  # elements that share one scale in the block codecs
 CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
@@ -199,6 +199,27 @@ def scatter_(parameters: Mapping[str, Tensor], fragment: Fragment, start: int, s
         for at, part in _rectangles(parameters[piece.name], piece.start, piece.stop):
             begin = offset + at - piece.start
             part.copy_(values[begin : begin + part.numel()].view(part.shape))
+
+
+@torch.no_grad()
+def as_loaded(
+    buffer: Tensor, values: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """What parameters hold after `scatter_` wrote these values to them: the values, rounded to the parameters' dtypes.
+
+    `values` are (n,) fp32 and stay as they are; they are the result where no parameter is narrower than fp32. Else the
+    result is in the buffer, (n,) fp32.
+    """
+    rounded = values
+    for offset, piece in fragment.locate(start, start + values.numel()):
+        dtype = parameters[piece.name].dtype
+        if dtype in (torch.float32, torch.float64):
+            continue
+        if rounded is values:
+            rounded = buffer.copy_(values)
+        part = rounded[offset : offset + piece.numel]
+        part.copy_(part.to(dtype))
+    return rounded
 
 
 def _rectangles(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:

@@ -195,39 +195,36 @@ def fedbuff(
 
 
 @torch.no_grad()
-def eager_(
-    shadow: Tensor, velocity: Tensor, previous: Tensor, delta: Tensor, *, peers: int, lr: float, beta: float
-) -> None:
-    """Eager updates (arXiv 2502.12996): a peer's fresh pseudo-gradient acts at once on its own offset from the anchor.
+def eager_(start: Tensor, momentum: Tensor, delta: Tensor, *, peers: int, lr: float, beta: float) -> None:
+    """Eager updates (arXiv 2502.12996): a peer's fresh pseudo-gradient acts at once on where its round starts.
 
     In the paper, peer m of M steps in round t by its own estimate of the mean pseudo-gradient,
 
         mean(t-1) + (delta_m(t) - delta_m(t-1)) / M
 
     which is the mean of the round before with its own part replaced by the fresh one. The outer step is linear in the
-    pseudo-gradient, so it is the sum of the steps by each term alone:
+    pseudo-gradient, so it is the sum of the steps by each term alone. The steps by mean(t-1) are those of the anchor.
+    The differences of delta_m / M add up, in the momentum and in the parameters, to
 
-        anchor    steps by mean(t-1), as everywhere           on the syncer, nesterov_()
-        shadow    steps by d = (delta_m(t) - delta_m(t-1)) / M, from zero, with a momentum of its own
-                  n = beta n + d;  s -= lr (d + beta n)
+        own    = beta own + delta_m(t) / M
+        start  = anchor - lr (delta_m(t) / M + beta own)
 
-    and the peer begins round t+1 at anchor + shadow. The anchor stays the same on all peers; only the shadow is
-    personal, and it is never sent. The pseudo-gradient covers one round alone: anchor + shadow as the round began,
-    minus local. The sum equals the paper's as long as the anchor is merged from all M peers with equal weights, and lr,
-    beta and M do not change. After a change the differences no longer add up to a fresh term, and an offset would stay
-    for good; set shadow, velocity and previous to zeros to start anew.
+    which is the peer's own part of the outer step that comes next: `nesterov_` with its own terms alone, from the
+    anchor. Only `own` is kept. The anchor stays the same on all peers, and the start is personal and never sent.
+
+    Therefore M, lr and beta may change: they are those of the step that will merge delta_m. What this peer has learned
+    before fades out of `own` as it does out of the outer momentum, and no offset stays. A paper's replica, which keeps
+    the sum of its steps, would keep an offset for good when lr changes.
 
     Args:
-        shadow, velocity: s and n, changed in place.
-        previous: this peer's pseudo-gradient of the last round; becomes `delta`.
-        delta: its pseudo-gradient of this round, left as it is.
-        peers: M, at least 1.
+        start: a copy of the anchor, which becomes where this peer starts.
+        momentum: `own`, changed in place; zeros while the outer momentum has nothing of this peer.
+        delta: its pseudo-gradient of this round, overwritten with its own part of the mean.
+        peers: M, at least 1. Contributions are taken to weigh the same.
     """
-    assert shadow.shape == velocity.shape == previous.shape == delta.shape, "all four vectors must have one shape"
+    assert start.shape == momentum.shape == delta.shape, "start, momentum and delta must have one shape"
     assert peers >= 1, f"{peers} peers are impossible"
-    previous.sub_(delta).div_(-peers)  # is now d, so that no temporary is needed
-    nesterov_(shadow, velocity, previous, lr, beta)
-    previous.copy_(delta)
+    nesterov_(start, momentum, delta.div_(peers), lr, beta)
 
 
 def momentum_at(version: int, momentum: float, warmup: int) -> float:

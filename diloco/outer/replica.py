@@ -6,12 +6,14 @@
     stand by      update -> momentum and window, as on the syncer    (the backup)
 
 The *base* is the anchor that the local parameters started from. At a barrier it is the anchor itself. Where a fragment
-moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges.
+moves on while this peer trains, `keep_base` keeps a copy until the peer exchanges. Parameters narrower than fp32
+started from a rounded base. The pseudo-gradient is measured from there; else it would hold the same rounding error in
+every round and on every peer, and the anchor would drift while nobody trains.
 
 Memory, in fp32 copies of the parameters: 1 for the anchors, 3 for the fragments held (see `held`), and 1 for the
 fragments this peer is backup of; with a windowed optimizer these are 4 and 2. Everything else is chunk-sized. Settings
 that add to it: a payload for each fragment whose exchange is overlapped (`capture`), 1 for error feedback, a base for
-the fragments held when versions do not wait for this peer, 1 base when updates are a round late, and then 3 for eager
+the fragments held when versions do not wait for this peer, 1 base when updates are a round late, and then 1 for eager
 ones. All tensors here live on the CPU; local parameters may be on any device.
 """
 
@@ -28,7 +30,7 @@ from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
-from diloco.outer.fragments import Fragment, chunks, gather_, gathered, scatter_
+from diloco.outer.fragments import Fragment, as_loaded, chunks, gather_, gathered, scatter_
 from diloco.outer.held import Held
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, eager_, pseudo_gradient_
 from diloco.outer.payloads import buffer
@@ -47,14 +49,15 @@ class _Local:
     update_at: tuple[int, ...]  # where chunks begin in an update
     base: Tensor | None = None  # (numel,) what the local parameters started from, where it is not the anchor
     captured: Tensor | None = None  # (bytes,) uint8
-    shadow: tuple[Tensor, Tensor, Tensor] | None = None  # offset, its velocity, last pseudo-gradient; see `eager_`
+    own: Tensor | None = None  # (numel,) this peer's own part of the outer momentum; see `eager_`
 
 
 class Replica:
     """Anchors over the parameters of a model, and `held`, the outer state of the fragments that this peer is syncer of.
 
     Args:
-        parameters: the local parameters by name; read when encoding, written by `load_local_`.
+        parameters: the local parameters by name; read when encoding, written by `load_local_`. They may get another
+            dtype, device or storage between two calls, but no other shape.
         fragments: a partition of them.
         settings: codecs, merge rule and outer optimizer.
 
@@ -97,9 +100,10 @@ class Replica:
         """One chunk of the pseudo-gradient, fp32, in this thread's buffer."""
         start, stop = self.chunks[local.fragment.index][chunk]
         delta = buffer("chunk", torch.float32, stop - start)
-        base = local.anchor if local.base is None else local.base
+        base = (local.anchor if local.base is None else local.base)[start:stop]
+        base = as_loaded(buffer("base", torch.float32, stop - start), base, local.fragment, start, self.parameters)
         own = gathered(delta, local.fragment, start, stop, self.parameters)
-        pseudo_gradient_(delta, base[start:stop], own)
+        pseudo_gradient_(delta, base, own)
         return delta
 
     def capture(self, fragment: int) -> None:
@@ -182,6 +186,7 @@ class Replica:
         """
         for index in range(len(self.fragments)) if fragments is None else fragments:
             self._local[index].base = None
+            self.forget_own(index)
             for start, stop in self.chunks[index]:
                 values = self.anchors[index][start:stop]
                 if mixing:
@@ -190,27 +195,28 @@ class Replica:
                     values = torch.lerp(values, own, mixing, out=own)
                 scatter_(self.parameters, self.fragments[index], start, stop, values)
 
-    def load_late_(self, fragment: int, peers: int) -> None:
+    def load_late_(self, fragment: int, step: OuterStep) -> None:
         """Local parameters become an anchor that lacks what they learned in this round, and start the next one there.
 
-        The pseudo-gradient of the round was captured before and acts in the next update. With `eager` this peer's own
-        part of it acts at once, for itself: a *shadow* of the Nesterov step is added (Eager updates, arXiv 2502.12996).
+        The pseudo-gradient of the round was captured before and acts in the outer step `step`, which comes next. With
+        `eager` this peer's own part of that step acts at once, for itself (see `eager_`).
         """
-        local, settings = self._local[fragment], self.settings
-        numel = local.fragment.numel
-        if settings.eager and local.shadow is None:
-            local.shadow = (torch.zeros(numel), torch.zeros(numel), torch.zeros(numel))
-        start_of_round = torch.empty(numel) if local.base is None else local.base
+        local = self._local[fragment]
+        if self.settings.eager and local.own is None:
+            local.own = torch.zeros_like(local.anchor)
+        lr, beta = self.optimizer.rates(step)
+        start_of_round = torch.empty_like(local.anchor) if local.base is None else local.base
         for chunk, (start, stop) in enumerate(self.chunks[fragment]):
-            values = local.anchor[start:stop]
-            if local.shadow is not None:
-                delta = self._delta(local, chunk)
-                shadow, velocity, previous = (vector[start:stop] for vector in local.shadow)
-                eager_(shadow, velocity, previous, delta, peers=peers, lr=settings.lr, beta=settings.momentum)
-                values = torch.add(values, shadow, out=delta)
+            delta = None if local.own is None else self._delta(local, chunk)  # from the base of the round that ends
+            values = start_of_round[start:stop].copy_(local.anchor[start:stop])
+            if local.own is not None and delta is not None:
+                eager_(values, local.own[start:stop], delta, peers=step.contributions, lr=lr, beta=beta)
             scatter_(self.parameters, local.fragment, start, stop, values)
-            start_of_round[start:stop] = values
         local.base = start_of_round
+
+    def forget_own(self, fragment: int) -> None:
+        """The outer momentum no longer has what this peer contributed last; eager updates start anew."""
+        self._local[fragment].own = None
 
     def show_anchor_(self, fragment: int) -> None:
         """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""

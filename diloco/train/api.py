@@ -32,6 +32,7 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
 from diloco.train.attachment import Attachment
 from diloco.train.island import Island
+from diloco.train.parameters import Trained, frozen_digest
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 
@@ -59,7 +60,7 @@ class Swarm:
         inner_state: where the inner optimizer's state of a peer that joins comes from: `donor`, another peer's; `cold`,
             nowhere, and what it learns in its first round is left out.
         manifest: the run-owned settings; peers with another manifest are refused. The default is made of `run_id`, the
-            outer settings and the shapes of the parameters.
+            outer settings, the shapes of the trained parameters and the values of the frozen ones.
         on_event: called with kind and fields of everything that happens in the swarm (default: the log).
         on_ready: called with this peer's address once it listens, before it waits for others (default: the log).
         runtime: where the swarm node runs (default: a thread of its own); the simulator's lets virtual time pass.
@@ -171,30 +172,44 @@ class Swarm:
     ) -> Attachment:
         """Keep a model in step with the swarm while the returned context is open.
 
+        Raises `ConfigError` for parameters that no outer step can carry: complex ones, parts, and those without values.
+        Values are exchanged as fp32, so those of fp64 parameters are rounded.
+
         On entry the parameters become the swarm's. After every `sync_every`-th `optimizer.step()` the pseudo-gradient
         is exchanged, gradients are freed to make room, and the parameters become the new anchor. On exit the peer
         leaves.
 
         Args:
-            model, optimizer: as in any loop; parameters that require no gradient are left alone.
+            model, optimizer: as in any loop. Parameters that require no gradient are left alone, and must be equal on
+                all peers. Buffers are left alone, too: each peer has its own running statistics, and a joiner begins
+                with those of its model.
             island: the torchrun job that this process is a rank of (default: this process alone).
             saved: where to go on (default: the model as it is, version 0).
             phases: where wall time is accounted.
         """
         island = island or Island(torch.device("cpu"))
         runtime = self.runtime or NodeThread()
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        options = self.options(parameters, saved, device=island.device_name) if island.leads else None
+        options, parameters = None, Trained(model)
+        if island.leads:
+            frozen = None if self.manifest is not None else frozen_digest(model)
+            options = self.options(parameters, saved, device=island.device_name, frozen=frozen)
         phases = phases or PhaseTimer(clock=runtime.clock)
         self.attachment = Attachment(
-            model, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready
+            parameters, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready
         )
         return self.attachment
 
     def options(
-        self, parameters: Mapping[str, Tensor], saved: Saved | None, trains: bool = True, device: str = ""
+        self,
+        parameters: Mapping[str, Tensor],
+        saved: Saved | None,
+        trains: bool = True,
+        device: str = "",
+        frozen: str | None = None,
     ) -> NodeOptions:
-        """Options of the node over these parameters; watchers are shown `device`."""
+        """Options of the node over these parameters; watchers are shown `device`. `frozen` is the digest of the others'
+        values.
+        """
         gate = gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains)
         if self._identity is None:
             self._scratch = TemporaryDirectory(prefix="diloco-")
@@ -205,7 +220,8 @@ class Swarm:
         else:
             run = {"id": self.run_id, "key": self.key}
             shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-            content = {"run": run, "outer": self.outer.model_dump(mode="json"), "parameters": shapes}
+            outer = self.outer.model_dump(mode="json")
+            content = {"run": run, "outer": outer, "parameters": shapes, "frozen_parameters": frozen}
             text = json.dumps(content, sort_keys=True)
             spec = RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
         return NodeOptions(spec, self.network, self._identity, self.name, saved, gate, trains, device=device)

@@ -10,14 +10,13 @@ Rank 0 of an island talks to the node; the other ranks learn by broadcast what c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from diloco.config import OuterConfig
 from diloco.outer.fragments import partition
@@ -35,6 +34,7 @@ from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
+from diloco.train.parameters import Trained
 from diloco.train.progress import Progress, Unsent
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 
@@ -51,13 +51,14 @@ class Attachment:
         interrupted: whether the loop has to end before the budget is used up.
         view: what can be seen of the swarm node; None before entering, and on ranks other than 0.
 
-    If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. `interrupt` ends any
-    wait; the swarm then loses the inner steps since the last exchange, and the checkpoint before them is good.
+    If training diverges, the exchange raises `DivergedError` before anything non-finite is sent. When the model trains
+    other parameters than it did at first, it raises `ConfigError`. `interrupt` ends any wait; the swarm then loses the
+    inner steps since the last exchange, and the checkpoint before them is good.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Trained,
         optimizer: torch.optim.Optimizer,
         outer: OuterConfig,
         options: NodeOptions | None,
@@ -68,7 +69,7 @@ class Attachment:
         on_ready: Callable[[str], None],
     ) -> None:
         saved = None if options is None else options.saved
-        self.parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = parameters
         self.view: NodeView | None = None
         self.outer = outer
         self.island = island
@@ -138,9 +139,9 @@ class Attachment:
         if self._options is None:
             return
         options, self._options = self._options, None  # its `saved` is as large as the model
-        self._inner_start.source = "own" if options.saved else options.network.inner_state
-        numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
-        fragments = partition(numels, self.outer.fragments, self.outer.pattern)
+        if not (options.saved and self._inner_start.has_state):  # a checkpoint may be older than the first step
+            self._inner_start.source = options.network.inner_state
+        fragments = partition(self.parameters.numels, self.outer.fragments, self.outer.pattern)
         replica = Replica(self.parameters, fragments, self.outer)
         # For a joiner, called in other threads; before the first step there is none.
         options = replace(options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None)
@@ -173,8 +174,8 @@ class Attachment:
     def finish(self) -> None:
         """Adopt the updates that are still under way, for which the other peers wait, too. No inner step may follow.
 
-        Staggered fragments whose turn was not yet go on their way first: a peer that began at another place of the
-        cycle may wait for this one's, while this one waits for those that the other would send next.
+        Staggered fragments whose turn was not yet go on their way first: a peer elsewhere in the cycle may wait for
+        this one's, while this one waits for those that the other would send next.
         """
         flying = self._schedule.flying
         if flying:
@@ -257,8 +258,9 @@ class Attachment:
         self._link.call_soon(lambda node: node.protocol.progress, *figures)
         if not self.outer.barrier:  # the run goes on, and ends, while this peer trains
             self.version, self.applied_tokens = self._link.swarm_clock()
+        outrun = [] if self._cold else self._link.outrun()
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
-        interrupted, left_behind = self.island.agree([self._asked_to_stop, self._left_behind])
+        interrupted, left_behind, behind = self.island.agree([self._asked_to_stop, self._left_behind, bool(outrun)])
         self.interrupted, self._left_behind = bool(interrupted), False
         if self.interrupted:
             return
@@ -268,6 +270,8 @@ class Attachment:
             self._rejoin()
         elif due.send or due.receive:
             self._exchange(due)
+        if behind and not self.interrupted:
+            self._follow([fragment for fragment in outrun if fragment not in due.send])
 
     def _rejoin(self) -> None:
         """The swarm went on while this peer paused: begin a round with the others, and leave out the one that began."""
@@ -277,8 +281,16 @@ class Attachment:
             self._go_along(self._link.begin())
         self._progress.restart(self.steps)
 
+    def _follow(self, outrun: Sequence[int]) -> None:
+        """The others made a version without this peer. Its contribution would be refused in every round from now on."""
+        _, tokens = self._unsent.send(outrun, self.steps, self.tokens).get(CONTROL_FRAGMENT, (0, 0))
+        with self.phases.during("comm"):
+            self._adopt(lambda node: node.follow(outrun, tokens))
+            self._resume()
+
     def _exchange(self, due: Due) -> None:
         """Send and adopt the fragments that are due."""
+        self.parameters.check(self._on_event)
         self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
         counts = self._unsent.send(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
@@ -317,7 +329,7 @@ class Attachment:
             return
         self.island.share_(self.parameters.values())
         self.discarded_tokens += adopted.discarded_tokens
-        self.exchanged = adopted.version > self.version or not outer.barrier
+        self.exchanged |= adopted.version > self.version or not outer.barrier
         self.version = max(adopted.version, self.version)
         self.applied_tokens = adopted.applied_tokens  # less than before when another history won
         if self.version > self._round_version:
@@ -347,21 +359,17 @@ class Attachment:
             if self.outer.lockstep and not self.outer.mixing:
                 yield
                 return
-            local = {name: parameter.clone() for name, parameter in self.parameters.items()}
+            local = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
             self.view.show_anchors()
             try:
                 yield
             finally:
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(local[name])
+                for name, values in local.items():
+                    self.parameters[name].detach().copy_(values)
 
     @contextmanager
     def checkpointing(self) -> Iterator[Saved]:
-        """The state at the last exchange, to be written to a checkpoint inside this context.
-
-        At a barrier the tensors are the live ones, and no version moves them before the context ends. The other peers
-        wait as long.
-        """
+        """As `saved`, to be written inside this context: live tensors stay as they are, and other peers wait for it."""
         with self._paused():
             yield self.saved()
 

@@ -20,6 +20,7 @@ from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.visit.look import check_clock, look, parse_manifest
 from diloco.swarm.wire.gate import watching
 from diloco.train.api import Swarm
+from diloco.train.parameters import Trained
 from diloco.train.session import identity_path
 from diloco.train.swarm_link import NodeView
 
@@ -44,7 +45,7 @@ class Host:
             manifest = parse_manifest(found.manifest_text)
         self.manifest = manifest
         model = models.build(manifest.model, manifest.run.seed)
-        parameters = {key: p.data for key, p in model.named_parameters() if p.requires_grad}
+        parameters = Trained(model)
         outer = manifest.outer
         if outer.method != "diloco":
             raise ConfigError(f"outer.method={outer.method} has no swarm to host")

@@ -76,7 +76,8 @@ class Pair(torch.optim.Optimizer):
 class InnerStart:
     """The inner optimizer's state, on its way in and out. A donor's state takes its memory again on both sides.
 
-    `source` is `own` for a peer that has saved state, else the setting `swarm.inner_state`.
+    `source` is `own` for a peer that goes on from a checkpoint with its optimizer's state, else the setting
+    `swarm.inner_state`.
     """
 
     source: Literal["own", "donor", "cold"] = "own"
@@ -85,6 +86,11 @@ class InnerStart:
         self._optimizer = optimizer
         self._island = island
         self._on_event = on_event
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer has taken steps, or was restored."""
+        return any(part.state for part in _parts(self._optimizer))
 
     def fetch(self, node: Node, runtime: Runtime, stopping: Callable[[], bool]) -> tuple[InnerState | None, bool]:
         """A donor's state, if this peer comes late and somebody has one, and whether the peer starts cold."""

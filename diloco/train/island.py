@@ -116,7 +116,7 @@ class Island:
         if self.size > 1:
             with torch.no_grad():
                 for parameter in parameters:
-                    dist.broadcast(parameter, src=0)
+                    dist.broadcast(parameter.detach(), src=0)
 
     def mean(self, value: float) -> float:
         """Mean of a number over the ranks."""

@@ -176,6 +176,10 @@ class SwarmLink:
                 found = Adopted(1, outcome.version, *tokens, outcome.position, cycle_steps(self.node))
         return Adopted(*map(int, self.island.agree(found)))
 
+    def outrun(self) -> list[int]:
+        """As `Node.outrun`; empty on the ranks without a node."""
+        return [] if self.node is None else self.node.outrun
+
     def swarm_clock(self) -> tuple[int, int]:
         """Lowest version of all fragments, and applied tokens, as published."""
         clock = (0, 0) if self.node is None else self.node.protocol.swarm_clock()

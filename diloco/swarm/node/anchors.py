@@ -38,7 +38,8 @@ class Anchors:
         self._context = context
         self._protocol = context.protocol
         self._replica = context.replica
-        self._keeps_bases = context.protocol.trains and context.replica.settings.staleness_limit > 0
+        outer = context.replica.settings
+        self._keeps_bases = context.protocol.trains and (outer.staleness_limit > 0 or outer.round_late)
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
         self.own_tokens = own_tokens
@@ -54,10 +55,13 @@ class Anchors:
                 self.loaded[fragment] = self._here(fragment)
 
     async def load_late(self, fragment: int, peers: int) -> None:
-        """Capture the pseudo-gradient of a round, and begin the next round from the anchor that is here."""
+        """Capture the pseudo-gradient of a round, which so many peers contribute to, and begin the next round from the
+        anchor that is here.
+        """
         async with self._context.locks[fragment].reading():
             await in_thread(self._replica.capture, fragment)
-            await in_thread(self._replica.load_late_, fragment, peers)
+            step = OuterStep(self._protocol.fragments[fragment].version, peers)
+            await in_thread(self._replica.load_late_, fragment, step)
             self.loaded[fragment] = self._here(fragment)
 
     def _here(self, fragment: int) -> tuple[int, str]:
@@ -211,7 +215,9 @@ class Anchors:
         self.moved(fragment, header.version, header.digest, state.outer is not None, shares=header.shares)
 
     async def about_to_move(self, fragment: int) -> None:
-        """Keep the base of what was learned from this anchor, where contributions may be late. The lock is held."""
+        """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
+        the next version is there. The lock is held.
+        """
         if self._keeps_bases:
             await in_thread(self._replica.keep_base, fragment)
 

@@ -276,7 +276,7 @@ class Node:
             await self.rounds.cancel()
             return None
         discarded, seconds = self.rounds.take(fragments)
-        await self.rounds.catch_up_left_out()
+        await self.rounds.catch_up(self.rounds.left_out)
         if not self.protocol.lockstep and self.rounds.out_of_step():
             await self.rounds.cancel()
             position = max(1, await self._get_in_step())
@@ -309,10 +309,32 @@ class Node:
             await self.rounds.cancel()
             return None
         discarded, _ = self.rounds.take(flying)
+        await self.rounds.catch_up(counts)
         await self.rounds.send_late(counts)
         self._units.refill()
         outer_s = self.context.now() - begun_at - waited_s
         return self._exchanged(discarded, Seconds(wait=waited_s, outer=outer_s))
+
+    @property
+    def outrun(self) -> list[int]:
+        """Fragments of which the others made a version without this peer, and that it is not exchanging now.
+
+        Where all exchange at one barrier, or a quorum is enough, or updates are a round late, an exchange finds it out.
+        """
+        outer, protocol, flying = self.replica.settings, self.protocol, self.rounds.flying
+        if not outer.barrier or outer.lockstep or outer.round_late:
+            return []
+        rest = [(one, base) for one, (base, _) in enumerate(self._anchors.loaded) if one not in flying]
+        return [one for one, base in rest if protocol.versions[one] > base or protocol.behind(one)]
+
+    async def follow(self, fragments: Sequence[int], tokens: int) -> Exchanged:
+        """Go on from the newest anchors of these fragments; of what was learned, so many tokens are discarded."""
+        begun_at, base_version = self.context.now(), self._version
+        if tokens:
+            self.context.note("discarded", tokens=tokens, base_version=base_version)
+        await self.rounds.catch_up(fragments)
+        await self._anchors.load(fragments)
+        return self._exchanged(tokens, Seconds(outer=self.context.now() - begun_at))
 
     @property
     def _version(self) -> int:

@@ -7,7 +7,7 @@ what a flight does next; here it is done, and what came of it is reported back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import DivergedError, PayloadError
@@ -75,7 +75,7 @@ class Rounds:
         self._units = units
         self._flights: dict[int, asyncio.Task[Flight]] = {}
         self._another_history = False
-        self._left_out: list[int] = []  # fragments of the last exchange whose contributions came too late
+        self.left_out: list[int] = []  # fragments of the last exchange whose contributions came too late
         self._late = 0  # exchanges in a row in which a contribution came too late
         self._late_rounds = 0  # the same of the control fragment
 
@@ -92,13 +92,12 @@ class Rounds:
         """This peer begins anew where the others are."""
         self._another_history, self._late = False, 0
 
-    async def catch_up_left_out(self) -> None:
-        """Catch up with fragments for which this peer came too late.
+    async def catch_up(self, fragments: Iterable[int]) -> None:
+        """Fetch the newest versions of those fragments of which the others made one without this peer.
 
-        It has adopted the version that it missed, but the others may be further already. A round that begins from an
-        old version would come too late again.
+        A round that begins from an old version would come too late, and so would the next one.
         """
-        for fragment in self._left_out:
+        for fragment in fragments:
             if self._protocol.behind(fragment):
                 donors = self._protocol.members.donors(fragment, self._protocol.fragments[fragment].version + 1)
                 await self._anchors.catch_up(fragment, donors)
@@ -127,6 +126,8 @@ class Rounds:
         Nothing of these fragments is under way any more.
         """
         peers = self._protocol.num_trainers()
+        for fragment in self.left_out:
+            self._replica.forget_own(fragment)
         for fragment in counts:
             await self._anchors.load_late(fragment, peers)
         for fragment, count in counts.items():
@@ -164,7 +165,7 @@ class Rounds:
         """End the exchanges of these fragments, which are over: discarded tokens, and where the time went."""
         flights = [self._flights.pop(fragment).result() for fragment in fragments]
         discarded = self._anchors.own_tokens.take_lost()
-        self._left_out = [exchange.fragment for exchange, _ in flights if exchange.discarded]
+        self.left_out = [exchange.fragment for exchange, _ in flights if exchange.discarded]
         for exchange, _ in flights:
             self._late = self._late + 1 if exchange.discarded else 0
             if exchange.fragment == CONTROL_FRAGMENT:

@@ -57,6 +57,7 @@ EFFECT = {
     "data.shards": ".tj..... bq.",
     "inner.optimizer": "lt.hspd. bqd",
     "inner.lr": "lt.hspd. bqd",
+    "inner.muon_lr_ratio": "lt.hspd. ...",
     "inner.batch_size": "lt.hspde bqd",
     "inner.betas": "lt.hspd. bqd",
     "inner.weight_decay": "lt.hspd. bqd",

@@ -74,6 +74,12 @@ def test_after_a_warm_up_over_a_part_of_the_tokens_the_cosine_begins_at_its_peak
     assert rates == pytest.approx([2.0, 1.1, 0.2])
 
 
+def test_with_muon_inside_the_peak_is_its_own() -> None:
+    settings = inner(optimizer="muon", muon_lr_ratio=4.0, warmup_steps=4)
+    rates = [learning_rate(Time(0, step), settings, budget(1), 8) for step in range(5)]
+    assert rates == pytest.approx([2.0, 4.0, 6.0, 8.0, 8.0])
+
+
 def test_cosine_goes_from_the_peak_to_its_last_part() -> None:
     settings, limits = inner(warmup_steps=10), budget(11)
     rate = {step: learning_rate(Time(step // 10, step % 10), settings, limits, 10) for step in (10, 35, 60, 85, 110)}

@@ -161,7 +161,7 @@ class InnerConfig(RunOwned):
     """The inner optimizer; its state is never averaged. muon: on matrices inside the model."""
     lr: float = Field(gt=0, le=10, description="Peak learning rate of AdamW.")
     muon_lr_ratio: float = Field(1.0, gt=0, le=100)
-    """Muon's learning rate over inner.lr, which AdamW has on the other parameters (muon)."""
+    """Peak learning rate of all parameters over inner.lr, where Muon is inside (muon)."""
     batch_size: int = Field(ge=1, le=1 << 20, description="Sequences per inner step and peer.")
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Tuple] = Field(
         (0.9, 0.95), description="Decay of AdamW's first and second moment."
@@ -171,7 +171,11 @@ class InnerConfig(RunOwned):
     schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
     warmup_steps: StepsOrPart = Field(0, ge=0, le=10**15)
     """Inner steps in which the learning rate rises to its peak; below 1: this part of the run."""
-    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of inner.lr (cosine).")
+    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of the peak (cosine).")
+
+    @property
+    def peak_lr(self) -> float:
+        return self.lr * (self.muon_lr_ratio if self.optimizer == "muon" else 1.0)
 
 
 class OuterConfig(RunOwned):

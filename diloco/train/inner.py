@@ -19,9 +19,7 @@ from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.train.island import Island
 
-__all__ = [
-    "InnerStart", "Pair", "inner_optimizer", "layout_of", "load_moments_", "moments", "set_learning_rate_", "snapshot",
-]  # fmt: skip
+__all__ = ["InnerStart", "Pair", "inner_optimizer", "layout_of", "load_moments_", "moments", "snapshot"]
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
@@ -31,20 +29,10 @@ def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimiz
     if inner.optimizer == "muon" and hidden:
         ids = {id(p) for p in hidden}
         muon = torch.optim.Muon(
-            hidden, lr=inner.lr, weight_decay=inner.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
         )
-        pair = Pair(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
-        set_learning_rate_(pair, inner, inner.lr)
-        return pair
+        return Pair(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
     return _adamw([p for _, p in named], inner)
-
-
-def set_learning_rate_(optimizer: torch.optim.Optimizer, inner: InnerConfig, lr: float) -> None:
-    """Give AdamW the learning rate `lr`, and Muon `muon_lr_ratio` times as much."""
-    for part in _parts(optimizer):
-        ratio = inner.muon_lr_ratio if isinstance(part, torch.optim.Muon) else 1.0
-        for group in part.param_groups:
-            group["lr"] = lr * ratio
 
 
 def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.AdamW:
@@ -52,7 +40,7 @@ def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.Ad
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": inner.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=inner.lr, betas=inner.betas)
+    return torch.optim.AdamW(groups, lr=inner.peak_lr, betas=inner.betas)
 
 
 class Pair(torch.optim.Optimizer):

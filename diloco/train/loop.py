@@ -28,7 +28,6 @@ from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Message, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.evaluate import EvalResult, evaluate
-from diloco.train.inner import set_learning_rate_
 from diloco.train.island import Island
 from diloco.train.session import Session, Sync
 
@@ -84,7 +83,8 @@ class Trainer:
         self._boundary_version = sync.version
         while not finished(sync, config.budget) and not sync.interrupted:
             lr = learning_rate(sync, config.inner, config.budget, config.outer.sync_every)
-            set_learning_rate_(self.optimizer, config.inner, lr)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             batch = next(self.stream)  # (B, T), the whole peer's
             self._inner_step(batch)
             self._report(lr)
@@ -263,7 +263,7 @@ def finished(clock: Sync, budget: BudgetConfig) -> bool:
 
 
 def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
-    """Learning rate of the coming inner step: linear warm-up, then constant, or a cosine from `lr` to its last value.
+    """Learning rate of the coming inner step: linear warm-up, then constant, or a cosine from the peak down.
 
     Progress is the largest part of any limit of the budget that is used up. Tokens count when they are applied; during
     the warm-up, which may be over before the first exchange, this peer's own count at once.
@@ -275,15 +275,15 @@ def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_ev
         risen = _progress(budget, sync_every, step + 1, clock.applied_tokens + clock.unsent_tokens)
         risen = risen / warmup if warmup else 1.0
     if risen < 1:
-        return inner.lr * risen
+        return inner.peak_lr * risen
     if inner.schedule == "constant":
-        return inner.lr
+        return inner.peak_lr
     if warmup >= 1:  # as a part of the run, if the run is so many steps
         warmup = 0.0 if budget.outer_steps is None else warmup / (budget.outer_steps * sync_every)
     progress = _progress(budget, sync_every, step, clock.applied_tokens)
     progress = (progress - warmup) / max(1 - warmup, 1e-9)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
-    return inner.lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * cosine)
+    return inner.peak_lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * cosine)
 
 
 def _progress(budget: BudgetConfig, sync_every: int, steps: int, tokens: int) -> float:

@@ -128,6 +128,5 @@ def test_who_joins_late_has_the_rate_of_the_others() -> None:
 def test_the_rate_is_positive_and_never_above_the_peak_even_past_the_end(
     version: int, step: int, tokens: int, warmup: float, limits: tuple[int | None, int | None]
 ) -> None:
-    time = Time(version, step, tokens, unsent_tokens=1)
-    rate = learning_rate(time, inner(warmup_steps=warmup), budget(*limits), 20)
+    rate = learning_rate(Time(version, step, tokens), inner(warmup_steps=warmup), budget(*limits), 20)
     assert 0 < rate <= 2.0

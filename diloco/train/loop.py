@@ -272,7 +272,7 @@ def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_ev
     if warmup >= 1:
         risen = (step + 1) / warmup
     else:
-        risen = _progress(budget, sync_every, step + 1, clock.applied_tokens + clock.unsent_tokens)
+        risen = _progress(budget, sync_every, step + 1, max(1, clock.applied_tokens + clock.unsent_tokens))
         risen = risen / warmup if warmup else 1.0
     if risen < 1:
         return inner.peak_lr * risen

@@ -76,9 +76,10 @@ MUTANTS = [
         "refusal-outlives-its-penalty",
         "A peer that was refused for a while, and let in by another, ends long after with that old reason.",
         "diloco.swarm.node.mesh",
-        "if not self._outgoing:",
+        "if not (self._started and self._outgoing):",
         "if True:",
-        first=7500,
+        also=(("if self._started:", "if False:"),),
+        test="tests/test_control.py::test_a_refusal_counts_as_long_as_nobody_else_lets_this_peer_in",
     ),
     Mutant(
         "merges-what-was-forgotten",

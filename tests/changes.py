@@ -43,6 +43,7 @@ CHANGES: dict[str, list[str]] = {
     "data.shards": ["data.shards=2", "data.shard=0"],
     "inner.optimizer": ["inner.optimizer=muon"],
     "inner.lr": ["inner.lr=0.001"],
+    "inner.muon_lr_ratio": ["inner.muon_lr_ratio=3", "inner.optimizer=muon"],
     "inner.batch_size": ["inner.batch_size=4"],
     "inner.betas": ["inner.betas=[0.9,0.99]"],
     "inner.weight_decay": ["inner.weight_decay=0"],

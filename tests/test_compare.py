@@ -19,6 +19,7 @@ from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.rundir.compare import Point, Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
+from diloco.rundir.gaps import find_gaps, gap_so_far
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens, write_summary
 
 LOSSES = (5.0, 4.0, 3.0)  # at versions 0, 1 and 2, ten seconds and 100 tokens apart
@@ -232,6 +233,51 @@ def test_the_table_has_a_line_per_run(tmp_path: Path, capsys: pytest.CaptureFixt
         "lr=1 3.5000 33.12 200 - 21.5 s 2.0 kB 70.0% 3.3 s 4 diverged",
         f"{tmp_path}: loss-by-tokens.png, loss-by-time.png, loss-by-bytes.png",
     ]
+
+
+def test_runs_are_held_against_data_parallel_seed_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {"muon": (3.3, 2.2), "outer=data_parallel": (3.0, 2.0), "inner.lr=0.1 outer=data_parallel": (4.0, 3.0)}
+    for arm, losses in ends.items():
+        for seed, loss in enumerate(losses):
+            settings = ["inner=muon"] if arm == "muon" else arm.split()
+            make(tmp_path / f"{arm}-{seed}", *settings, f"run.seed={seed}", losses=(5.0, loss))
+    make(tmp_path / "other", "outer=data_parallel", "data.sequence_length=16", losses=(5.0, 1.0))
+    broken = make(tmp_path / "broken", "outer=data_parallel", "run.seed=7")
+    (broken / "summary.json").unlink()
+    (broken / "metrics.jsonl").unlink()
+    gaps = find_gaps(read_runs(find_runs([tmp_path])))
+    assert [(gap.name, gap.seeds) for gap in gaps] == [("muon-0", (0, 1))]
+    assert gaps[0].percent == pytest.approx((10.0, 10.0)) and gaps[0].spread == pytest.approx(0.0)
+    assert exit_code("compare", str(tmp_path)) == 0
+    assert "muon-0: held-out loss +10.0 ± 0.0 % over data parallel " in capsys.readouterr().out
+    assert exit_code("compare", str(tmp_path), "--json") == 0
+    [gap] = json.loads(capsys.readouterr().out)["gaps"]
+    assert gap["percent"] == pytest.approx([10.0, 10.0]) and gap["mean"] == pytest.approx(10.0)
+
+
+def test_a_run_has_two_gaps_where_the_best_baseline_has_another_inner_optimizer(tmp_path: Path) -> None:
+    make(tmp_path / "a", "inner=muon", losses=(5.0, 3.0))
+    make(tmp_path / "b", "inner=muon", "outer=data_parallel", losses=(5.0, 2.5))
+    make(tmp_path / "c", "outer=data_parallel", losses=(5.0, 2.0))
+    gaps = find_gaps(read_runs(find_runs([tmp_path])))
+    assert [gap.percent for gap in gaps] == [(pytest.approx(50.0),), (pytest.approx(20.0),)]
+    assert [gap.spread for gap in gaps] == [None, None]
+
+
+def test_runs_of_other_tokens_are_not_held_against_each_other(tmp_path: Path) -> None:
+    make(tmp_path / "a")
+    place = make(tmp_path / "b", "outer=data_parallel")
+    summary = json.loads((place / "summary.json").read_text())
+    (place / "summary.json").write_text(json.dumps({**summary, "tokens": {**summary["tokens"], "applied": 300}}))
+    assert find_gaps(read_runs(find_runs([tmp_path]))) == []
+
+
+def test_a_run_under_way_is_held_against_the_baseline_at_its_tokens(tmp_path: Path) -> None:
+    run, baseline = read_runs([make(tmp_path / "a", losses=(5.0, 3.0)), make(tmp_path / "b", "outer=data_parallel")])
+    assert gap_so_far(run, [run, baseline]) == pytest.approx(-25.0)  # 3.0 over 4.0 after 100 tokens
+    assert gap_so_far(run, [run]) is None
+    ahead, _ = read_runs([make(tmp_path / "c", losses=(5.0, 4.0, 3.0, 2.0)), tmp_path / "b"])
+    assert gap_so_far(ahead, [baseline]) is None, "the baseline has not come so far"
 
 
 def test_a_table_is_as_wide_as_it_needs_to_be_where_nobody_looks(tmp_path: Path) -> None:

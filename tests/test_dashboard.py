@@ -20,9 +20,10 @@ from swarm_helpers import Command, command, eventually, free_port
 from diloco.cli import dashboard as cli_dashboard
 from diloco.config.address import scope
 from diloco.dashboard import charts
-from diloco.dashboard.poller import SAMPLE_S, SAMPLES, Poller
+from diloco.dashboard.poller import READ_S, SAMPLE_S, SAMPLES, Poller
 from diloco.errors import ConfigError
 from diloco.protocol.snapshot import Snapshot
+from diloco.rundir.compare import Point, Run
 
 PEERS = 64
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -63,6 +64,35 @@ def test_the_curves_are_of_the_loss_by_the_swarm_clock_and_by_time() -> None:
     assert by_time["series"][0]["data"][-1] == [round(last.at * 1000), round(last.loss, 4)]
     lowest, highest = (series["data"][-1][1] for series in by_time["series"][1:])
     assert lowest < last.loss < highest
+
+
+def test_the_held_out_loss_of_runs_is_drawn_beside_that_of_their_baseline(tmp_path: Path) -> None:
+    mine, baseline = (
+        Run(tmp_path, {"outer.method": method, "run.seed": 0}, [Point(0, 4.0, 0.0, 0.0, 0.0), last], name=method)
+        for method, last in (
+            ("diloco", Point(1, 3.0, 1e6, 1.0, 1.0)),
+            ("data_parallel", Point(2, 2.0, 2e6, 1.0, 1.0)),
+        )
+    )
+    series = charts.loss_by_tokens(snapshot(4), [mine, baseline])["series"]
+    assert [one["name"] for one in series[3:]] == ["held-out, diloco", "held-out, data_parallel"]
+    assert series[3]["data"] == [[0.0, 4.0], [1.0, 3.0]]
+    assert charts.held_out([baseline, mine]) == "3.000 (+0.0 %)"
+    assert charts.held_out([mine]) == "3.000" and charts.held_out([baseline]) == "-"
+
+
+def test_run_directories_are_read_now_and_then(tmp_path: Path) -> None:
+    line = {"time": 1.0, "peer": "p0", "version": 0, "tokens": 0, "eval_loss": 5.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    clock = Clock()
+    poller = Poller(FakeSwarm(2, clock=clock), clock, [tmp_path])
+    polled(poller, clock, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**line, "version": 1, "eval_loss": 4.0}) + "\n")
+    polled(poller, clock, READ_S - 1)
+    assert [point.loss for point in poller.runs[0].curve] == [5.0]
+    polled(poller, clock, 1)
+    assert [point.loss for point in poller.runs[0].curve] == [5.0, 4.0]
 
 
 def test_points_at_one_reading_of_the_clock_are_one() -> None:

@@ -57,6 +57,7 @@ EFFECT = {
     "data.shards": ".tj..... bq.",
     "inner.optimizer": "lt.hspd. bqd",
     "inner.lr": "lt.hspd. bqd",
+    "inner.muon_lr_ratio": "lt.hspd. bqd",
     "inner.batch_size": "lt.hspde bqd",
     "inner.betas": "lt.hspd. bqd",
     "inner.weight_decay": "lt.hspd. bqd",
@@ -180,9 +181,9 @@ def test_a_simulation_reads_what_it_takes_and_nothing_that_it_refuses(
     monkeypatch.setattr(Settings, "__getattribute__", noting)
     simulate(config, lambda message: None)
     monkeypatch.undo()
-    # These depend on others: what late contributions count, how much a trimmed mean leaves out, and a clip of several
-    # contributions.
-    conditional = {"outer.staleness_exponent", "outer.trim", "outer.clip_factor"}
+    # These depend on others: the rate of Muon, what late contributions count, how much a trimmed mean leaves out, and a
+    # clip of several contributions.
+    conditional = {"inner.muon_lr_ratio", "outer.staleness_exponent", "outer.trim", "outer.clip_factor"}
     # These it reads after it has given each peer its own, and in order to know that there are no strangers.
     replaced = {"run.name", "run.lead", "run.key", "checkpoint.every", "checkpoint.keep", "train.step_delay_s"}
     replaced |= {"swarm.min_peers", "swarm.token", "swarm.key_path", "swarm.initial_peers"}

@@ -66,6 +66,13 @@ def test_a_learning_rate_that_is_set_counts_for_both() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("name", "lr"), [("muon", 0.15), ("adamw", 0.05)])
+def test_muon_takes_a_multiple_of_the_learning_rate_of_adamw(name: str, lr: float) -> None:
+    settings = compose([f"inner.optimizer={name}", "inner.lr=0.05", "inner.muon_lr_ratio=3"]).inner
+    assert settings.peak_lr == pytest.approx(lr)
+    assert {group["lr"] for group in inner_optimizer(Net(), settings).param_groups} == {settings.peak_lr}
+
+
 def test_its_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     net, optimizer = made()
     for _ in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.text import Text
 from diloco.errors import ConfigError
 from diloco.rundir.compare import Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
 from diloco.rundir.files import finite, prepare_run_directory
+from diloco.rundir.gaps import find_gaps
 from diloco.text import human_bytes, human_count, human_seconds
 
 __all__ = ["run", "show"]
@@ -33,7 +35,8 @@ def run(runs: Sequence[Path], loss: float | None, out: Path | None, as_json: boo
         prepare_run_directory(out)
     if as_json:
         reached = worst_loss(found) if loss is None else loss
-        click.echo(json.dumps(finite({"loss": reached, "runs": [_record(one, reached) for one in found]}), indent=2))
+        content = {"loss": reached, "runs": [_record(one, reached) for one in found], "gaps": _gaps(found)}
+        click.echo(json.dumps(finite(content), indent=2))
     else:
         show(found, Console(), loss)
     if out is not None:
@@ -69,6 +72,12 @@ def show(runs: Sequence[Run], console: Console, loss: float | None = None) -> No
         wide = console.options.update(width=10_000)
         console = Console(file=console.file, width=Measurement.get(console, wide, table).maximum)
     console.print(table)
+    for gap in find_gaps(runs):
+        console.print(Text(str(gap)), soft_wrap=True)
+
+
+def _gaps(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [asdict(gap) | {"mean": gap.mean, "spread": gap.spread} for gap in find_gaps(runs)]
 
 
 def _record(one: Run, loss: float | None) -> dict[str, Any]:

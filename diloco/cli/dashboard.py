@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import importlib.util
 import socket
+from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from diloco.config.address import Address, scope
 from diloco.errors import ConfigError
 from diloco.protocol.snapshot import Snapshot
+from diloco.rundir.compare import find_runs
 from diloco.swarm.visit.visitor import Visitor, light_hivemind
 
 __all__ = ["run"]
@@ -19,15 +22,17 @@ __all__ = ["run"]
 NEEDS = {"nicegui": "nicegui", "prometheus_client": "prometheus-client"}
 
 
-def run(address: str, host: str, port: int) -> int:
+def run(address: str, host: str, port: int, beside: Sequence[Path] = ()) -> int:
     """Serve the page until Ctrl+C, which ends in 0.
 
-    Raises ConfigError if the extra is missing or nobody can listen there, SwarmError if nobody answers at the address.
+    Raises ConfigError if the extra is missing, a place in `beside` holds no run or nobody can listen there, SwarmError
+    if nobody answers at the address.
     """
     place = Address.parse(address)
     missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigError(f"diloco dashboard needs {' and '.join(missing)}; pip install 'diloco[dashboard]'")
+    runs = find_runs(beside)
     port = _free(host, port)
     light_hivemind()
     snapshot = asyncio.run(_first(place))
@@ -39,7 +44,7 @@ def run(address: str, host: str, port: int) -> int:
     from diloco.dashboard.server import serve
 
     with contextlib.suppress(KeyboardInterrupt):
-        serve(Visitor(place.peers, place.token), host, port, f"diloco: {snapshot.run.run_id}")
+        serve(Visitor(place.peers, place.token), host, port, f"diloco: {snapshot.run.run_id}", runs)
     return 0
 
 

@@ -89,9 +89,9 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
     "eval": (
         Ignored("model", "which is given a MODEL_DIR"),
         Ignored(
-            f"run.id run.key run.dir {_NAMED} budget local {_SHARDS} inner.optimizer inner.lr inner.betas "
-            "inner.weight_decay inner.clip inner.schedule inner.warmup_steps inner.final_lr_ratio outer swarm sim "
-            "train.micro_batch train.threads train.step_delay_s train.log_every checkpoint eval.every wandb",
+            f"run.id run.key run.dir {_NAMED} budget local {_SHARDS} inner.optimizer inner.lr inner.muon_lr_ratio "
+            "inner.betas inner.weight_decay inner.clip inner.schedule inner.warmup_steps inner.final_lr_ratio outer "
+            "swarm sim train.micro_batch train.threads train.step_delay_s train.log_every checkpoint eval.every wandb",
             "which trains nothing",
         ),
     ),
@@ -152,6 +152,9 @@ def _beside(config: Config) -> Iterator[Ignored]:
         yield from _beside_outer(config.outer)
     if config.inner.schedule == "constant":
         yield Ignored("inner.final_lr_ratio", "with inner.schedule=constant", "drop it, or set inner.schedule=cosine")
+    if config.inner.optimizer != "muon":
+        optimizer = config.inner.optimizer
+        yield Ignored("inner.muon_lr_ratio", f"with inner.optimizer={optimizer}", "drop it, or choose inner=muon")
     if data.source in ("stdlib", "text"):
         yield Ignored("data.field", f"with data.source={data.source}, which has no columns")
     if data.source != "hub":

@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, PlainSerializer, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from diloco.config.base import Name, RunOwned, Tuple
 from diloco.config.explain import Expected
@@ -34,6 +35,20 @@ Judge = Literal[AveragedJudge, OwnJudge]
 SteppedOptimizer = Literal["nesterov"]  # a momentum step per version
 WindowedOptimizer = Literal["delayed_nesterov", "fedbuff"]  # a momentum step per outer.delay contributions
 OuterOptimizerName = Literal[SteppedOptimizer, WindowedOptimizer]
+
+
+def _steps_or_part(value: float) -> float:
+    if value > 1 and value % 1:
+        raise PydanticCustomError("format", "neither a whole number nor a part")
+    return value if 0 < value < 1 else int(value)  # 25 and 25.0 are one setting, with one text in the manifest
+
+
+StepsOrPart = Annotated[
+    float,
+    AfterValidator(_steps_or_part),
+    PlainSerializer(lambda value: value),  # a serializer of floats would write 25 as 25.0
+    Expected("a whole number of steps, or a part below 1"),
+]
 RunKeyText = Annotated[
     str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("64 hexadecimal digits, as diloco keygen prints them")
 ]
@@ -144,7 +159,9 @@ class InnerConfig(RunOwned):
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The inner optimizer; its state is never averaged. muon: on matrices inside the model."""
-    lr: float = Field(gt=0, le=10, description="Peak learning rate of the inner optimizer.")
+    lr: float = Field(gt=0, le=10, description="Peak learning rate of AdamW.")
+    muon_lr_ratio: float = Field(1.0, gt=0, le=100)
+    """Peak learning rate of all parameters over inner.lr, where Muon is inside (muon)."""
     batch_size: int = Field(ge=1, le=1 << 20, description="Sequences per inner step and peer.")
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Tuple] = Field(
         (0.9, 0.95), description="Decay of AdamW's first and second moment."
@@ -152,9 +169,13 @@ class InnerConfig(RunOwned):
     weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay.")
     clip: float = Field(1.0, gt=0, le=1e6, description="Largest norm of the gradient; a larger one is scaled down.")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
-    warmup_steps: int = Field(0, ge=0, le=10**15)
-    """Inner steps in which the learning rate rises from 0 to inner.lr."""
-    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of inner.lr (cosine).")
+    warmup_steps: StepsOrPart = Field(0, ge=0, le=10**15)
+    """Inner steps in which the learning rate rises to its peak; below 1: this part of the run."""
+    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate as a part of the peak (cosine).")
+
+    @property
+    def peak_lr(self) -> float:
+        return self.lr * (self.muon_lr_ratio if self.optimizer == "muon" else 1.0)
 
 
 class OuterConfig(RunOwned):

@@ -19,7 +19,9 @@ from diloco.config.explain import explain, show
 from diloco.config.groups import BudgetConfig, DataRecipe, InnerConfig, ModelConfig, OuterConfig, RunIdentity
 from diloco.errors import ConfigError
 
-__all__ = ["MAX_MANIFEST_CHARACTERS", "WIRE_VERSION", "Manifest", "check_model_fits_data", "flatten"]
+__all__ = [
+    "MAX_MANIFEST_CHARACTERS", "WIRE_VERSION", "Manifest", "check_model_fits_data", "check_warmup_ends", "flatten",
+]  # fmt: skip
 
 # Raised whenever peers of the old and the new version could not train together.
 WIRE_VERSION = 5
@@ -106,6 +108,22 @@ def check_model_fits_data(model: ModelConfig, data: DataRecipe) -> None:
         raise ValueError(
             f"data.sequence_length={data.sequence_length} is longer than "
             f"model.config.max_position_embeddings={positions}; lower the one or raise the other"
+        )
+
+
+def check_warmup_ends(budget: BudgetConfig, inner: InnerConfig, outer: OuterConfig, data: DataRecipe) -> None:
+    """Raises ValueError if the learning rate would still be rising when the run ends."""
+    limits = []
+    if budget.outer_steps is not None:
+        limits.append((budget.outer_steps * outer.sync_every, "budget.outer_steps x outer.sync_every"))
+    if budget.tokens is not None:  # of one peer alone; with several it ends sooner
+        steps = budget.tokens // (inner.batch_size * data.sequence_length)
+        limits.append((steps, "budget.tokens / (inner.batch_size x data.sequence_length)"))
+    steps, why = min(limits)
+    if inner.warmup_steps >= max(1, steps):
+        raise ValueError(
+            f"inner.warmup_steps={inner.warmup_steps} is not over when the run ends after {steps} inner steps ({why}); "
+            "lower it, or give it as a part of the run, such as 0.25"
         )
 
 

@@ -17,7 +17,7 @@ from diloco.config import groups, peer_local
 from diloco.config.address import scope
 from diloco.config.base import RunOwned, Settings
 from diloco.config.explain import explain
-from diloco.config.manifest import Manifest, check_model_fits_data
+from diloco.config.manifest import Manifest, check_model_fits_data, check_warmup_ends
 from diloco.errors import ConfigError
 
 __all__ = ["Config"]
@@ -43,6 +43,7 @@ class Config(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         check_model_fits_data(self.model, self.data)
+        check_warmup_ends(self.budget, self.inner, self.outer, self.data)
         return self
 
     @property
@@ -96,16 +97,11 @@ def _half(kind: type[_Half], whole: Settings) -> _Half:
 
 
 def _doubtful(config: Config) -> Iterator[str]:
-    budget, inner, outer, swarm = config.budget, config.inner, config.outer, config.swarm
+    budget, swarm = config.budget, config.swarm
     if budget.outer_steps is not None and budget.tokens is not None:
         yield (
             f"budget.outer_steps={budget.outer_steps} and budget.tokens={budget.tokens} are both set; "
             "the first one reached ends the run (null switches one off)"
-        )
-    if budget.outer_steps is not None and inner.warmup_steps >= budget.outer_steps * outer.sync_every:
-        yield (
-            f"inner.warmup_steps={inner.warmup_steps} is not over when the run ends after "
-            f"{budget.outer_steps * outer.sync_every} inner steps (budget.outer_steps x outer.sync_every)"
         )
     vocabulary = config.model.config.get("vocab_size")
     if config.data.tokenizer == "bytes" and isinstance(vocabulary, int) and vocabulary > 1024:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from diloco.protocol.snapshot import LossPoint, PeerRound, Snapshot
+from diloco.rundir.compare import Run
+from diloco.rundir.gaps import gap_so_far, is_baseline
 from diloco.text import human_bytes, human_count, human_seconds, sparkline
 
 __all__ = [
-    "contribution_rows", "event_rows", "fragment_map", "fragment_rows", "loss_by_time", "loss_by_tokens", "peer_rows",
-    "timeline",
+    "contribution_rows", "event_rows", "fragment_map", "fragment_rows", "held_out", "loss_by_time", "loss_by_tokens",
+    "peer_rows", "timeline",
 ]  # fmt: skip
 
 COLOURS = ["#3b82f6", "#10b981", "#f59e0b", "#8b5cf6", "#ef4444", "#06b6d4", "#ec4899", "#84cc16", "#f97316", "#6366f1"]
@@ -27,15 +30,30 @@ Options = dict[str, Any]
 Row = dict[str, Any]
 
 
-def loss_by_tokens(snapshot: Snapshot) -> Options:
-    """Loss over the swarm clock: the newest point at each clock value."""
+def loss_by_tokens(snapshot: Snapshot, runs: Sequence[Run] = ()) -> Options:
+    """Loss over the swarm clock: the newest point at each clock value. Of `runs` the held-out loss, dashed."""
     newest = {point.tokens: point for point in snapshot.loss}
     points = list(newest.values())
     most = max(newest, default=0)
     unit, size = next((one for one in UNITS if most >= one[1]), ("", 1))
     x = [point.tokens / size for point in points]
     axis = {"type": "value", "name": f"{unit} tokens applied".lstrip(), "max": most / size or None}
-    return _loss(x, points, axis)
+    chart = _loss(x, points, axis)
+    for run, colour in zip(runs, cycle(COLOURS[1:])):
+        curve = [[point.tokens / size, round(point.loss, 4)] for point in run.curve if point.tokens is not None]
+        style = {"lineStyle": {"width": 2, "type": "dashed"}, "itemStyle": {"color": colour}}
+        line = {"name": f"held-out, {run.name}", "type": "line", "showSymbol": False}
+        chart["series"].append({**line, **style, "data": curve})
+    return chart
+
+
+def held_out(runs: Sequence[Run]) -> str:
+    """The newest held-out loss of the first run that is no baseline, and how far it is from its baseline's."""
+    run = next((one for one in runs if one.curve and not is_baseline(one)), None)
+    if run is None:
+        return "-"
+    gap = gap_so_far(run, runs)
+    return f"{run.curve[-1].loss:.3f}" + ("" if gap is None else f" ({gap:+.1f} %)")
 
 
 def loss_by_time(snapshot: Snapshot) -> Options:

@@ -22,6 +22,7 @@ LATE_S = 5.0
 FIGURES = [
     "outer step", "tokens applied", "loss", "tokens / s", "peers training", "components", "in flight", "discarded"
 ]  # fmt: skip
+HELD_OUT = "held-out, over baseline"  # where run directories are shown beside the swarm
 WIDE = "max-sm:hidden"  # hides columns for which a phone has no room
 MODES = [(None, "brightness_auto", "as the system"), (True, "dark_mode", "dark"), (False, "light_mode", "light")]
 
@@ -42,8 +43,9 @@ class PageContent:
         if snapshot is None or self.number == self.poller.number:
             return
         self.number = self.poller.number
-        for kind in (charts.loss_by_tokens, charts.loss_by_time, charts.fragment_map, charts.timeline):
+        for kind in (charts.loss_by_time, charts.fragment_map, charts.timeline):
             self.options[kind.__name__] = kind(snapshot)
+        self.options["loss_by_tokens"] = charts.loss_by_tokens(snapshot, self.poller.runs)
         self.rows = {
             "peers": charts.peer_rows(snapshot, self.poller.paces),
             "fragments": charts.fragment_rows(snapshot),
@@ -51,6 +53,7 @@ class PageContent:
             "events": charts.event_rows(snapshot),
         }
         self.figures = _figures(snapshot, self.poller.tokens_per_s)
+        self.figures[HELD_OUT] = charts.held_out(self.poller.runs)
 
     def state(self) -> str:
         """The connection in words: "live" while a peer answers."""
@@ -151,7 +154,7 @@ def _head(content: PageContent) -> Callable[[], None]:
 def _numbers(content: PageContent) -> Callable[[], None]:
     labels: dict[str, ui.label] = {}
     with ui.grid().classes("w-full gap-2 grid-cols-2 sm:grid-cols-4 lg:grid-cols-8"):
-        for name in FIGURES:
+        for name in [*FIGURES, HELD_OUT] if content.poller.directories else FIGURES:
             with ui.card().classes("p-2 gap-0 min-w-0"):
                 ui.label(name).classes("text-xs opacity-70")
                 labels[name] = ui.label("-").classes("text-lg font-medium tabular-nums whitespace-nowrap")

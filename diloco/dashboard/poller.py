@@ -1,16 +1,19 @@
-"""Asks the swarm for a snapshot once a second, for all open pages together."""
+"""Asks the swarm for a snapshot once a second, for all open pages together, and reads run directories beside it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from diloco.errors import DilocoError
 from diloco.protocol.snapshot import Snapshot
+from diloco.rundir.compare import Run, read_runs
 
 __all__ = ["Poller", "Source"]
 
@@ -19,6 +22,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 1.0
 SAMPLE_S = 5.0  # interval over which a peer's pace is measured; shorter ones would jump with single heartbeats
 SAMPLES = 24
+READ_S = 10.0  # how often run directories are read
 
 
 class Source(Protocol):
@@ -33,14 +37,20 @@ class Source(Protocol):
 class Poller:
     """The newest snapshot, and the pace of each peer over the last two minutes.
 
-    A `DilocoError` of the source does not end the polling.
+    `runs` are the runs in `directories`, for their held-out loss. A `DilocoError` of the source does not end the
+    polling.
     """
 
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, source: Source, clock: Callable[[], float] = time.monotonic, directories: Sequence[Path] = ()
+    ) -> None:
         self.snapshot: Snapshot | None = None  # the newest one; it stays when the swarm no longer answers
         self.number = 0  # of snapshots so far
         self.lost: str | None = None  # why no peer answers; None while one does
         self.tokens_per_s: float | None = None  # of the whole swarm; None before two samples
+        self.runs: list[Run] = []
+        self.directories = directories
+        self._read_at = -math.inf
         self._source = source
         self._clock = clock
         self._seen_at = clock()
@@ -68,6 +78,9 @@ class Poller:
         self.number += 1
         self._seen_at = self._clock()
         self._sample(snapshot)
+        if self.directories and self._clock() - self._read_at >= READ_S:
+            self._read_at = self._clock()
+            self.runs = await asyncio.to_thread(read_runs, self.directories)
 
     def seen_s(self) -> float:
         """Seconds since the last answer."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from nicegui import app, ui
 from nicegui.page import page
@@ -22,9 +23,12 @@ from diloco.protocol.snapshot import PeerRow, Snapshot
 __all__ = ["exposition", "serve"]
 
 
-def serve(source: Source, host: str, port: int, title: str) -> None:
-    """Serves until Ctrl+C. A process can run only one server, because NiceGUI's application is a global."""
-    poller = Poller(source)
+def serve(source: Source, host: str, port: int, title: str, directories: Sequence[Path] = ()) -> None:
+    """Serves until Ctrl+C; the runs in `directories` are shown beside the swarm.
+
+    A process can run only one server, because NiceGUI's application is a global.
+    """
+    poller = Poller(source, directories=directories)
     content = PageContent(poller)
     tasks: list[asyncio.Task[None]] = []
 

@@ -20,7 +20,10 @@ from diloco.errors import ConfigError
 from diloco.rundir.files import number, read_json_lines
 from diloco.rundir.plot import picture
 
-__all__ = ["Point", "Run", "find_runs", "plot_runs", "read_json", "read_runs", "time_to_loss", "worst_loss"]
+__all__ = [
+    "NOT_A_DIFFERENCE", "Point", "Run", "find_runs", "name_runs", "plot_runs", "read_json", "read_runs", "time_to_loss",
+    "worst_loss",
+]  # fmt: skip
 
 AXES = {  # of the pictures: field of `Point`, and label
     "tokens": ("tokens", "tokens applied by the swarm"),
@@ -78,7 +81,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 def read_runs(directories: Sequence[Path]) -> list[Run]:
     """Reads the runs, and gives them names that tell them apart."""
     runs = [_read(directory) for directory in directories]
-    _name(runs)
+    name_runs(runs)
     return runs
 
 
@@ -212,7 +215,7 @@ def _whole(value: Any) -> int | None:
     return None if found is None else int(found)
 
 
-def _name(runs: Sequence[Run]) -> None:
+def name_runs(runs: Sequence[Run]) -> None:
     """Names each run by the settings in which it differs from others, or else by its directory."""
     keys = _differing([run.settings for run in runs])
     leaves = Counter(key.rpartition(".")[2] for key in keys)

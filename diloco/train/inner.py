@@ -29,7 +29,7 @@ def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimiz
     if inner.optimizer == "muon" and hidden:
         ids = {id(p) for p in hidden}
         muon = torch.optim.Muon(
-            hidden, lr=inner.lr, weight_decay=inner.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            hidden, lr=inner.peak_lr, weight_decay=inner.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
         )
         return Pair(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
     return _adamw([p for _, p in named], inner)
@@ -40,7 +40,7 @@ def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.Ad
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": inner.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=inner.lr, betas=inner.betas)
+    return torch.optim.AdamW(groups, lr=inner.peak_lr, betas=inner.betas)
 
 
 class Pair(torch.optim.Optimizer):

@@ -263,20 +263,31 @@ def finished(clock: Sync, budget: BudgetConfig) -> bool:
 
 
 def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
-    """Learning rate of the coming inner step: linear warm-up, then constant, or a cosine from `lr` to its last value.
+    """Learning rate of the coming inner step: linear warm-up, then constant, or a cosine from the peak down.
 
-    Progress is the largest part of any limit of the budget that is used up; tokens count when they are applied.
+    Progress is the largest part of any limit of the budget that is used up. Tokens count when they are applied; during
+    the warm-up, which may be over before the first exchange, this peer's own count at once.
     """
-    step = clock.version * sync_every + clock.inner_step
-    if step < inner.warmup_steps:
-        return inner.lr * (step + 1) / inner.warmup_steps
+    step, warmup = clock.version * sync_every + clock.inner_step, inner.warmup_steps
+    if warmup >= 1:
+        risen = (step + 1) / warmup
+    else:
+        risen = _progress(budget, sync_every, step + 1, max(1, clock.applied_tokens + clock.unsent_tokens))
+        risen = risen / warmup if warmup else 1.0
+    if risen < 1:
+        return inner.peak_lr * risen
     if inner.schedule == "constant":
-        return inner.lr
-    progress = 0.0
-    if budget.outer_steps is not None:
-        total = budget.outer_steps * sync_every - inner.warmup_steps
-        progress = (step - inner.warmup_steps) / max(1, total)
-    if budget.tokens is not None:
-        progress = max(progress, clock.applied_tokens / budget.tokens)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return inner.lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * cosine)
+        return inner.peak_lr
+    if warmup >= 1:  # as a part of the run, if the run is so many steps
+        warmup = 0.0 if budget.outer_steps is None else warmup / (budget.outer_steps * sync_every)
+    progress = _progress(budget, sync_every, step, clock.applied_tokens)
+    progress = (progress - warmup) / max(1 - warmup, 1e-9)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
+    return inner.peak_lr * (inner.final_lr_ratio + (1 - inner.final_lr_ratio) * cosine)
+
+
+def _progress(budget: BudgetConfig, sync_every: int, steps: int, tokens: int) -> float:
+    """The part of the run that is over after so many inner steps of a peer and so many tokens of all."""
+    by_steps = 0.0 if budget.outer_steps is None else steps / (budget.outer_steps * sync_every)
+    by_tokens = 0.0 if budget.tokens is None else tokens / budget.tokens
+    return max(by_steps, by_tokens)

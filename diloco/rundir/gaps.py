@@ -1,0 +1,143 @@
+"""How far runs end from data parallel at the same tokens, in percent of the held-out loss, with the spread over seeds.
+
+1. Runs that differ in their seed only are one arm.
+2. The baselines of an arm are the data parallel arms with its model, data and tokens.
+3. It is compared with the best of them and, if that is another one, with the best that has its inner optimizer. Runs of
+   one seed are compared with each other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from diloco.rundir.compare import NOT_A_DIFFERENCE, Run, name_runs
+
+__all__ = ["Gap", "find_gaps", "gap_of", "gap_so_far", "is_baseline"]
+
+TOKENS_WITHIN = 0.02  # of each other; a budget ends with the outer step that reaches it
+
+
+@dataclass(frozen=True)
+class Gap:
+    """`percent` has a value for each of the `seeds`; it is negative where `name` ends below `baseline`."""
+
+    name: str
+    baseline: str
+    seeds: tuple[int, ...]
+    percent: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.percent)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds; None with one seed."""
+        return statistics.stdev(self.percent) if len(self.percent) > 1 else None
+
+    def __str__(self) -> str:
+        spread = "" if self.spread is None else f" ± {self.spread:.1f}"
+        seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
+        return f"{self.name}: held-out loss {self.mean:+.1f}{spread} % over {self.baseline} ({seeds})"
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """Runs of one setting by their seed; `first` has its name and the settings without a seed."""
+
+    first: Run
+    losses: dict[int, float]
+
+    @property
+    def optimizer(self) -> Any:
+        return self.first.settings.get("inner.optimizer")
+
+    @property
+    def mean_loss(self) -> float:
+        return statistics.mean(self.losses.values())
+
+
+def find_gaps(runs: Sequence[Run]) -> list[Gap]:
+    """The gaps of all arms that have a baseline, in the order of the runs; empty without a data parallel run."""
+    arms = _arms(runs)
+    found = []
+    for arm in arms:
+        rivals = [] if is_baseline(arm.first) else [other for other in arms if _is_baseline_of(other, arm)]
+        alike = [rival for rival in rivals if rival.optimizer == arm.optimizer]
+        best = [min(some, key=lambda rival: rival.mean_loss) for some in (rivals, alike) if some]
+        found += [_gap(arm, rival) for index, rival in enumerate(best) if rival not in best[:index]]
+    return found
+
+
+def gap_so_far(run: Run, others: Sequence[Run]) -> float | None:
+    """The newest held-out loss of a run over the lowest that any of its baselines among `others` had at its tokens, in
+    percent; None without a baseline that has come so far.
+    """
+    if not run.curve or run.curve[-1].tokens is None:
+        return None
+    newest, tokens = run.curve[-1].loss, run.curve[-1].tokens
+    there = [_loss_at(one, tokens) for one in others if is_baseline(one) and _task(one) == _task(run)]
+    known = [loss for loss in there if loss is not None]
+    return gap_of(newest, min(known)) if known else None
+
+
+def is_baseline(run: Run) -> bool:
+    """Whether gradients were averaged in every step."""
+    return run.settings.get("outer.method") == "data_parallel"
+
+
+def gap_of(loss: float, baseline: float) -> float:
+    """A loss over a baseline's, in percent."""
+    return 100 * (loss / baseline - 1)
+
+
+def _arms(runs: Sequence[Run]) -> list[_Arm]:
+    arms: dict[str, _Arm] = {}
+    for run in runs:
+        if not run.settings or not run.loss:  # it broke before it began, or before its first evaluation
+            continue
+        settings = {key: value for key, value in run.settings.items() if key != "run.seed"}
+        same = repr(sorted((key, value) for key, value in settings.items() if not key.startswith(NOT_A_DIFFERENCE)))
+        arm = arms.setdefault(same, _Arm(replace(run, settings=settings), {}))
+        arm.losses[int(run.settings["run.seed"])] = run.loss
+    firsts = [arm.first for arm in arms.values()]
+    baselines = [one for one in firsts if is_baseline(one)]
+    name_runs([one for one in firsts if not is_baseline(one)])
+    name_runs(baselines)
+    for one in baselines:
+        one.name = f"data parallel {one.name}" if len(baselines) > 1 else "data parallel"
+    return list(arms.values())
+
+
+def _is_baseline_of(other: _Arm, arm: _Arm) -> bool:
+    one, two = arm.first, other.first
+    if not is_baseline(two) or _task(one) != _task(two) or one.tokens is None or two.tokens is None:
+        return False
+    equal = abs(one.tokens - two.tokens) <= TOKENS_WITHIN * max(one.tokens, two.tokens)
+    return equal and bool(arm.losses.keys() & other.losses.keys())
+
+
+def _gap(arm: _Arm, rival: _Arm) -> Gap:
+    seeds = tuple(sorted(arm.losses.keys() & rival.losses.keys()))
+    percent = tuple(gap_of(arm.losses[seed], rival.losses[seed]) for seed in seeds)
+    return Gap(arm.first.name, rival.first.name, seeds, percent)
+
+
+def _task(run: Run) -> Mapping[str, Any]:
+    """The settings that two runs must share to be compared."""
+    groups = ("model.", "data.", "eval.sequences")
+    mine = {key: value for key, value in run.settings.items() if key.startswith(groups)}
+    return {key: value for key, value in mine.items() if not key.startswith(NOT_A_DIFFERENCE)}
+
+
+def _loss_at(run: Run, tokens: float) -> float | None:
+    """Held-out loss after so many tokens, on the line between two evaluations; None after the last one."""
+    points = [(point.tokens, point.loss) for point in run.curve if point.tokens is not None]
+    for (before, high), (after, low) in pairwise(points):
+        if before <= tokens <= after * (1 + TOKENS_WITHIN):
+            return high + (low - high) * min(1.0, (tokens - before) / max(after - before, 1))
+    return None

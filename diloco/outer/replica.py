@@ -260,6 +260,7 @@ class Replica:
         self.held[fragment] = Held(
             self.fragments[fragment], self.anchors[fragment], self.settings, self.rng,
             master=master, momentum=momentum, norms=None if held is None else held.norms,
+            shapes={name: parameter.shape for name, parameter in self.parameters.items()},
         )  # fmt: skip
 
     def release(self, fragment: int) -> None:

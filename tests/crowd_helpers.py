@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from _fuzz.crowd import Crowd, Life, Member, small_pieces
+from _fuzz.invariants import Violation, Watch, check_end, moving
+from _fuzz.lineage import Made
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, union
-from diloco.sim.crowd import Crowd, Life, Member, small_pieces
-from diloco.sim.invariants import Violation, Watch, check_end, moving
-from diloco.sim.lineage import Made
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 

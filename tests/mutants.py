@@ -76,9 +76,26 @@ MUTANTS = [
         "refusal-outlives-its-penalty",
         "A peer that was refused for a while, and let in by another, ends long after with that old reason.",
         "diloco.swarm.node.mesh",
-        "if not self._outgoing:",
+        "if not (self._started and self._outgoing):",
         "if True:",
-        first=7500,
+        also=(("if self._started:", "if False:"),),
+        test="tests/test_control.py::test_a_refusal_counts_as_long_as_nobody_else_lets_this_peer_in",
+    ),
+    Mutant(
+        "merges-what-was-forgotten",
+        "Another anchor of the same version is adopted while a merge waits for the lock; it merges what was forgotten.",
+        "diloco.swarm.node.merging",
+        "not syncer.closes(close)",
+        "syncer.version != close.base_version",
+        first=15940,
+    ),
+    Mutant(
+        "the-dead-say-what-is-true",
+        "A syncer died of which a donor has not heard; what the donor made since is refused for ever.",
+        "diloco.swarm.conversations.anchor",
+        "lease = protocol.live_lease(header.fragment)",
+        "lease = protocol.leases.get(header.fragment)",
+        first=17480,
     ),
     Mutant(
         "waits-for-min-peers-for-ever",
@@ -150,6 +167,7 @@ MUTANTS = [
         "diloco.protocol.peer",
         "            self.fragments[fragment].handed_over = True",
         "            pass",
+        test="tests/test_protocol_peer.py::test_a_leaver_makes_no_version_after_it_gave_the_outer_state_away",
     ),
     Mutant(
         "lost-history-is-not-recounted",
@@ -319,11 +337,12 @@ def find(name: str, first: int | None = None, seeds: int | None = None) -> str |
     [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
     assert mutant.module not in sys.modules, "the module is imported already; play mutants in a process of their own"
     sys.meta_path.insert(0, _Finder(mutant))
+    sys.path.insert(0, str(ROOT / "scripts"))
     if mutant.test and first is None:
         ended = pytest.main([str(ROOT / mutant.test), "--quiet", "-p", "no:cacheprovider", "-m", ""])
         return mutant.test if ended is pytest.ExitCode.TESTS_FAILED else None
-    scenario = importlib.import_module("diloco.sim.faults").scenario
-    play = importlib.import_module("diloco.sim.stage").play
+    scenario = importlib.import_module("_fuzz.faults").scenario
+    play = importlib.import_module("_fuzz.stage").play
     begin = mutant.first if first is None else first
     for seed in range(begin, begin + (mutant.seeds if seeds is None else seeds)):
         try:

@@ -155,6 +155,24 @@ def test_a_peer_that_takes_nothing_is_dropped_in_time_and_costs_little_memory() 
         loop.run_until_complete(scene())
 
 
+def test_a_refusal_counts_as_long_as_nobody_else_lets_this_peer_in() -> None:
+    async def scene(listener: Listener) -> None:
+        async def opened(peer: str, protocol: str) -> tuple[asyncio.StreamReader, Pipe]:
+            pipe = Blocked() if peer == OTHER else Pipe(framed(Refusal(reason="refused for 9 s more: noise")))
+            return pipe.reader, pipe
+
+        listener.transport.open = opened  # type: ignore[method-assign]
+        listener.transport.seeds, listener.mesh._started = ["seed"], True
+        assert not await listener.mesh.dial("seed")
+        assert listener.mesh.refusal == "the swarm refused this peer: refused for 9 s more: noise"
+        assert await listener.mesh.dial(OTHER)
+        assert listener.mesh.refusal is None
+        assert not await listener.mesh.dial("seed")
+        assert listener.mesh.refusal is None and len(listener.said("refused_us")) == 2
+
+    run(scene)
+
+
 @pytest.mark.parametrize(
     ("sent", "why"),
     [

@@ -1,6 +1,6 @@
 """Swarms of production peers in virtual time: whatever fails, and in whatever order things arrive, they end as one.
 
-Every story is also watched: `diloco/sim/invariants.py` has what must hold after every turn of the loop and at the end.
+Every story is also watched: `scripts/_fuzz/invariants.py` has what must hold after every turn and at the end.
 """
 
 from __future__ import annotations

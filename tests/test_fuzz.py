@@ -15,6 +15,12 @@ from typing import Any
 
 import pytest
 
+from _fuzz import faults, stage
+from _fuzz.crowd import Crowd, Life, Member
+from _fuzz.faults import Fault, Scenario, scenario
+from _fuzz.invariants import Violation, Watch, check_end
+from _fuzz.lineage import Contributed, Lineage, Made, Total
+from _fuzz.stage import Outcome, play, shrink
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.fragment import Lease
@@ -22,12 +28,6 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Hello, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
-from diloco.sim import faults, stage
-from diloco.sim.crowd import Crowd, Life, Member
-from diloco.sim.faults import Fault, Scenario, scenario
-from diloco.sim.invariants import Violation, Watch, check_end
-from diloco.sim.lineage import Contributed, Lineage, Made, Total
-from diloco.sim.stage import Outcome, play, shrink
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from tests.protocol_helpers import MANIFEST, digest_of
 

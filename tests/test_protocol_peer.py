@@ -300,6 +300,17 @@ def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
     assert of_type(CatchUp, actions) == [] and of_type(Hold, actions) == [Hold(1, 2)]
 
 
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_a_leaver_makes_no_version_after_it_gave_the_outer_state_away(handed_over: bool) -> None:
+    """The heir would go on with a momentum that lacks that version."""
+    peer = pair()
+    peer.enter("leaving", 1.0)
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+    if handed_over:
+        peer.handed_over(0)
+    assert bool(of_type(Merge, peer.arrived(OTHER, 0, 2.0))) is not handed_over
+
+
 def test_a_peer_that_is_done_keeps_its_fragments_while_it_is_connected() -> None:
     peer = pair()
     assert of_type(Hold, peer.heard(OTHER, status_of("done"), 1.0)) == []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from _fuzz.crowd import small_pieces
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
@@ -22,7 +23,6 @@ from diloco.protocol.messages.bulk import Contribution, Record, StateHeader, Ver
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
-from diloco.sim.crowd import small_pieces
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered, fold_whole
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord

@@ -101,7 +101,7 @@ class Syncer:
         self._offers: dict[str, _Offer] = {}
         self._merged = dict(merged)  # peer -> base version of its newest merged contribution
         self._unit = 0.0
-        self._closing = False
+        self._closing: Close | None = None
         self._pushes = 0  # contributions since the last momentum step
         self._delay = 0
 
@@ -265,12 +265,16 @@ class Syncer:
         step_s = 1.0 / max(paces) if paces else 0.0
         return max(0.0, settings.grace_slack * (settings.overlap * step_s - sync_s))
 
+    def closes(self, close: Close) -> bool:
+        """Whether that version is still to be made. It is not once another anchor was adopted, at any version."""
+        return self._closing is close
+
     def _close(self, whole: set[str], members: Mapping[str, Member]) -> Close:
-        self._closing = True
         missing = (self.last_contributors | set(self._offers)) - whole if self._settings.quorum is None else set()
         contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
         close = Close(self.fragment, self.version, contributors, tuple(sorted(missing)))
-        return self._delayed(close, members) if self._settings.windowed else close
+        self._closing = self._delayed(close, members) if self._settings.windowed else close
+        return self._closing
 
     def _delayed(self, close: Close, members: Mapping[str, Member]) -> Close:
         if self._pushes == 0:  # N changes between two momentum steps only
@@ -312,7 +316,7 @@ class Syncer:
 
         For a version that was fetched, `merged` tells the contributors and what is in it.
         """
-        published = version == self.version + 1 and self._closing
+        published = version == self.version + 1 and self._closing is not None
         whole = {peer: offer for peer, offer in self._offers.items() if offer.whole}
         if published:
             self.last_contributors = frozenset(whole)
@@ -330,7 +334,7 @@ class Syncer:
             if self.folds_whole and not offer.whole and offer.base_version > self._merged.get(peer, -1)
         }
         self._unit = 0.0
-        self._closing = False
+        self._closing = None
         self.grace_until = None
 
 

@@ -84,9 +84,12 @@ class AnchorFetcher:
                 raise
 
     def _check_published(self, donor: str, header: StateHeader | PartList) -> None:
-        """Only the syncer says what an anchor is. Without a syncer other than this peer, the donor is believed."""
+        """Only the syncer says what an anchor is. Without a syncer other than this peer, the donor is believed.
+
+        A syncer that is gone does not count: others may have gone on without having heard of it.
+        """
         protocol = self._context.protocol
-        lease = protocol.leases.get(header.fragment)
+        lease = protocol.live_lease(header.fragment)
         if lease is None or lease.holder in (donor, protocol.me):
             return
         if (header.version, header.digest) != (lease.version, lease.digest):

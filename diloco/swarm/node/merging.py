@@ -36,11 +36,11 @@ class Merging:
         self._checks = checks
 
     async def merge(self, close: Close) -> None:
-        """Make the next version, unless the lease was lost or a later version was adopted before it began."""
+        """Make the next version, unless the lease was lost or another anchor was adopted before it began."""
         fragment = self._protocol.fragments[close.fragment]
         syncer = fragment.syncer
         async with self._context.locks[close.fragment].writing():
-            if syncer is None or not self._context.holds(syncer) or syncer.version != close.base_version:
+            if syncer is None or not self._context.holds(syncer) or not syncer.closes(close):
                 return
             published = await self._merge(close, syncer, self._replica.held[close.fragment])
         if not published:

@@ -42,7 +42,7 @@ class ControlMesh:
 
     A peer that cannot be reached is left out, and dialled again when it is heard of again. A wrong run or manifest is
     refused on the stream with the reason. Nothing here raises at the node; when a peer whose word counts refuses this
-    one, and no other lets it in, `refusal` says why.
+    one, `refusal` says why. After the start it counts only as long as no other lets this peer in.
     """
 
     def __init__(self, context: Context, run: RunSpec) -> None:
@@ -54,6 +54,7 @@ class ControlMesh:
         self._incoming: dict[str, Stream] = {}
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._checking: set[str] = set()
+        self._started = False
         self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
 
     async def start(self) -> list[str]:
@@ -61,6 +62,7 @@ class ControlMesh:
         await self._context.transport.handle(CONTROL, self._serve)
         seeds = self._context.transport.seeds
         answered = await asyncio.gather(*(self.dial(peer) for peer in seeds))
+        self._started = True
         self._context.tasks.spawn(self._discover())
         return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
 
@@ -126,7 +128,8 @@ class ControlMesh:
                 await self._refused(peer, str(error))
             logger.debug("dialling %s failed: %r", peer, error)
             return False
-        self.refusal = None
+        if self._started:
+            self.refusal = None
         outgoing = self._outgoing[peer] = _Outgoing(stream)
         # What changed between the hello and now was broadcast to the others only.
         outgoing.say(self._protocol.status())
@@ -149,7 +152,7 @@ class ControlMesh:
                 reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
-        if not self._outgoing:
+        if not (self._started and self._outgoing):
             self.refusal = f"the swarm refused this peer: {reason}"
             context.tasks.notify()
 

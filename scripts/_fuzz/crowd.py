@@ -161,7 +161,8 @@ class Crowd:
         self._numbers += 1
         others = [life for life in self.living() if life.name != member.name]
         known = [life.name for life in others if life.ready]
-        self.torn = self.torn or bool(others and not known and min_peers == 1)
+        elsewhere = self.lives.keys() - {member.name}  # they live, or may come back from their checkpoints
+        self.torn = self.torn or bool(elsewhere and not known and min_peers == 1)
         before = self.lives.get(member.name)
         untrained = before is None or (before.fresh and (before.sync is None or before.sync.tokens == 0))
         life = Life(member, self._numbers, known[:MAX_SEEDS], min_peers, checkpoint, fresh=untrained)

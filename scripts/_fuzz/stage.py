@@ -15,9 +15,9 @@ from functools import cache
 
 import torch
 
-from diloco.sim.crowd import Crowd, Life, small_pieces
-from diloco.sim.faults import SPLIT_PROGRESS_S, TEARING, Fault, Scenario
-from diloco.sim.invariants import Violation, Watch, check_end
+from _fuzz.crowd import Crowd, Life, small_pieces
+from _fuzz.faults import SPLIT_PROGRESS_S, TEARING, Fault, Scenario
+from _fuzz.invariants import Violation, Watch, check_end
 from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
 
 __all__ = ["Outcome", "play", "shrink"]

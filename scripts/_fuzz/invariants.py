@@ -22,7 +22,8 @@ At the end, when everything is healed and everybody is done:
   sequences);
 - tokens are conserved: what a peer that never restarted has processed is applied, counted as discarded, or was not sent
   yet. (With a staleness limit a peer may err when its syncer changed: records name contributors without their base
-  versions. It may also err when it contributed twice from one version, of two histories.)
+  versions. It may also err when it contributed twice from one version, of two histories: a syncer knows contributions
+  by their base versions.)
 - no life failed, nobody left an exception untaken, and no task of an ended life goes on.
 """
 
@@ -35,6 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from _fuzz.crowd import Crowd, Life
+from _fuzz.lineage import Contributed, Lineage, Made, Total
 from diloco.outer.digest import digest_of
 from diloco.outer.held import Held, Judged
 from diloco.outer.optimizer import OuterStep
@@ -43,8 +46,6 @@ from diloco.protocol.actions import Note
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
 from diloco.protocol.messages.bulk import Contribution, Verdict
-from diloco.sim.crowd import Crowd, Life
-from diloco.sim.lineage import Contributed, Lineage, Made, Total
 from diloco.swarm.node.node import Node
 
 __all__ = ["Violation", "Watch", "check_end"]
@@ -106,6 +107,7 @@ class Watch:
             verdict = offer(peer_id, header)
             if verdict.accepted:
                 self._check_base(peer_id, header, node)
+            if verdict.accepted or verdict.merged:
                 self.lineage.bases.setdefault(Contributed(peer_id, header.base_version), set()).add(header.base_digest)
             if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
                 self.lineage.learned_from[Contributed(peer_id, header.base_version)] = union(header.units)

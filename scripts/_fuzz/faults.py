@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.sim.crowd import Member
+from _fuzz.crowd import Member
 
 __all__ = ["KINDS", "SPLIT_PROGRESS_S", "TEARING", "Fault", "Scenario", "scenario"]
 

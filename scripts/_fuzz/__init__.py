@@ -1,0 +1,1 @@
+"""The parts of `scripts/fuzz_protocol`: swarms of production peers, what befalls them, and what must hold."""

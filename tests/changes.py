@@ -68,6 +68,7 @@ CHANGES: dict[str, list[str]] = {
     "outer.staleness_exponent": ["outer.staleness_exponent=0.5", "outer.staleness_limit=1", "outer.quorum=1"],
     "outer.weights": ["outer.weights=uniform"],
     "outer.merge": ["outer.merge=rda"],
+    "outer.flatten": ["outer.flatten=0.5"],
     "outer.optimizer": ["outer.optimizer=delayed_nesterov"],
     "outer.lr_by_peers": ["outer.lr_by_peers={1:0.4,8:0.8}"],
     "outer.robust": ["outer.robust=centered_clip"],

@@ -86,14 +86,14 @@ CANONICAL = (
     '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama","name":"tiny",'
     '"path":null},'
     '"outer":{"clip_factor":3.0,"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,'
-    '"eager":false,"error_feedback":0.0,'
+    '"eager":false,"error_feedback":0.0,"flatten":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"robust":"auto","spot_check":0.0,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
     '"trim":0.25,"weights":"tokens"},'
     '"run":{"id":"golden","key":null,"seed":3},"wire_version":5}'
 )
-GOLDEN_HASH = "fbc989f87a0617aed065e49d6ff8b8c08dd81197f03894ee2751fe3ebc7c9e34"
+GOLDEN_HASH = "ab5077beb6b945bb4b6f6187d11a58a0d2c9a8a8ea3adc8b415687d2679f120f"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:

@@ -80,6 +80,7 @@ EFFECT = {
     "outer.staleness_exponent": "lt.hspd. ...",
     "outer.weights": "lt.hspd. bq.",
     "outer.merge": "lt.hspd. bq.",
+    "outer.flatten": "lt.hspd. bq.",
     "outer.robust": "lt.hspd. b..",
     "outer.clip_factor": "lt.hspd. bq.",
     "outer.trim": "lt.hspd. ...",

@@ -208,6 +208,8 @@ class OuterConfig(RunOwned):
     """What a contribution weighs in the mean."""
     merge: Average = "mean"
     """mean: weighted mean; rda: mean direction with the mean norm, piece by piece."""
+    flatten: float = Field(0.0, ge=0, le=1)
+    """How far singular values of each merged matrix are evened out: 0 not at all, 1 all equal."""
     robust: Literal["auto", "none", Judge] = Field(
         "auto",
         description="Of more than 3 contributions: clip: long ones shortened, reversed ones left out; auto: clip where "

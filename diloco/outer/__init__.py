@@ -6,6 +6,7 @@
     replica     every peer's half of a fragment: anchor, pseudo-gradient, updates
     held        the syncer's half: contributions in, outer step, update out
     merging     merge rules, and `Staged`, which keeps what they compare; their math is in `rda` and `robust`
+    spectrum    what evens out a merged matrix before the outer step
     optimizer   outer optimizers, and how large their steps are
 
 A new algorithm is a class in `AVERAGES`, `JUDGES`, `OPTIMIZERS`, `CODECS` or `LOSSY`, and its name in one of the

@@ -6,12 +6,14 @@
 
 Memory, in fp32 copies of the fragment: 3 (master, momentum, sum), and 1 for the window of a windowed optimizer. Where
 contributions are judged together there is no sum but the payload of each contributor, a quarter of a copy with int8.
+With `outer.flatten` there is 1 more while a version is made.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterStep, Transition
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
+from diloco.outer.spectrum import flatten_, matrices
 from diloco.outer.state import OuterState, adopt_
 
 __all__ = ["Held", "Judged"]
@@ -44,6 +47,7 @@ class Held:
             master - anchor goes into later updates.
         state: momentum and window at the anchor's version; starts at zeros, at version 0.
         norms: of recent contributions, where they are known.
+        shapes: of the parameters, by name; only `outer.flatten` needs them.
 
     It lives as long as this peer is syncer of the fragment. A thread that makes a version keeps its object, so losing
     the lease meanwhile, and even winning it again, does not disturb it. An invalid payload raises `PayloadError` and
@@ -60,6 +64,7 @@ class Held:
         master: Tensor | None = None,
         state: OuterState | None = None,
         norms: Norms | None = None,
+        shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self.fragment, self.anchor, self.settings = fragment, anchor, settings
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
@@ -71,6 +76,7 @@ class Held:
         self.chunks = tuple(chunks(fragment.numel))
         self._numels = [stop - start for start, stop in self.chunks]
         self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
+        self._matrices = matrices(fragment, shapes) if settings.flatten else []
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
         if self.rule is None:
@@ -137,22 +143,37 @@ class Held:
         `judged` says what staged contributions count; there is none where they were folded.
         """
         transition = self.optimizer.transition(step)
+        flattened = self._flattened(judged) if self._matrices else None
         for chunk, (at, end) in enumerate(zip(self._update_at, self._update_at[1:], strict=False)):
-            self._merge_chunk_(chunk, transition, update[at:end], judged)
+            into = self._average(chunk, judged) if flattened is None else flattened[chunk]
+            self._merge_chunk_(chunk, transition, update[at:end], into)
         self.state.took_(step)
         if self.staged is not None:
             self.staged.clear()
         return digest_of(self.anchor)
 
-    def _merge_chunk_(self, chunk: int, transition: Transition, update: Tensor, judged: Judged | None) -> None:
-        start, stop = self.chunks[chunk]
+    def _average(self, chunk: int, judged: Judged | None) -> Sum:
         if self.rule is None:
             into = self.sums[chunk]
             self.average.average_(into)
         else:
             assert self.staged is not None and judged is not None, "contributions are judged before they are merged"
-            into = Sum(buffer("merged", torch.float32, stop - start).zero_(), self._pieces[chunk])
+            into = Sum(buffer("merged", torch.float32, self._numels[chunk]).zero_(), self._pieces[chunk])
             self.rule.merge_(into, self.staged, chunk, *judged, self.average)
+        return into
+
+    def _flattened(self, judged: Judged | None) -> list[Sum]:
+        """All chunks averaged, because a matrix may lie in several of them, and then `flatten_`."""
+        whole = torch.empty(self.fragment.numel)
+        for chunk, (start, stop) in enumerate(self.chunks):
+            into = self._average(chunk, judged)
+            whole[start:stop].copy_(into.total)
+            into.clear()
+        flatten_(whole, self._matrices, self.settings.flatten)
+        return list(map(Sum, whole.split_with_sizes(self._numels), self._pieces))
+
+    def _merge_chunk_(self, chunk: int, transition: Transition, update: Tensor, into: Sum) -> None:
+        start, stop = self.chunks[chunk]
         master, anchor, vectors = self.master[start:stop], self.anchor[start:stop], self.state.part(start, stop)
         transition.move_(master, into.total, vectors)
         if isinstance(transition, Linear) and transition.full:

@@ -257,6 +257,7 @@ class Replica:
         self.held[fragment] = Held(
             self.fragments[fragment], self.anchors[fragment], self.settings, self.rng,
             master=master, state=state, norms=None if held is None else held.norms,
+            shapes={name: parameter.shape for name, parameter in self.parameters.items()},
         )  # fmt: skip
 
     def _zeros(self, fragment: int) -> OuterState:

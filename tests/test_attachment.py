@@ -209,7 +209,8 @@ def test_writing_a_checkpoint_for_a_minute_costs_nobody_a_contribution(slow: str
             loop.step()
             if loop.sync.exchanged and loop.name == slow:
                 with loop.sync.checkpointing() as saved:
-                    tensors = [*saved.anchors, *(vector for vectors in saved.outer.values() for vector in vectors)]
+                    outer = [vector for master, state in saved.outer.values() for vector in (master, *state.vectors)]
+                    tensors = [*saved.anchors, *outer]
                     before = [tensor.clone() for tensor in tensors]
                     loop.pass_s(60.0)
                     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.schedule import Schedule
+from diloco.protocol.schedule import Due, Schedule
 
 
 def cycle(schedule: Schedule, steps: int) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -80,3 +80,27 @@ def test_staggered_sends_are_evenly_spread(fragments: int) -> None:
     steps = [step for step, what, _ in cycle(started(fragments, 22, True), 22) if what == "send"]
     gaps = [b - a for a, b in zip([0, *steps], steps, strict=False)]
     assert steps[-1] == 22 and max(gaps) - min(gaps) <= 1
+
+
+@given(st.data())
+def test_a_peer_that_others_outran_comes_to_each_fragment_in_their_order(data: st.DataObject) -> None:
+    """The others come to the fragments that it missed last of all, so it must not come to one of them earlier."""
+    fragments = data.draw(st.integers(1, 6))
+    sync_every = data.draw(st.integers(fragments, 24))
+    position = data.draw(st.integers(0, sync_every - 1))
+    dues = cycle(started(fragments, sync_every, True, position=position), sync_every)
+    ahead = [f for _, what, one in dues if what == "send" for f in one]
+    behind_by = data.draw(st.integers(0, fragments))  # turns that the others had and this peer had not
+    in_flight = data.draw(st.integers(0, max(0, fragments - 1 - behind_by)))  # it came amid these
+    outrun = ahead[:behind_by] + ahead[fragments - in_flight :]
+
+    schedule = started(fragments, sync_every, True, position=position)
+    schedule.begin(schedule.position_after(outrun, Due((), ())))
+    turns = [f for _, what, one in cycle(schedule, sync_every) if what == "send" for f in one]
+    assert turns == ahead[behind_by % fragments :] + ahead[: behind_by % fragments]
+
+
+def test_what_a_peer_is_exchanging_is_no_turn_that_it_could_leave_out() -> None:
+    schedule = started(2, 6, True, 1)
+    assert schedule.position_after([0], Due((), (1,))) == 0
+    assert schedule.position_after([0], Due((), ())) == 3, "the other one's turn comes first"

@@ -7,6 +7,7 @@ staggered    . S0 R0 S1 R1 S2 | R2 S0 ...                (Streaming DiLoCo, arXi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,6 +63,24 @@ class Schedule:
     def flying(self) -> tuple[int, ...]:
         """Fragments that were sent and whose updates are not adopted yet."""
         return tuple(fragment for _, fragment in self._flying)
+
+    def position_after(self, outrun: Collection[int], due: Due) -> int:
+        """Where in the cycle this peer goes on once the others have made versions of these fragments without it.
+
+        The others come to each of them again only after all the rest. A peer that came to one of them earlier would
+        wait for the others there, while they wait for what it would send later. So it leaves out turns until these
+        are the last ones of its cycle, apart from the fragments that it is exchanging now. `due` is what is due now.
+        """
+        if not self.staggered:
+            return self.inner_step
+        exchanging = {*self.flying, *due.receive}
+        ahead = [fragment for fragment in range(self.fragments) if fragment not in exchanging]
+        ahead.sort(key=lambda fragment: (self._sent_at(fragment) - self.inner_step - 1) % self.target_steps)
+        for left_out in range(len(ahead)):
+            order = ahead[left_out:] + ahead[:left_out]
+            if set(order[len(order) - len(outrun) :]) == set(outrun):
+                return self._sent_at(ahead[left_out - 1]) % self.target_steps if left_out else self.inner_step
+        return self.inner_step
 
     def _sent_at(self, fragment: int) -> int:
         if not self.staggered:

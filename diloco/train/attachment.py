@@ -258,20 +258,21 @@ class Attachment:
         self._link.call_soon(lambda node: node.protocol.progress, *figures)
         if not self.outer.barrier:  # the run goes on, and ends, while this peer trains
             self.version, self.applied_tokens = self._link.swarm_clock()
-        outrun = [] if self._cold else self._link.outrun()
+        outrun = [] if self._cold else [one for one in self._link.outrun() if one not in due.send]
+        behind = self._schedule.position_after(outrun, due) if outrun else -1
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
-        interrupted, left_behind, behind = self.island.agree([self._asked_to_stop, self._left_behind, bool(outrun)])
+        interrupted, left_behind, position = self.island.agree([self._asked_to_stop, self._left_behind, behind])
         self.interrupted, self._left_behind = bool(interrupted), False
         if self.interrupted:
             return
         if self._cold:
-            self._warm_up()
-        elif left_behind:
-            self._rejoin()
-        elif due.send or due.receive:
+            return self._warm_up()
+        if left_behind:
+            return self._rejoin()
+        if due.send or due.receive:
             self._exchange(due)
-        if behind and not self.interrupted:
-            self._follow([fragment for fragment in outrun if fragment not in due.send])
+        if position >= 0 and not self.interrupted:
+            self._follow(outrun, int(position))
 
     def _rejoin(self) -> None:
         """The swarm went on while this peer paused: begin a round with the others, and leave out the one that began."""
@@ -281,8 +282,9 @@ class Attachment:
             self._go_along(self._link.begin())
         self._progress.restart(self.steps)
 
-    def _follow(self, outrun: Sequence[int]) -> None:
+    def _follow(self, outrun: Sequence[int], position: int) -> None:
         """The others made a version without this peer. Its contribution would be refused in every round from now on."""
+        self._schedule.inner_step = position
         _, tokens = self._unsent.send(outrun, self.steps, self.tokens).get(CONTROL_FRAGMENT, (0, 0))
         with self.phases.during("comm"):
             self._adopt(lambda node: node.follow(outrun, tokens))
@@ -320,10 +322,8 @@ class Attachment:
 
     def _adopt(self, exchange: Callable[[Node], Coroutine[Any, Any, Exchanged | None]]) -> None:
         """Let rank 0 exchange, and have all ranks go on from the anchor that it has then."""
-        progress, outer = self._progress, self.outer
-        adopted = self._link.adopt(
-            exchange, lambda node: progress.cycle_steps(outer, node.protocol.fastest_steps_per_s)
-        )
+        own, outer = self._progress, self.outer
+        adopted = self._link.adopt(exchange, lambda node: own.cycle_steps(outer, node.protocol.fastest_steps_per_s))
         if not adopted.done:
             self.interrupted = True
             return
@@ -334,8 +334,8 @@ class Attachment:
         self.applied_tokens = adopted.applied_tokens  # less than before when another history won
         if self.version > self._round_version:
             self._round_version = self.version
-            progress.end_round()
-            self.report(progress.loss)
+            own.end_round()
+            self.report(own.loss)
         if adopted.position:
             self._schedule.begin(adopted.position)
         if outer.dylu:

@@ -79,6 +79,8 @@ class Exchange:
     def _next_step(self, lease: Lease | None, version: int, now: float, retry_at: float) -> Step:
         settled = self.discarded or self._recorded
         if version > self.base_version and (settled or not self.may_be_late):
+            if lease is not None and version < self._merged_by <= lease.version:
+                return Step.CATCH_UP
             if self.may_be_late:
                 self.discarded = self.discarded or not self._recorded
                 return Step.DONE
@@ -107,8 +109,7 @@ class Exchange:
     def refused(self, verdict: Verdict, lease: Lease) -> None:
         """The syncer refused. A stale base means that the swarm went on; after other reasons the owner tries again."""
         if verdict.merged and not verdict.record_follows:
-            self.merged()
-            self._merged_by = verdict.version
+            self.merged(verdict.version)
         elif verdict.late and not verdict.record_follows:
             self.discarded = True
         self._failed_term = lease.term
@@ -118,10 +119,11 @@ class Exchange:
         self.discarded = me not in contributors
         self._recorded = True
 
-    def merged(self) -> None:
-        """The contribution is known to be in a version that the owner adopts next, or has."""
+    def merged(self, version: int) -> None:
+        """The contribution is known to be in this version, which the owner adopts next, or has."""
         self.discarded = False
         self._recorded = True
+        self._merged_by = version
 
     def broke(self, lease: Lease) -> None:
         """The stream to the syncer broke before the record was here."""

@@ -263,7 +263,7 @@ class Rounds:
         else:
             exchange.refused(answered.verdict, lease)
         if isinstance(answered.update, FragmentState):
-            exchange.merged()
+            exchange.merged(answered.update.header.version)
             if exchange.fragment not in self._protocol.followed:  # else its updates are on their way, one by one
                 await self._anchors.adopt_state(answered.update)
         elif answered.update is not None:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,11 +144,15 @@ class Trainee:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
         for name, parameter in self.parameters.items():
             parameter.sub_(step if isinstance(step, float) else step[name])
+        return self.call(self._exchange(tokens))
+
+    async def _exchange(self, tokens: int) -> Exchanged:
+        """One coroutine, so that closing the node finds it waiting."""
         fragments = range(len(self.replica.fragments))
-        self.call(self.node.send(dict.fromkeys(fragments, (10, tokens))))
-        outcome = self.call(self.node.receive(fragments))
+        await self.node.send(dict.fromkeys(fragments, (10, tokens)))
+        outcome = await self.node.receive(fragments)
         assert outcome is not None, "interrupted"
-        self.call(self.node.enter("training"))
+        await self.node.enter("training")
         return outcome
 
     def leave(self, finished: bool) -> None:
@@ -192,12 +197,19 @@ class Crowd:
         return self.members[-1]
 
     def start(self, count: int, **options: Any) -> list[Trainee]:
-        """That many peers, started, agreed and ready for their first inner step."""
+        """That many peers, started, agreed, and heard by each other to train.
+
+        A round of these tests takes no time. A syncer that had heard of one peer that it trains, and not yet of another
+        one that it is ready, would make the first version without that one.
+        """
         first = self.peer(min_peers=count, **options).start()
         others = [self.peer(first.address, min_peers=count, **options) for _ in range(count - 1)]
         together(*(other.start for other in others))
-        together(*(peer.begin for peer in [first, *others]))
-        return [first, *others]
+        peers = [first, *others]
+        together(*(peer.begin for peer in peers))
+        pairs = list(permutations(peers, 2))
+        eventually(lambda: all(one.sees(other, "training") for one, other in pairs), "everybody to hear of everybody")
+        return peers
 
     def finish(self, *peers: Trainee) -> None:
         """All of them are done at the same time and leave."""

@@ -134,14 +134,15 @@ def test_four_peers_end_with_one_anchor_that_nesterov_on_the_weighted_mean_gives
 
 
 def test_the_same_int8_run_twice_gives_the_same_bits_whatever_the_order_of_arrival(crowds: Any) -> None:
-    digests = set()
+    digests, told = set(), []
     for _ in range(2):
         crowd = crowds(fragments=3, codec_up="int8", codec_down="int8")
         peers = crowd.start(3)
         train(crowd, peers, range(ROUNDS))
         crowd.finish(*peers)
         digests |= {peer.digest for peer in peers}
-    assert len(digests) == 1
+        told.append({peer.options.name: peer.events for peer in peers})
+    assert len(digests) == 1, told
 
 
 # -- joining and leaving ----------------------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(90)]
 SHAPES = {"embed": (300, 1000), "layer": (37, 13), "norm": (5,), "head": (1000, 300)}  # two of them over one chunk
 SMALL = {"embed": (60, 100), "layer": (37, 13), "norm": (5,)}
 ROUNDS = 3
+# Each step rounds the anchor by half an ulp, 2.4e-7 below 8. The momentum is made of how far the anchor moved, so each
+# later step repeats beta / (1 + beta) of that: all in all at most 3 * 2.4e-7 / (1 - 0.9 / 1.9).
+ROUNDED = 1.4e-6
 
 
 @pytest.fixture
@@ -116,7 +119,7 @@ def payload_bytes(peer: Trainee) -> int:
 
 
 @pytest.mark.parametrize("fragments", [1, 4, 7])
-@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", 1e-6), ("int8", 4e-3), ("e3m0", 4e-2)])
+@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", ROUNDED), ("int8", 4e-3), ("e3m0", 4e-2)])
 def test_four_peers_end_with_one_anchor_that_nesterov_on_the_weighted_mean_gives(
     crowds: Any, fragments: int, codec: str, tolerance: float
 ) -> None:

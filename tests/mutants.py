@@ -87,7 +87,7 @@ MUTANTS = [
         "diloco.swarm.node.merging",
         "not syncer.closes(close)",
         "syncer.version != close.base_version",
-        first=15940,
+        test="tests/test_rounds.py::test_a_version_whose_contributions_were_forgotten_is_not_made",
     ),
     Mutant(
         "the-dead-say-what-is-true",
@@ -143,7 +143,7 @@ MUTANTS = [
         "diloco.swarm.node.rounds",
         "merged = protocol.accounts.merged(fragment).get(protocol.me, -1)",
         "merged = None",
-        first=352,
+        first=620,
     ),
     Mutant(
         "caught-up-syncer-forgets-what-is-merged",
@@ -183,7 +183,7 @@ MUTANTS = [
         "diloco.protocol.peer",
         "if header.base_version == fragment.version and header.base_digest != fragment.digest:",
         "if False:",
-        first=1890,
+        first=4090,
     ),
     Mutant(
         "torn-checkpoint",
@@ -222,7 +222,7 @@ MUTANTS = [
         "diloco.swarm.node.anchors",
         "if (here.version, here.digest) != (header.version - 1, header.digest_before):",
         "if False:",
-        first=355,
+        first=360,
     ),
     Mutant(
         "higher-version-wins-the-lease",

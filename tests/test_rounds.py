@@ -587,6 +587,32 @@ def test_a_version_that_closes_while_a_contribution_is_folded_in_counts_it(monke
     run(scene)
 
 
+def test_a_version_whose_contributions_were_forgotten_is_not_made() -> None:
+    """An anchor of another history, of the same version, is adopted while the merge waits for the lock."""
+
+    async def scene() -> None:
+        host = quorum_host()
+        await host.anchors.load()
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        syncer = host.protocol.syncers[0]
+        lease = Lease(0, ME, 1, 0, host.protocol.digests[0])
+        assert syncer.offer(OTHER, Exchange(0, 0, lease.digest, 1, 10, MANIFEST).header(lease)).accepted
+        host.parameters["w"].sub_(1.0)
+        async with host.context.locks[0].writing():
+            await fold_whole(host.context, syncer, OTHER, 0, [host.replica.encode(0, 0)])
+            host.do(host.protocol.tick(host.now()))
+            assert host.protocol.merging(0)
+            await asyncio.sleep(0)  # the merge waits for the lock
+            host.replica.anchors[0].fill_(7.0)
+            host.anchors.moved(0, 0, host.replica.digest(0))
+        async with host.context.locks[0].writing():  # after the merge, which has waited longer
+            pass
+        assert host.protocol.versions[0] == 0 and host.context.tasks.failure is None
+        assert torch.equal(host.replica.anchors[0], torch.full((6,), 7.0))
+
+    run(scene)
+
+
 def test_a_lease_that_is_lost_while_a_contribution_is_folded_in_takes_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         host = quorum_host()

@@ -27,6 +27,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.digest import part_digest, part_digests, part_ranges
 from diloco.outer.fragments import CHUNK
+from diloco.outer.held import Held
 from diloco.protocol.download import MAX_DONORS, PartPlan
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
@@ -183,27 +184,36 @@ async def fetch_part(context: Context, stream: Stream, listed: PartList, part: i
 async def copy_state(context: Context, fragment: int, outer: bool = False) -> FragmentState:
     """A copy of a fragment's anchor as it is now, and with `outer` of its outer state where this peer has it.
 
-    The originals move on while a slow peer reads.
+    The originals move on while a slow peer reads. A version that closes first goes first: the peer that takes the outer
+    state over would make the next one without it.
     """
     protocol, replica = context.protocol, context.replica
-    async with context.locks[fragment].reading():
-        held = replica.held.get(fragment) if outer else None
-        anchor, state = replica.anchors[fragment], None
-        if held is not None:
-            protocol.handed_over(fragment)
-            state = await in_thread(lambda: (held.master.clone(), held.state.clone()))
-        anchor = await in_thread(anchor.clone)
-        header = StateHeader(
-            fragment=fragment,
-            version=protocol.fragments[fragment].version,
-            digest=protocol.fragments[fragment].digest,
-            applied_tokens=protocol.applied_tokens,
-            outer=state is not None,
-            pushes=0 if state is None else state[1].pushes,
-            delay=1 if state is None else state[1].delay,
-            shares=protocol.accounts.shares(fragment),
-            **protocol.accounts.data_cursor(fragment),
-        )
+    while True:
+        await context.tasks.until(lambda: not protocol.merging(fragment))
+        async with context.locks[fragment].reading():
+            if not protocol.merging(fragment):  # none closed while this waited for the lock
+                return await _copy_state(context, fragment, replica.held.get(fragment) if outer else None)
+
+
+async def _copy_state(context: Context, fragment: int, held: Held | None) -> FragmentState:
+    """The lock is held."""
+    protocol, replica = context.protocol, context.replica
+    anchor, state = replica.anchors[fragment], None
+    if held is not None:
+        protocol.handed_over(fragment)
+        state = await in_thread(lambda: (held.master.clone(), held.state.clone()))
+    anchor = await in_thread(anchor.clone)
+    header = StateHeader(
+        fragment=fragment,
+        version=protocol.fragments[fragment].version,
+        digest=protocol.fragments[fragment].digest,
+        applied_tokens=protocol.applied_tokens,
+        outer=state is not None,
+        pushes=0 if state is None else state[1].pushes,
+        delay=1 if state is None else state[1].delay,
+        shares=protocol.accounts.shares(fragment),
+        **protocol.accounts.data_cursor(fragment),
+    )
     return FragmentState(header, anchor, state)
 
 

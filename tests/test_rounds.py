@@ -599,15 +599,16 @@ def test_a_version_whose_contributions_were_forgotten_is_not_made() -> None:
         assert syncer.offer(OTHER, Exchange(0, 0, lease.digest, 1, 10, MANIFEST).header(lease)).accepted
         host.parameters["w"].sub_(1.0)
         async with host.context.locks[0].writing():
+            others = asyncio.all_tasks()
             await fold_whole(host.context, syncer, OTHER, 0, [host.replica.encode(0, 0)])
             host.do(host.protocol.tick(host.now()))
             assert host.protocol.merging(0)
-            await asyncio.sleep(0)  # the merge waits for the lock
+            merging = asyncio.all_tasks() - others
+            await asyncio.sleep(0)  # it waits for the lock
             host.replica.anchors[0].fill_(7.0)
             host.anchors.moved(0, 0, host.replica.digest(0))
-        async with host.context.locks[0].writing():  # after the merge, which has waited longer
-            pass
-        assert host.protocol.versions[0] == 0 and host.context.tasks.failure is None
+        assert await asyncio.wait(merging)
+        assert host.protocol.versions[0] == 0 and not any(task.exception() for task in merging)
         assert torch.equal(host.replica.anchors[0], torch.full((6,), 7.0))
 
     run(scene)

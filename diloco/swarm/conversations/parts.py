@@ -189,10 +189,11 @@ async def copy_state(context: Context, fragment: int, outer: bool = False) -> Fr
     """
     protocol, replica = context.protocol, context.replica
     while True:
-        await context.tasks.until(lambda: not protocol.merging(fragment))
         async with context.locks[fragment].reading():
-            if not protocol.merging(fragment):  # none closed while this waited for the lock
-                return await _copy_state(context, fragment, replica.held.get(fragment) if outer else None)
+            held = replica.held.get(fragment) if outer else None
+            if held is None or not protocol.merging(fragment):
+                return await _copy_state(context, fragment, held)
+        await context.tasks.until(lambda: not protocol.merging(fragment))
 
 
 async def _copy_state(context: Context, fragment: int, held: Held | None) -> FragmentState:

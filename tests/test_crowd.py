@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from diloco.protocol.syncer import Syncer
 from tests.crowd_helpers import TOKENS_PER_ROUND, Belief, agreed, story
 
 seeds = pytest.mark.parametrize("seed", range(4))
@@ -51,17 +52,27 @@ def test_nobody_grabs_everything_because_it_started_early() -> None:
         assert [len(held) for held in swarm.last_held] == [1, 1, 1, 1]
 
 
-def test_int8_versions_have_the_same_bits_whoever_is_syncer_and_whatever_arrives_first() -> None:
-    digests, syncers = set(), set()
+@pytest.mark.parametrize("robust", ["auto", "none"])  # kept until the version closes, or folded in on arrival
+def test_int8_versions_have_the_same_bits_whatever_arrives_first(robust: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals: dict[tuple[int, int], list[str]] = {}
+    arrived = Syncer.arrived
+
+    def noted(self: Syncer, peer: str) -> None:
+        arrivals.setdefault((self.fragment, self.version), []).append(peer)
+        arrived(self, peer)
+
+    monkeypatch.setattr(Syncer, "arrived", noted)
+    digests, orders = set(), set()
     for seed in range(8):
-        with story(seed, fragments=3, outer={"codec_up": "int8", "codec_down": "int8"}) as swarm:
+        arrivals.clear()
+        with story(seed, fragments=3, outer={"codec_up": "int8", "codec_down": "int8", "robust": robust}) as swarm:
             swarm.crowd.seed = 0  # of models and gradients
             for name in "abc":
                 swarm.start(name, min_peers=3)
             nodes = swarm.run_to_the_end()
             digests |= {tuple(node.replica.digests()) for node in nodes}
-            syncers.add(tuple((made.fragment, made.author) for made in swarm.made()))
-    assert len(digests) == 1 and len(syncers) > 1
+        orders.add(tuple((key, *arrivals[key]) for key in sorted(arrivals)))
+    assert len(digests) == 1 and len(orders) > 1
 
 
 def test_the_same_seed_is_the_same_run_and_another_one_is_not() -> None:

@@ -517,12 +517,25 @@ def test_offsets_are_the_ends_of_the_chunks_payloads(name: str, numel: int) -> N
     assert codec(name).offsets(numel) == tuple(ends)
 
 
+@pytest.mark.parametrize("name", [*CODECS, *LOSSY])
+@pytest.mark.parametrize("numel", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77])
+@pytest.mark.parametrize("unit", [BLOCK, 2 * BLOCK])
+def test_a_part_is_cut_out_as_if_it_had_been_encoded_alone(name: str, numel: int, unit: int) -> None:
+    x = gaussian(numel, seed=3)
+    rows = [row for part in codec(name).cut(encoded(name, x), numel, unit) for row in part]
+    alone = [encoded(name, part.clone()) for part in x.split(unit)]
+    assert [row.tolist() for row in rows] == [part.tolist() for part in alone]
+
+
 class Counting(Codec):
     """fp32 that counts how often somebody asks for a size."""
 
     name = "counting"
     carries_values = True
     asked = 0
+
+    def widths(self, numel: int) -> list[int]:
+        return [4 * numel]
 
     def nbytes(self, numel: int) -> int:
         Counting.asked += 1

@@ -2,6 +2,7 @@
 
     fragments   which elements travel together, and how they get in and out of a model
     payloads    the interface of a codec; `codecs` and, with error feedback, `lossy` are the codecs
+    merkle      roots over payloads that a peer signs, and proofs of their parts
     digest      names for values, so that replicas can be compared and repaired in parts
     replica     every peer's half of a fragment: anchor, pseudo-gradient, updates
     held        the syncer's half: contributions in, outer step, update out

@@ -68,8 +68,8 @@ class _FloatCodec(Codec):
     dtype: ClassVar[torch.dtype]
     largest: ClassVar[float]
 
-    def nbytes(self, numel: int) -> int:
-        return numel * self.dtype.itemsize
+    def widths(self, numel: int) -> list[int]:
+        return [numel * self.dtype.itemsize]
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))
@@ -130,8 +130,8 @@ class _BlockCodec(Codec):
     def _dequantise(self, codes: Tensor, numel: int) -> Tensor:
         """The values (r, numel) fp32 of codes in blocks of exponent -unit_exponent, in the thread's buffer."""
 
-    def nbytes(self, numel: int) -> int:
-        return -(-numel // BLOCK) + -(-numel // self.codes_per_byte)
+    def widths(self, numel: int) -> list[int]:
+        return [1, -(-numel // self.codes_per_byte)]
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))

@@ -55,28 +55,22 @@ class _LossyCodec(Codec):
 
     @abstractmethod
     def _widths(self, numel: int) -> list[int]:
-        """Bytes of each part of the payload of one block, without the levels."""
+        """`widths` without the levels, which come first."""
 
     @abstractmethod
     def _encode_rows(self, rows: Tensor, levels: Tensor, *packed: Tensor) -> None:
         """Write the levels (r, num_levels) fp32 and the packed parts (r, .) uint8 of blocks (r, n) fp32."""
 
-    def nbytes(self, numel: int) -> int:
-        return sum(self._sizes(numel))
+    def widths(self, numel: int) -> list[int]:
+        return [2 * self.num_levels, *self._widths(numel)]
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         assert_chunk(x, out, self.nbytes(x.numel()))
-        head, *packed = out.split_with_sizes(self._sizes(x.numel()))
+        head, *packed = out.split_with_sizes(self.sizes(x.numel()))
         levels = torch.empty(len(head) // 2)
         for parts in self._blocks(x, levels, packed):
             self._encode_rows(*parts)
         head.copy_(levels.bfloat16().view(torch.uint8))
-
-    def _sizes(self, numel: int) -> list[int]:
-        """Bytes of the parts of a payload: the levels of all blocks, then as in `_widths`."""
-        full, rest = divmod(numel, BLOCK)
-        widths = [full * width + last for width, last in zip(self._widths(BLOCK), self._widths(rest), strict=True)]
-        return [2 * self.num_levels * (full + (rest > 0)), *widths]
 
     def _blocks(self, x: Tensor, levels: Tensor, packed: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Yield (elements (r, n), levels (r, num_levels), packed parts (r, .)): the full blocks, then the rest."""
@@ -85,7 +79,7 @@ class _LossyCodec(Codec):
     def _read(self, payload: Tensor, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """`_blocks` of a payload, of which `x` has the shape. PayloadError if its length or a level is invalid."""
         self._check_length(payload, x.numel())
-        head, *packed = payload.split_with_sizes(self._sizes(x.numel()))
+        head, *packed = payload.split_with_sizes(self.sizes(x.numel()))
         levels = head.clone().view(torch.bfloat16).float()  # a copy, because bfloat16 needs an even address
         low, high = torch.aminmax(levels)
         if not (low >= self.lowest_level and high <= LIMIT):  # NaN fails both

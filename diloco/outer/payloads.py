@@ -44,8 +44,33 @@ class Codec(ABC):
     """Whether an update holds the new values, which need no earlier anchor, rather than a displacement."""
 
     @abstractmethod
+    def widths(self, numel: int) -> list[int]:
+        """Bytes of each part of the payload of one block of `numel` elements, which are 1 to BLOCK."""
+
+    def sizes(self, numel: int) -> list[int]:
+        """Bytes of each part of a payload of `numel` elements; a part has all blocks in order."""
+        full, rest = divmod(numel, BLOCK)
+        widths = self.widths(BLOCK)
+        last = self.widths(rest) if rest else [0] * len(widths)
+        return [full * width + end for width, end in zip(widths, last, strict=True)]
+
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload of `numel` elements."""
+        return sum(self.sizes(numel))
+
+    def cut(self, payload: Tensor, numel: int, unit: int) -> Iterator[Tensor]:
+        """The payloads of `unit` elements each, a multiple of BLOCK, as rows (r, bytes) uint8; what is left comes last.
+
+        Each row is what `encode` makes of its elements alone. PayloadError if the length is wrong.
+        """
+        self._check_length(payload, numel)
+        (full, rest), widths = divmod(numel, unit), self.sizes(unit)
+        parts = payload.split_with_sizes(self.sizes(numel))
+        if full:
+            rows = [part[: full * width].view(full, width) for part, width in zip(parts, widths, strict=True)]
+            yield torch.cat(rows, dim=1)
+        if rest:
+            yield torch.cat([part[full * width :] for part, width in zip(parts, widths, strict=True)]).view(1, -1)
 
     def offsets(self, numel: int) -> tuple[int, ...]:
         """Where the payload of each chunk begins in that of a whole fragment of `numel` elements, and where it ends."""

@@ -20,8 +20,8 @@ class Lying(Codec):
         self.carries_values = honest.carries_values  # type: ignore[misc]
         self._honest, self._factor = honest, factor
 
-    def nbytes(self, numel: int) -> int:
-        return self._honest.nbytes(numel)
+    def widths(self, numel: int) -> list[int]:
+        return self._honest.widths(numel)
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         self._honest.encode(x * self._factor, out)

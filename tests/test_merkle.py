@@ -1,0 +1,94 @@
+"""Merkle roots: what a path proves, and that it proves nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.errors import PayloadError
+from diloco.outer.codecs import CODECS, codec
+from diloco.outer.fragments import CHUNK, chunks
+from diloco.outer.lossy import LOSSY
+from diloco.outer.merkle import LEAF, leaf, leaves, path, payload_root, root, verify
+
+
+def hashes(count: int) -> list[bytes]:
+    return [leaf(b"block %d" % index) for index in range(count)]
+
+
+def reference(level: list[bytes]) -> bytes:
+    """The top of the tree of RFC 6962, section 2.1."""
+    if len(level) == 1:
+        return level[0]
+    half = 1 << (len(level) - 1).bit_length() - 1
+    return hashlib.sha256(b"\1" + reference(level[:half]) + reference(level[half:])).digest()
+
+
+@pytest.mark.parametrize("count", range(1, 70))
+def test_the_tree_is_that_of_the_rfc_under_a_root_with_its_size(count: int) -> None:
+    top = hashlib.sha256(b"\2" + count.to_bytes(8, "big") + reference(hashes(count))).digest()
+    assert root(hashes(count)) == top
+
+
+@pytest.mark.parametrize("count", [*range(1, 35), 220])
+def test_every_leaf_is_proved_at_its_own_index_only(count: int) -> None:
+    all_leaves = hashes(count)
+    top = root(all_leaves)
+    for index in range(count):
+        proof = path(all_leaves, index)
+        assert len(proof) <= (count - 1).bit_length()
+        proved = [at for at in range(-1, count + 2) if verify(top, all_leaves[index], at, count, proof)]
+        assert proved == [index]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.data())
+def test_a_proof_that_was_tampered_with_proves_nothing(count: int, other: int, data: st.DataObject) -> None:
+    all_leaves, index = hashes(count), data.draw(st.integers(0, count - 1))
+    top, proof = root(all_leaves), path(all_leaves, index)
+    assert not verify(top, leaf(b"another"), index, count, proof)
+    assert not verify(root(hashes(other)), all_leaves[index], index, count, proof) or other == count
+    assert not verify(top, all_leaves[index], index, other, proof) or other == count
+    assert not verify(top, all_leaves[index], index, count, [*proof, b"\0" * 32])
+    if proof:
+        at = data.draw(st.integers(0, len(proof) - 1))
+        assert not verify(top, all_leaves[index], index, count, proof[:-1])
+        assert not verify(top, all_leaves[index], index, count, [*proof[:at], b"\0" * 32, *proof[at + 1 :]])
+
+
+def test_a_node_does_not_pass_for_a_leaf() -> None:
+    left, right = hashes(2)
+    assert leaf(left + right) != hashlib.sha256(b"\1" + left + right).digest()
+    # A tree of two leaves and one whose single leaf is their node have different roots.
+    assert root([hashlib.sha256(b"\1" + left + right).digest()]) != root([left, right])
+
+
+@pytest.mark.parametrize("name", [*CODECS, *LOSSY])
+@pytest.mark.parametrize("numel", [1, LEAF + 1, CHUNK + 3 * LEAF + 5])
+def test_the_root_of_a_payload_is_over_its_leaves_as_if_each_was_encoded_alone(name: str, numel: int) -> None:
+    values, one = torch.randn(numel, generator=torch.Generator().manual_seed(7)), codec(name)
+    payloads = []
+    for start, stop in chunks(numel):
+        payloads.append(torch.empty(one.nbytes(stop - start), dtype=torch.uint8))
+        one.encode(values[start:stop], payloads[-1])
+    alone = []
+    for block in values.split(LEAF):
+        payload = torch.empty(one.nbytes(len(block)), dtype=torch.uint8)
+        one.encode(block.clone(), payload)
+        alone.append(leaf(payload.numpy().tobytes()))
+    assert payload_root(payloads, one, numel) == root(alone)
+
+
+def test_a_payload_of_the_wrong_length_has_no_leaves() -> None:
+    with pytest.raises(PayloadError, match="int8 payload of 5 elements has 5 bytes, not 6"):
+        leaves(codec("int8"), torch.zeros(5, dtype=torch.uint8), 5)
+
+
+def test_a_root_stays_what_it_is() -> None:
+    """Two versions of this package that sign roots must agree about them."""
+    payload = torch.arange(LEAF + 5 + 3, dtype=torch.int32).to(torch.uint8)
+    known = "b058530a5db6bb26728024f099c04bcb8a7da2eb283caa2f15b85439558883ad"
+    assert payload_root([payload], codec("int8"), LEAF + 3).hex() == known

@@ -108,6 +108,13 @@ class Codec(ABC):
         else:
             self.accumulate_(anchor, payload, 1.0)
 
+    def cell(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The least and the largest values (numel,) fp64 of which `encode` makes this payload, for an audit.
+
+        For a block they are those of its exponent. PayloadError for a payload that `encode` makes of no values.
+        """
+        raise NotImplementedError(f"{self.name} does not publish updates")
+
     def _check_length(self, payload: Tensor, numel: int) -> None:
         if payload.numel() != self.nbytes(numel):
             raise PayloadError(

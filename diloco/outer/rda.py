@@ -22,13 +22,13 @@ from torch import Tensor
 from diloco.outer.fragments import Fragment
 from diloco.outer.payloads import buffer
 
-__all__ = ["add_directions_", "directional_pieces", "radial_directional_"]
+__all__ = ["CANCELLED", "SMALLEST_NORM", "add_directions_", "directional_pieces", "radial_directional_"]
 
 Piece = tuple[int, int]  # a half-open range of a chunk
 
-_SMALLEST_NORM = 2.0**-126
+SMALLEST_NORM = 2.0**-126
 """Smaller norms are subnormal in fp32; hardware that flushes them to zero would divide by zero."""
-_CANCELLED = 2.0**-20  # A sum of directions that is shorter than this part of its weight consists of rounding errors.
+CANCELLED = 2.0**-20  # A sum of directions that is shorter than this part of its weight consists of rounding errors.
 
 
 def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]:
@@ -51,7 +51,7 @@ def add_directions_(total: Tensor, values: Tensor, pieces: Sequence[Piece], weig
         total[start:stop].add_(values[start:stop], alpha=weight)
     for start, stop in pieces:
         norm = _norm(values[start:stop])
-        if norm < _SMALLEST_NORM:
+        if norm < SMALLEST_NORM:
             norm = 0.0
         else:  # weight / norm may exceed fp32, unit vectors do not
             unit = torch.div(values[start:stop], norm, out=buffer("displacement", values.dtype, stop - start))
@@ -72,7 +72,7 @@ def radial_directional_(total: Tensor, pieces: Sequence[Piece], weight_sum: floa
         total[start:stop].div_(weight_sum)
     for (start, stop), norm_sum in zip(pieces, norm_sums, strict=True):
         norm = _norm(total[start:stop])
-        if norm < _CANCELLED * weight_sum:
+        if norm < CANCELLED * weight_sum:
             total[start:stop].zero_()
         else:
             total[start:stop].mul_(norm_sum / weight_sum / norm)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
-from diloco.outer.audit import Counted, Part, Seen
-from diloco.outer.codecs import codec
-from diloco.outer.fragments import Fragment, chunks, partition
+from diloco.outer.audit import parts
+from diloco.outer.fragments import chunks, partition
 from diloco.outer.held import Held
 from diloco.outer.merkle import LEAF
 from diloco.outer.payloads import Codec
+from diloco.outer.recompute import Counted, Seen
 from diloco.outer.robust import Norms
 
 Lie = Callable[[Tensor], Tensor]
@@ -42,7 +42,6 @@ class Syncer:
 
     settings: OuterConfig
     numels: dict[str, int]
-    parts: Callable[[Fragment, OuterConfig], list[Part]]
     seed: int = 0
     spread: float = 1.0
     held: Held = field(init=False)
@@ -56,7 +55,7 @@ class Syncer:
         self.common = self._noise()
         self.scales = _Scales()
         self.held = Held(self.fragment, self.anchor, self.settings, self.rng, norms=self.scales)
-        self.places = self.parts(self.fragment, self.settings)
+        self.places = parts(self.fragment, self.settings)
         self.logs = [[] for _ in self.places]
 
     def _noise(self) -> Tensor:
@@ -133,6 +132,3 @@ def encoded(one: Codec, values: Tensor) -> list[Tensor]:
         payloads.append(torch.empty(one.nbytes(stop - start), dtype=torch.uint8))
         one.encode(values[start:stop], payloads[-1])
     return payloads
-
-
-__all__ = ["Lie", "Syncer", "codec", "encoded"]

@@ -8,6 +8,7 @@
     held        the syncer's half: contributions in, outer step, update out
     merging     merge rules, and `Staged`, which keeps what they compare; their math is in `rda` and `robust`
     spectrum    what evens out a merged matrix before the outer step
+    audit       recomputes parts of versions from what their contributors signed; its math is in `recompute`
     optimizer   outer optimizers, and how large their steps are
 
 A new algorithm is a class in `AVERAGES`, `JUDGES`, `OPTIMIZERS`, `CODECS` or `LOSSY`, and its name in one of the

@@ -88,9 +88,9 @@ def versions_until(found: float, count: int, altered: int, share: float) -> int:
     """After how many versions a syncer that alters `altered` of `count` parts in each is proved, with probability
     `found` at least.
 
-    Its members audit share x count parts of a version on average. Each part that is picked is one of those that are
-    not altered with probability 1 - altered / count, and members that pick twice at random miss more than one that
-    picks two, so a version goes by unnoticed with probability exp(-share x altered) at most.
+    The honest members together audit share x count parts of a version on average. One pick meets an altered part with
+    probability altered / count, and no member picks a part twice, so a version goes by unnoticed with probability
+    exp(-share x altered) at most.
     """
     assert 0 < found < 1 and 0 < altered <= count and 0 < share
     return math.ceil(-math.log1p(-found) / (share * altered))

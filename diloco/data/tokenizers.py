@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.sources import check_reachable
 from diloco.errors import DataError, DilocoError
+from diloco.hub import TOKENIZER_FILES, check_reachable, files_at
 
 __all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "load_tokenizer"]
 
@@ -44,13 +44,16 @@ class Tokenizer(Protocol):
         """Writes the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the Hugging Face hub.
 
-    Runs no code from there. Raises DataError if there is no such directory or name, or it holds no tokenizer.
+    With a `revision` it is the one on the hub at that commit, never a directory. Runs no code from there. Raises
+    DataError if there is no such directory or name, or it holds no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
+    if revision is not None:
+        return HubTokenizer(str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES)))
     marker = Path(name) / _MARKER
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if json.loads(marker.read_text(encoding="utf-8"))["tokenizer"] == "bytes":

@@ -15,7 +15,7 @@ __all__ = ["MODEL_FILES", "TOKENIZER_FILES", "check_reachable", "files_at", "siz
 
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 TOKENIZER_FILES = (
-    "added_tokens.json", "chat_template.jinja", "config.json", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "config.json", "diloco.json", "merges.txt", "special_tokens_map.json",
     "spiece.model", "tokenizer*.json", "tokenizer.model", "vocab.*",
 )  # fmt: skip
 

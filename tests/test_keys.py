@@ -64,6 +64,7 @@ def test_an_invitation_with_an_address_is_the_whole_link(place: Path, capsys: py
         grant = Token.from_text(parsed.token or "").grant
         assert (grant.role, grant.peer) == ("host", PEER)
         (place / "link").write_text(link)
+        (place / "link").chmod(0o600)
         (place / "address").write_text(ADDRESS + "\n")
         assert Address.parse(typed(capsys, "invite", *options, "@address")[1].strip()).peers == (ADDRESS,)
         assert compose(["swarm.token=@link"]).run.key == grant.run_key.hex()

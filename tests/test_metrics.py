@@ -141,9 +141,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(
     assert path.read_text() == "new"
 
 
-def test_a_link_that_somebody_else_put_there_is_never_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_somebody_else_put_there_is_never_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.atomic.secrets.token_hex", lambda count: "foreseen")
     precious = tmp_path / "precious"
     precious.write_text("mine")

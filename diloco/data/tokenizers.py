@@ -53,7 +53,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if revision is not None:
-        return HubTokenizer(str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES)))
+        return load_tokenizer(str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES)))
     marker = Path(name) / _MARKER
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if json.loads(marker.read_text(encoding="utf-8"))["tokenizer"] == "bytes":

@@ -11,7 +11,8 @@ from diloco.admission.invitation import Role
 
 __all__ = [
     "EVERYBODY", "KINDS", "MAX_FRAME_BYTES", "MAX_RANGES", "MAX_UNIT_RANGES", "MEMBERS", "WORKERS", "Addresses",
-    "Count", "Digest", "FewUnits", "Index", "Message", "Name", "Names", "Place", "Rate", "Refusal", "Unit", "Units",
+    "Count", "Digest", "FewUnits", "Index", "Message", "Name", "Names", "Place", "Rate", "Refusal", "Seal", "Unit",
+    "Units",
 ]  # fmt: skip
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
@@ -20,6 +21,7 @@ MAX_RANGES = 2**10  # ranges that all peers together have
 
 Name = Annotated[str, Field(max_length=128)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Seal = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]  # empty in an open run, or where the peer has none
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Index = Annotated[int, Field(ge=0, lt=2**20)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place
+from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place, Seal
 
 __all__ = [
     "MAX_PROBE_BYTES", "MAX_SNAPSHOT_PIECE_BYTES", "DialBack", "DialBackReply", "ManifestReply", "ManifestRequest",
@@ -22,9 +22,10 @@ class ManifestRequest(Message, kind="manifest_request", place=Place.REQUEST, rol
 
 
 class ManifestReply(Message, kind="manifest"):
-    """The manifest as canonical JSON."""
+    """The manifest as canonical JSON, and in a closed run its seal: the run key's signature of its hash."""
 
     text: Annotated[str, Field(max_length=MAX_FRAME_BYTES // 2)]
+    seal: Seal = ""
 
 
 class SnapshotRequest(Message, kind="snapshot_request", place=Place.REQUEST, roles=EVERYBODY):

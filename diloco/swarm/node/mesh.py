@@ -116,7 +116,7 @@ class ControlMesh:
         try:
             reader, writer = await within(DIAL_TIMEOUT_S, self._context.transport.open(peer, CONTROL))
             stream = Stream(peer, reader, writer, self._context.traffic)
-            await stream.send(self._protocol.hello())
+            await stream.send(self._protocol.hello().model_copy(update={"seal": self._context.gate.memory.seal}))
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
@@ -148,7 +148,7 @@ class ControlMesh:
             return
         if "manifest" in reason:
             try:
-                differing = self._run.differences(await request_manifest(context.transport, peer))
+                differing = self._run.differences((await request_manifest(context.transport, peer)).text)
                 reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
@@ -223,6 +223,7 @@ class ControlMesh:
         if self._context.tasks.closed:
             raise ConnectionError("this node is closed")  # since the hello was read
         self._incoming[peer] = stream
+        self._context.gate.learn_seal(self._run.manifest_hash, hello.seal)
         self._context.do(self._protocol.connected(peer, hello, self._context.now()))
         self._context.tasks.spawn(self._call_back(peer))
         for other in hello.peers:

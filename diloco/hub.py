@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -45,17 +46,19 @@ def size_at(key: str, name: str, revision: str, files: Sequence[str]) -> int | N
     return sum(sizes)
 
 
-def files_at(key: str, name: str, revision: str, files: Sequence[str]) -> Path:
+def files_at(key: str, name: str, revision: str, files: Sequence[str], most_bytes: float = math.inf) -> Path:
     """The directory with the files of a model repository at a commit whose names match, fetched if they are not here.
 
-    The name is one on the hub, also where a directory is called so. Raises DataError if the hub does not have them, or
-    if this machine has no space for them.
+    The name is one on the hub, also where a directory is called so. Raises DataError if the hub does not have them, if
+    they are more than `most_bytes`, or if this machine has no space for them.
     """
     import huggingface_hub
 
     size, cache = size_at(key, name, revision, files), Path(huggingface_hub.constants.HF_HUB_CACHE)
     place = next(directory for directory in (cache, *cache.parents) if directory.is_dir())
     free = shutil.disk_usage(place).free
+    if size is not None and size > most_bytes:
+        raise DataError(f"{key}: {', '.join(files)} of {name} has {size} bytes, and no honest one has; use another")
     if size is not None and size > free:
         raise DataError(
             f"{key}: {name} has {size / 1e9:.1f} GB, and {place} has room for {free / 1e9:.1f} GB; free some space, or "

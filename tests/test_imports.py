@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).parents[1] / "diloco"
 
 # From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not know each other.
 LAYERS = [
-    {"errors", "text", "atomic"},
+    {"text", "atomic"},
+    {"errors"},
     {"admission", "hub"},
     {"config"},
     {"protocol", "outer"},

@@ -101,8 +101,10 @@ def test_a_key_that_is_named_is_used_by_one_process_only(tmp_path: Path) -> None
 def test_peers_of_a_run_are_remembered_for_the_time_when_the_first_is_gone(own_home: Path) -> None:
     others = [f"/ip4/203.0.113.8/tcp/{port}/p2p/{OTHER}" for port in (1, 2)]
     assert known_addresses([PLACE]) == []
-    remember_addresses("mine", [PLACE, others[0]])
-    remember_addresses("mine", [others[1]])
+    mine = compose(["run.id=mine"]).manifest()
+    remember_addresses(mine, [PLACE, others[0]])
+    remember_addresses(mine, [others[1]])
+    remember_addresses(compose(["run.id=mine", "run.seed=1"]).manifest(), [others[0][:-5] + "wrong"])
     assert known_addresses([PLACE]) == [others[1], others[0]]
     assert known_addresses([PLACE.replace(ID, OTHER[:-1] + "W")]) == []
     (own_home / "peers.json").write_text('{"mine": ["nonsense"]}')

@@ -284,7 +284,7 @@ def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, 
     eventually(lambda: all(len(peer.node.protocol.members) == 2 for peer in (*members, third)), "all to be connected")
     revoked = Revoked.sign(club.key, RUN, 1, [token.grant.token_id], [])
     visitor = Gate(Admission(issue(club.key, RUN, "observer", 2**40)))
-    spread = revoke([second.address], visitor, club.key, Revoked(0, (), (), b""), [token.grant.token_id], [])
+    spread = revoke([second.address], visitor, club.key, revoked)
     assert asyncio.run(spread) == revoked
     eventually(lambda: third.said("revoked"), "the peer itself to hear of it")
     with pytest.raises(SwarmError, match="the owner of the run has revoked the invitation of this peer") as caught:

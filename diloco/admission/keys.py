@@ -138,6 +138,13 @@ class Revoked:
             raise ConfigError(f"more than {MAX_REVOKED} are revoked; start a run with a new key")
         return cls(number, tokens, peers, key.sign(_content(run_id, number, tokens, peers)))
 
+    def extended(
+        self, key: RunKey, run_id: str, token_ids: Iterable[str], peer_ids: Iterable[str], above: int = 0
+    ) -> Revoked:
+        """The list that replaces this one, and all that have numbers up to `above`."""
+        number = 1 + max(self.number, above)
+        return self.sign(key, run_id, number, {*self.token_ids, *token_ids}, {*self.peer_ids, *peer_ids})
+
     @classmethod
     def remembered(cls, key: RunKey, key_path: Path, run_id: str) -> Revoked:
         """The list that `remember` wrote beside the key, signed again; without one, an empty list with number 0."""

@@ -19,6 +19,7 @@ __all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "load_tokeniz
 
 Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds the vocabulary
 
+MAX_TOKENIZER_BYTES = 2**28  # the largest public vocabularies have some 40 MB
 _MARKER = "diloco.json"  # in a model directory: its tokenizer is ours, and no other needs to be loaded
 
 
@@ -53,7 +54,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if revision is not None:
-        return load_tokenizer(str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES)))
+        return load_tokenizer(str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES, MAX_TOKENIZER_BYTES)))
     marker = Path(name) / _MARKER
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if json.loads(marker.read_text(encoding="utf-8"))["tokenizer"] == "bytes":

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from diloco.model.files import check_directory, load, one_line, transformers
 __all__ = ["build", "config_of", "loss", "num_parameters", "outline"]
 
 MAX_CONFIG_NUMBER = 2**24  # the longest contexts have 10M positions, and transformers makes lists of some numbers
+MAX_CONFIG_BYTES = 2**20
 MAX_PARTS = 2**16  # modules of a model; the largest public ones have some thousands
 
 # Every config with rotary embeddings reads these names, although they are not fields of the dataclass.
@@ -82,7 +84,7 @@ def config_of(settings: ModelConfig) -> Any:
     """
     library = transformers()
     if settings.path is not None:
-        return _saved_config(_directory(settings, ("config.json",)))
+        return _saved_config(_directory(settings, ("config.json",), MAX_CONFIG_BYTES))
     _refuse_absurd(settings.config, "model.config")
     names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports no model
     if settings.model_type not in names:
@@ -139,12 +141,12 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _directory(settings: ModelConfig, files: Collection[str]) -> Path:
+def _directory(settings: ModelConfig, files: Collection[str], most_bytes: float = math.inf) -> Path:
     """Where the files of `model.path` are; those of the hub are fetched first."""
     assert settings.path is not None
     if settings.revision is None:
         return Path(settings.path)
-    return files_at("model.path", settings.path, settings.revision, tuple(files))
+    return files_at("model.path", settings.path, settings.revision, tuple(files), most_bytes)
 
 
 def _saved_config(directory: Path) -> Any:

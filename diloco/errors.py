@@ -106,7 +106,7 @@ def guard(function: Callable[[], int | None]) -> int:
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write(f"diloco: error: {plain(' '.join(text.split()))}\n")  # a part of it may be a peer's
+    sys.stderr.write(f"diloco: error: {' '.join(plain(text).split())}\n")  # a part of it may be a peer's
     sys.stderr.flush()
 
 

@@ -334,7 +334,7 @@ def test_merging_adds_what_peers_did_and_takes_the_swarm_clock_from_the_furthest
 
 
 def test_the_record_of_contributions_is_the_furthest_peer_s_and_a_table_for_any_spreadsheet(tmp_path: Path) -> None:
-    rows = [Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3), Contributor("id2", "=SUM(A1)", 1, 10, 45, 2, 2)]
+    rows = [Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3), Contributor("=cmd", "=SUM(A1)", 1, 10, 45, 2, 2)]
     parts = [
         through_a_pipe(replace(single("p0", 1, 1, None, outer_steps=3), contributions=rows)),
         through_a_pipe(replace(single("p1", 1, 1, None, outer_steps=2), contributions=rows[1:])),
@@ -346,7 +346,7 @@ def test_the_record_of_contributions_is_the_furthest_peer_s_and_a_table_for_any_
     assert (tmp_path / "contributions.csv").read_text().splitlines() == [
         "peer_id,name,outer_steps,tokens,bytes,first_version,last_version",
         'id1,"anna, ""x""",2,30,99,1,3',
-        "id2,'=SUM(A1),1,10,45,2,2",
+        "'=cmd,'=SUM(A1),1,10,45,2,2",
     ]
 
 

@@ -55,6 +55,19 @@ class Admission:
             return
         self._objection(peer, credential, now)
 
+    def vouches(self, peer: str, text: str) -> bool:
+        """Whether the owner of the run invited this peer to take part, at any time. It says nothing of what became of
+        the invitation since: all peers have to give the same answer, whatever they have heard.
+        """
+        try:
+            credential = Credential.from_text(text)
+        except PayloadError:
+            return False
+        grant = credential.grant
+        fits = grant.run_key == self.run_key and grant.run_id == self.run_id and grant.peer in ("", peer)
+        known = self._admitted.get(peer) == credential
+        return fits and credential.role != "observer" and (known or credential.proves(peer))
+
     def role_of(self, peer: str, now: float) -> Role | None:
         """The role of an admitted peer; None for any other."""
         credential = self._admitted.get(peer)

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT_S = 10.0
 CLOSE_S = 2.0
 FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
+NAMES_PER_PERIOD = 64  # that the DHT gives and that are called
 SHOWN = 5  # settings that differ between two manifests
 
 
@@ -55,6 +56,7 @@ class ControlMesh:
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._checking: set[str] = set()
         self._started = False
+        self._turn = 0
         self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
 
     async def start(self) -> list[str]:
@@ -291,10 +293,20 @@ class ControlMesh:
             context.recorder.named(named, context.now())
             for peer, record in named.items():
                 context.gate.witness(peer, record)
+            for peer in self._in_turn(list(named)):
                 self.dial(peer)
             for member in self._protocol.members.all():
                 self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
+            self._dialling = {peer: task for peer, task in self._dialling.items() if not task.done()}
             await asyncio.sleep(RECORD_PERIOD_S)
+
+    def _in_turn(self, names: list[str]) -> list[str]:
+        """At most `NAMES_PER_PERIOD` of the peers that the DHT names: in an open run anybody makes up any number."""
+        if len(names) <= NAMES_PER_PERIOD:
+            return names
+        start = self._turn % len(names)
+        self._turn += NAMES_PER_PERIOD
+        return (names[start:] + names[:start])[:NAMES_PER_PERIOD]
 
 
 class _Outgoing:

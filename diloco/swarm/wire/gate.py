@@ -37,7 +37,7 @@ from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
 
-__all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "watching"]
+__all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "revoked_of", "watching"]
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
@@ -194,6 +194,10 @@ class Gate:
         self.memory.condemn(peer, why)
         self._condemned[peer] = self.memory.offenders[peer]
 
+    def vouches(self, peer: str, evidence: str) -> bool:
+        """Whether a record with this evidence (see `evidence`) may be kept for the peer."""
+        return evidence == "" if self.admission is None else self.admission.vouches(peer, evidence)
+
     def expel(self) -> dict[str, str]:
         """Put out the peers that are no longer admitted, and close their streams; returns the reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
@@ -229,8 +233,7 @@ class Gate:
         """Take in a list from anybody; True when it is the owner's and news."""
         if self.admission is None:
             return False
-        revoked = Revoked(said.number, tuple(said.token_ids), tuple(said.peer_ids), bytes.fromhex(said.signature))
-        news = self.admission.revoke(revoked)
+        news = self.admission.revoke(revoked_of(said))
         if news:
             self.on_revoked(said)
         return news
@@ -307,6 +310,11 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         if self.gate.admission is not None:
             await self.gate.greet(peer, lambda: self.open_greeting(peer))
         return await super().call_protobuf_handler(peer_id, name, *arguments, **options)
+
+
+def revoked_of(said: Revocations) -> Revoked:
+    """The list in a message, whose signature is not verified yet."""
+    return Revoked(said.number, tuple(said.token_ids), tuple(said.peer_ids), bytes.fromhex(said.signature))
 
 
 def gate_for(

@@ -25,6 +25,7 @@ from diloco.config import Config
 from diloco.config.address import Address
 from diloco.errors import SwarmError
 from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
+from diloco.swarm.visit.visitor import light_hivemind
 from diloco.text import human_bytes, human_count
 
 __all__ = ["run"]
@@ -55,6 +56,7 @@ def _prepare(
     config: Config, address: Address, typed: Collection[str], yes: bool, stages: Stages, stack: ExitStack
 ) -> Config:
     """Checks everything that can be wrong, and asks, before anything big is fetched."""
+    light_hivemind(["hivemind"])
     from diloco.fit import volunteer
     from diloco.swarm.visit.look import check_clock, parse_manifest
 

@@ -67,8 +67,8 @@ MUTANTS = [
         also=(
             ("if self._penalty(peer) is not None:", "if False:"),
             (
-                "                context.gate.witness(peer, record)\n                self.dial(peer)\n",
-                "                context.gate.witness(peer, record)\n",
+                "            for peer in self._in_turn(list(named)):\n",
+                "            for peer in ():\n",
             ),
         ),
     ),

@@ -310,7 +310,7 @@ def test_a_visitor_shows_itself_as_observer_whatever_it_was_given(key: RunKey, t
         ("QmB", watching("run", None, str(tmp_path / "run.key"))),
     ):
         visitor.me = me
-        asyncio.run(greet(door, me, visitor._greeting()))
+        asyncio.run(meet(visitor, door))
         assert door.role_of(me) == "observer" and door.call_objection(me) is not None
     assert watching("run", None).admission is None
     stranger = Gate(Admission(issue(RunKey(new_key()), "run", "worker", SOON)))

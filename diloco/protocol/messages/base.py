@@ -8,10 +8,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 from diloco.admission.invitation import Role
+from diloco.text import plain
 
 __all__ = [
     "EVERYBODY", "KINDS", "MAX_FRAME_BYTES", "MAX_RANGES", "MAX_UNIT_RANGES", "MEMBERS", "WORKERS", "Addresses",
-    "Count", "Digest", "FewUnits", "Index", "Message", "Name", "Names", "Place", "Rate", "Refusal", "Unit", "Units",
+    "Count", "Digest", "FewUnits", "Index", "Message", "Name", "Names", "Place", "Rate", "Refusal", "Said", "Seal",
+    "Unit", "Units",
 ]  # fmt: skip
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
@@ -19,7 +21,10 @@ MAX_UNIT_RANGES = 64  # ranges that one peer has at a time
 MAX_RANGES = 2**10  # ranges that all peers together have
 
 Name = Annotated[str, Field(max_length=128)]
+# Text of a peer that a user reads: control characters, which move the cursor or turn the writing, become spaces.
+Said = Annotated[str, AfterValidator(plain)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Seal = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]  # empty in an open run, or where the peer has none
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Index = Annotated[int, Field(ge=0, lt=2**20)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -100,4 +105,4 @@ class Message(BaseModel):
 class Refusal(Message, kind="refusal"):
     """The stream is not wanted; `reason` is one line for the user of the other side."""
 
-    reason: Annotated[str, Field(max_length=2048)]
+    reason: Annotated[Said, Field(max_length=2048)]

@@ -23,6 +23,7 @@ from diloco.protocol.messages.base import (
     Name,
     Place,
     Rate,
+    Said,
     Units,
 )
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
@@ -93,7 +94,7 @@ class Verdict(Message, kind="verdict"):
     late: bool = False
     record_follows: bool = False
     merged: bool = False
-    reason: Annotated[str, Field(max_length=512)] = ""
+    reason: Annotated[Said, Field(max_length=512)] = ""
     version: Count = 0
     term: Count = 0
 

@@ -23,6 +23,7 @@ from diloco.protocol.messages.base import (
     Names,
     Place,
     Rate,
+    Seal,
     Units,
 )
 from diloco.protocol.states import STATES, State
@@ -145,7 +146,10 @@ class Claim(_AboutFragment, kind="claim", place=Place.CONTROL):
 
 
 class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
-    """First message on a control stream: which run this peer is in, what it can do, and where the others are."""
+    """First message on a control stream: which run this peer is in, what it can do, and where the others are.
+
+    `seal` is the run key's signature of the manifest's hash, which every peer shows to newcomers.
+    """
 
     wire_version: Count
     run_id: Name
@@ -157,6 +161,7 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     peers: Names
     addresses: Annotated[dict[Name, Addresses], Field(max_length=4097)] = Field(default_factory=dict)
     status: Status
+    seal: Seal = ""
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
 
     def misfit(self, fragments: int) -> str | None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place
+from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place, Said, Seal
 
 __all__ = [
     "MAX_PROBE_BYTES", "MAX_SNAPSHOT_PIECE_BYTES", "DialBack", "DialBackReply", "ManifestReply", "ManifestRequest",
@@ -22,9 +22,10 @@ class ManifestRequest(Message, kind="manifest_request", place=Place.REQUEST, rol
 
 
 class ManifestReply(Message, kind="manifest"):
-    """The manifest as canonical JSON."""
+    """The manifest as canonical JSON, and in a closed run its seal: the run key's signature of its hash."""
 
     text: Annotated[str, Field(max_length=MAX_FRAME_BYTES // 2)]
+    seal: Seal = ""
 
 
 class SnapshotRequest(Message, kind="snapshot_request", place=Place.REQUEST, roles=EVERYBODY):
@@ -59,11 +60,11 @@ class ProbeReply(Message, kind="probe_reply"):
 
     wire_version: Count
     run_id: Name
-    name: Name
+    name: Annotated[Said, Field(max_length=128)]
     unix_s: Annotated[float, Field(ge=0, lt=2**40, allow_inf_nan=False)]
     addresses: Addresses
     known: Annotated[list[Name], Field(max_length=64), FailFast()]
-    observed: Annotated[str, Field(max_length=256)] = ""
+    observed: Annotated[Said, Field(max_length=256)] = ""
 
 
 class DialBack(Message, kind="dial_back", place=Place.REQUEST, roles=EVERYBODY):
@@ -83,5 +84,5 @@ class DialBackReply(Message, kind="dial_back_reply"):
     """
 
     reached: Addresses
-    why: Annotated[str, Field(max_length=512)] = ""
-    observed: Annotated[str, Field(max_length=256)] = ""
+    why: Annotated[Said, Field(max_length=512)] = ""
+    observed: Annotated[Said, Field(max_length=256)] = ""

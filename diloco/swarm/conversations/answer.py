@@ -46,7 +46,9 @@ class BulkServer:
             PartRequest: self.anchors.answer_part,
             InnerRequest: self._send_inner,
             UnitRequest: lambda stream, request: units.answer(context, stream, request),
-            ManifestRequest: lambda stream, request: stream.send(ManifestReply(text=context.manifest_text)),
+            ManifestRequest: lambda stream, request: stream.send(
+                ManifestReply(text=context.manifest_text, seal=context.gate.memory.seal)
+            ),
             SnapshotRequest: lambda stream, request: send_snapshot(stream, context.recorder.packed(context.now())),
             Probe: probes.measure,
             DialBack: probes.call_back,

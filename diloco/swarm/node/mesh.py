@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT_S = 10.0
 CLOSE_S = 2.0
 FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
+NAMES_PER_PERIOD = 64  # that the DHT gives and that are called
 SHOWN = 5  # settings that differ between two manifests
 
 
@@ -55,6 +56,7 @@ class ControlMesh:
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._checking: set[str] = set()
         self._started = False
+        self._turn = 0
         self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
 
     async def start(self) -> list[str]:
@@ -116,7 +118,7 @@ class ControlMesh:
         try:
             reader, writer = await within(DIAL_TIMEOUT_S, self._context.transport.open(peer, CONTROL))
             stream = Stream(peer, reader, writer, self._context.traffic)
-            await stream.send(self._protocol.hello())
+            await stream.send(self._protocol.hello().model_copy(update={"seal": self._context.gate.memory.seal}))
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
@@ -148,7 +150,7 @@ class ControlMesh:
             return
         if "manifest" in reason:
             try:
-                differing = self._run.differences(await request_manifest(context.transport, peer))
+                differing = self._run.differences((await request_manifest(context.transport, peer)).text)
                 reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
@@ -223,6 +225,7 @@ class ControlMesh:
         if self._context.tasks.closed:
             raise ConnectionError("this node is closed")  # since the hello was read
         self._incoming[peer] = stream
+        self._context.gate.learn_seal(self._run.manifest_hash, hello.seal)
         self._context.do(self._protocol.connected(peer, hello, self._context.now()))
         self._context.tasks.spawn(self._call_back(peer))
         for other in hello.peers:
@@ -290,10 +293,20 @@ class ControlMesh:
             context.recorder.named(named, context.now())
             for peer, record in named.items():
                 context.gate.witness(peer, record)
+            for peer in self._in_turn(list(named)):
                 self.dial(peer)
             for member in self._protocol.members.all():
                 self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
+            self._dialling = {peer: task for peer, task in self._dialling.items() if not task.done()}
             await asyncio.sleep(RECORD_PERIOD_S)
+
+    def _in_turn(self, names: list[str]) -> list[str]:
+        """At most `NAMES_PER_PERIOD` of the peers that the DHT names: in an open run anybody makes up any number."""
+        if len(names) <= NAMES_PER_PERIOD:
+            return names
+        start = self._turn % len(names)
+        self._turn += NAMES_PER_PERIOD
+        return (names[start:] + names[:start])[:NAMES_PER_PERIOD]
 
 
 class _Outgoing:

@@ -28,7 +28,7 @@ from typing import Any
 from hivemind.p2p.p2p_daemon import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
-from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
+from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.base import MEMBERS
@@ -37,7 +37,7 @@ from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
 
-__all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "watching"]
+__all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "revoked_of", "watching"]
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
@@ -58,8 +58,11 @@ class Gate:
     counts. `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` the other way round.
     """
 
-    def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
+    def __init__(
+        self, admission: Admission | None = None, role: Role | None = None, memory: Memory | None = None
+    ) -> None:
         self.admission = admission
+        self.memory = admission.memory if admission is not None else memory or Memory()
         self.me = ""  # the transport sets it
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
         self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
@@ -67,6 +70,7 @@ class Gate:
         self._greeted: set[str] = set()
         self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)  # in their order, unlike a set
         self._noted: deque[tuple[float, str, str]] = deque()
+        self._condemned: dict[str, str] = {}  # since `expel`
 
     @property
     def run_key(self) -> str | None:
@@ -76,8 +80,10 @@ class Gate:
     # -- this side begins ---------------------------------------------------------------------------------------------
 
     def believes(self, peer: str) -> bool:
-        """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process."""
-        return self.admission is None or self.role_of(peer) is not None
+        """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process, and an
+        observer has nothing to say of the run.
+        """
+        return peer not in self.memory.offenders and (self.admission is None or self.role_of(peer) in MEMBERS)
 
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
         """Make both sides known to each other, unless they are."""
@@ -94,6 +100,7 @@ class Gate:
             reason = self._take(peer, theirs)
             if reason is None:
                 await self._compare(stream, mine, theirs)
+                reason = None if self.believes(peer) else "its invitation allows to watch only"
             elif mine.revoked > theirs.revoked:  # the other may be on the list, and has to hear of that
                 with contextlib.suppress(*BROKEN):
                     await self._compare(stream, mine, theirs)
@@ -131,8 +138,8 @@ class Gate:
 
     async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
         """Let the handler have a stream, if the peer is known."""
-        if not self.believes(peer):
-            reason = "" if self.admission is None else self.admission.objection(peer, "", (), time.time()) or ""
+        reason = self._stranger(peer)
+        if reason is not None:
             self.refused(peer, reason)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
@@ -149,7 +156,9 @@ class Gate:
 
     def call_objection(self, peer: str) -> str | None:
         """Why this peer may not use the DHT here; None when it may."""
-        return None if self.admission is None else self.admission.objection(peer, "a DHT call", MEMBERS, time.time())
+        if self.admission is None or peer in self.memory.offenders:
+            return self.memory.offenders.get(peer)
+        return self.admission.objection(peer, "a DHT call", MEMBERS, time.time())
 
     def objection(self, peer: str, message: Message) -> str | None:
         """Why the peer may not begin a stream with this message; None when it may."""
@@ -160,6 +169,12 @@ class Gate:
         return self.admission.objection(peer, message.kind, message.roles, time.time())
 
     # -- who is in ----------------------------------------------------------------------------------------------------
+
+    def _stranger(self, peer: str) -> str | None:
+        """Why nothing is read of a peer; None when it is in."""
+        if self.admission is None or peer in self.memory.offenders:
+            return self.memory.offenders.get(peer)
+        return None if self.role_of(peer) is not None else self.admission.admit(peer, "", time.time())
 
     def role_of(self, peer: str) -> Role | None:
         """The role of a peer that is in; None too where everybody is."""
@@ -174,9 +189,20 @@ class Gate:
         if self.admission is not None and isinstance(record, list | tuple) and len(record) == 2:
             self.admission.witness(peer, str(record[1]), time.time())
 
+    def condemn(self, peer: str, why: str) -> None:
+        """Refuse a peer for good, also after a restart: there is a proof that it lied. `expel` puts it out."""
+        self.memory.condemn(peer, why)
+        self._condemned[peer] = self.memory.offenders[peer]
+
+    def vouches(self, peer: str, evidence: str) -> bool:
+        """Whether a record with this evidence (see `evidence`) may be kept for the peer."""
+        return evidence == "" if self.admission is None else self.admission.vouches(peer, evidence)
+
     def expel(self) -> dict[str, str]:
         """Put out the peers that are no longer admitted, and close their streams; returns the reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
+        out |= self._condemned
+        self._condemned = {}
         for peer, reason in out.items():
             self._greeted.discard(peer)
             self.refused(peer, reason)
@@ -207,11 +233,22 @@ class Gate:
         """Take in a list from anybody; True when it is the owner's and news."""
         if self.admission is None:
             return False
-        revoked = Revoked(said.number, tuple(said.token_ids), tuple(said.peer_ids), bytes.fromhex(said.signature))
-        news = self.admission.revoke(revoked)
+        news = self.admission.revoke(revoked_of(said))
         if news:
             self.on_revoked(said)
         return news
+
+    # -- the owner's manifest ------------------------------------------------------------------------------------------
+
+    def sealed(self, manifest_hash: str, seal: str) -> bool:
+        """Whether settings with this hash may be believed: the run's owner signed them, or everybody is let in."""
+        return self.admission is None or self.admission.sealed(manifest_hash, seal)
+
+    def learn_seal(self, manifest_hash: str, seal: str) -> None:
+        """Keep the owner's signature of the manifest of this peer's run, to show it to newcomers."""
+        if self.admission is not None and seal != self.memory.seal and self.sealed(manifest_hash, seal):
+            self.memory.seal = seal
+            self.memory.keep()
 
     def refused(self, peer: str, reason: str) -> None:
         """Note a refusal, unless the same was noted lately or there were too many."""
@@ -229,7 +266,9 @@ class Gate:
         return Greeting(credential=credential, revoked=self.admission.revoked.number)
 
     def _take(self, peer: str, greeting: Greeting) -> str | None:
-        return None if self.admission is None else self.admission.admit(peer, greeting.credential, time.time())
+        if self.admission is None or peer in self.memory.offenders:
+            return self.memory.offenders.get(peer)
+        return self.admission.admit(peer, greeting.credential, time.time())
 
     async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
         """The side with the newer list sends it, and waits until the other has read it and ends the stream."""
@@ -273,14 +312,28 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         return await super().call_protobuf_handler(peer_id, name, *arguments, **options)
 
 
-def gate_for(run_id: str, run_key: str | None, token: str | None, key_path: str | None, trains: bool = True) -> Gate:
+def revoked_of(said: Revocations) -> Revoked:
+    """The list in a message, whose signature is not verified yet."""
+    return Revoked(said.number, tuple(said.token_ids), tuple(said.peer_ids), bytes.fromhex(said.signature))
+
+
+def gate_for(
+    run_id: str,
+    run_key: str | None,
+    token: str | None,
+    key_path: str | None,
+    trains: bool = True,
+    manifest_hash: str = "",
+    memory_path: Path | None = None,
+) -> Gate:
     """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`).
 
-    Raises `ConfigError` when the run has a key and there is neither an invitation nor the private half, or they do not
-    fit.
+    With the private half it seals the manifest. The file at `memory_path` has whom this peer refused before. Raises
+    `ConfigError` when the run has a key and there is neither an invitation nor the private half, or they do not fit, or
+    the file is damaged.
     """
     if run_key is None and token is None and key_path is None:
-        return Gate()
+        return Gate(memory=Memory(memory_path, f"{run_id}/{manifest_hash}"))
     revoked = None
     if key_path is not None:
         key = RunKey.read(Path(key_path))
@@ -297,10 +350,13 @@ def gate_for(run_id: str, run_key: str | None, token: str | None, key_path: str 
         raise ConfigError(f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for another")
     if run_key not in (None, own.grant.run_key.hex()):
         raise ConfigError(f"run.key={run_key} is not the key that signed swarm.token; ask the owner for another one")
-    admission = Admission(own)
+    admission = Admission(own, Memory(memory_path, f"{run_id}/{own.grant.run_key.hex()}"))
     if revoked is not None:
         admission.revoke(revoked)
-    return Gate(admission, "host" if own.grant.role == "worker" and not trains else None)
+    gate = Gate(admission, "host" if own.grant.role == "worker" and not trains else None)
+    if not gate.sealed(manifest_hash, gate.memory.seal):  # of an earlier manifest, or none yet
+        gate.memory.seal = "" if key_path is None else RunKey.read(Path(key_path)).seal(run_id, manifest_hash)
+    return gate
 
 
 def watching(run_id: str, token: str | None, key_path: str | None = None) -> Gate:

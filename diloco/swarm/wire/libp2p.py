@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hivemind.p2p.p2p_daemon import P2P
@@ -23,6 +24,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
+from diloco.admission.keys import check_private
 from diloco.config import SwarmConfig
 from diloco.config.address import Address, problem, scope
 from diloco.errors import ConfigError, SwarmError
@@ -88,10 +90,19 @@ def _identity(path: Path) -> bytes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            P2P.generate_identity(str(path))
-        return path.read_bytes()
+            _make_identity(path)
+        with path.open("rb") as file:
+            check_private(file, path, "swarm.identity_path")
+            return file.read()
     except OSError as error:
         raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
+
+
+def _make_identity(path: Path) -> None:
+    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment before its `chmod`."""
+    with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
+        P2P.generate_identity(str(Path(private, "key")))
+        os.replace(Path(private, "key"), path)
 
 
 def own_id(path: Path) -> str:
@@ -236,13 +247,13 @@ class Libp2p:
         # Both import torch or all of hivemind, which takes longer than a visit.
         from hivemind.dht.node import DHTNode
 
-        from diloco.swarm.wire.dht_records import OwnedRecords
+        from diloco.swarm.wire.dht_records import BoundedStorage, OwnedRecords
 
-        records = OwnedRecords(run_id, _identity(identity_path))
-        records.on_refused = self._gate.refused
+        records = OwnedRecords(run_id, _identity(identity_path), self._gate)
         self._dht = await DHTNode.create(
             p2p=self._p2p, initial_peers=_multiaddrs(seeds), record_validator=records, client_mode=not self.reachable
         )
+        self._dht.protocol.storage, self._dht.protocol.cache = BoundedStorage(), BoundedStorage()
 
     @classmethod
     async def visit(

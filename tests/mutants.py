@@ -67,8 +67,8 @@ MUTANTS = [
         also=(
             ("if self._penalty(peer) is not None:", "if False:"),
             (
-                "                context.gate.witness(peer, record)\n                self.dial(peer)\n",
-                "                context.gate.witness(peer, record)\n",
+                "            self._dial_named(named)\n",
+                "",
             ),
         ),
     ),

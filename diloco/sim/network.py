@@ -387,6 +387,9 @@ class SimTransport:
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
         return {}
 
+    def may_call(self, address: str) -> bool:
+        return True
+
     async def failed(self) -> None:
         await asyncio.shield(self._failure)
 

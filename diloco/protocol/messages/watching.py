@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place
+from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Message, Name, Place
+from diloco.protocol.numbers import Count
 
 __all__ = [
     "MAX_PROBE_BYTES", "MAX_SNAPSHOT_PIECE_BYTES", "DialBack", "DialBackReply", "ManifestReply", "ManifestRequest",

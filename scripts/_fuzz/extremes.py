@@ -97,8 +97,7 @@ def _parts(node: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _extreme(node: Schema, old: object, index: int, r: random.Random) -> int | float:
-    low = node.get("minimum", node.get("exclusiveMinimum", 0))
-    high = node.get("maximum", node.get("exclusiveMaximum", 2**62))
+    low, high = node["minimum"], node["maximum"]
     if node["type"] == "number":
         return float([high, low, high / 2, 5e-324, 1e-6, 1e-300, high - 1, r.uniform(low, high)][index])
     before = old if isinstance(old, int) else low

@@ -21,15 +21,16 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
+from rich.console import Console
+
 from _fuzz.crowd import Crowd, Life, Member, small_pieces
 from _fuzz.extremes import NUM_VALUES, Target, changed, targets
 from _fuzz.faults import scenario
 from _fuzz.invariants import Violation
 from _fuzz.stage import PROGRESS_S, Outcome, quiet_process
-from rich.console import Console
-
 from diloco.cli.panels import render
 from diloco.errors import PayloadError
+from diloco.protocol import messages
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import InnerRequest, PartRequest, StateRequest, UnitRequest
 from diloco.protocol.messages.watching import DialBack, ManifestRequest, Probe, SnapshotRequest
@@ -130,17 +131,17 @@ class _Stage:
     @contextmanager
     def lying(self) -> Iterator[None]:
         """Inside, what the liar says is changed on its way to the wire."""
-        honest = streams.encode
+        honest = messages.encode
 
         def encode(message: Message) -> bytes:
             owner = self.loop.owner
             return honest(self._changed(message) if owner is not None and owner.startswith(f"{LIAR}.") else message)
 
-        streams.encode = encode
+        streams.encode = encode  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            streams.encode = honest
+            streams.encode = honest  # type: ignore[attr-defined]
 
     def _changed(self, message: Message) -> Message:
         r, lie = self.random, changed(message, self.lie.target, self.random)
@@ -219,8 +220,11 @@ class _Stage:
         for life in self.crowd.members():
             if life.name == LIAR or life.node is None:
                 continue
-            context = life.node.context
-            snapshot = unpack(b"".join(context.recorder.packed(self.loop.seconds)))
+            try:
+                snapshot = unpack(b"".join(life.node.context.recorder.packed(self.loop.seconds)))
+            except PayloadError as error:
+                self._check()  # the story may say more
+                raise Violation(f"the snapshot of {life.name}: {error}") from None
             console = Console(file=StringIO(), width=100)
             console.print(render(snapshot, console))
             json.dumps(swarm_figures(snapshot), allow_nan=False)
@@ -240,7 +244,7 @@ class _Stage:
     async def _pester(self, node: Node) -> None:
         """The liar asks everybody for everything."""
         protocol = node.protocol
-        run = {"manifest_hash": protocol.manifest_hash}
+        run: dict[str, Any] = {"manifest_hash": protocol.manifest_hash}
         while True:
             await asyncio.sleep(ASKS_EVERY_S)
             fragment = self.random.randrange(len(protocol.fragments))

@@ -23,7 +23,7 @@ MAX_NAMED = 512  # peers in a hello; each of them may be called by whoever hears
 
 Name = Annotated[str, Field(max_length=128)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Index = Annotated[int, Field(ge=0, lt=2**20)]
+Index = Annotated[int, Field(ge=0, le=2**20 - 1)]
 # Lists fail at their first wrong item: to report a million wrong items would keep the node busy for seconds.
 Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16), FailFast()]
 Names = Annotated[list[Name], Field(max_length=4096), FailFast()]

@@ -187,7 +187,7 @@ class PartRequest(Message, kind="part_request", place=Place.REQUEST, roles=MEMBE
     manifest_hash: Digest
     fragment: Index
     digest: Digest
-    part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
+    part: Annotated[int, Field(ge=0, le=MAX_PARTS - 1)]
 
 
 class StateHeader(Anchor, kind="state"):

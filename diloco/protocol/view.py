@@ -141,7 +141,7 @@ class View:
         )  # fmt: skip
 
     def _named(self) -> list[str]:
-        """The peers that a hello names. In a large swarm each peer names others, so a newcomer hears of all."""
+        """The peers that a hello names. In a large swarm each peer names others, so a newcomer hears of nearly all."""
         peers = [member.peer for member in self.members.all()]
         if len(peers) <= MAX_NAMED:
             return peers

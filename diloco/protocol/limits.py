@@ -1,30 +1,16 @@
-"""How much one peer may ask of another, in one table. Sans-IO; times are seconds of one monotonic clock.
+"""How much one peer may ask of another: the numbers of all limits, and what counts along with them. Sans-IO.
 
-| what | of one peer | of all together |
-|---|---|---|
-| bytes of a frame | greeting 4 KiB, hello 512 KiB, control 128 KiB, request 64 KiB, answer 1 MiB | |
-| bulk streams at a time | 2 per fragment and 16 | |
-| bulk streams begun | 1 per fragment and 20 a second, for 10 s at a time | |
-| control streams | 8 at a time; 1 begun a second, 30 at a time | |
-| control messages | 4 per fragment and 100 a second, for 10 s at a time; above that they are read as slowly | |
-| streams of strangers (closed run) | 4 at a time; a new one ends the oldest | 128 at a time, the same |
-| peers named in a hello | 512 | |
-| calls to peers that others name | | 32 a second, 256 at a time; 1024 wait |
-| contributions to a fragment on their way | 1; a new one ends the old one | |
-| copies of a fragment for readers | the outer state for the heir only | 4, and 2 of the outer state, shared |
-| seconds to read a copy | its bytes over 16 KiB/s, and 10 minutes | |
-| probes | 32 MiB a minute | 64 MiB a minute |
-| calls back | 1 in 10 s | 20 a minute, one after another |
-| event lines of refused strangers, by reason | | 20 a minute |
-| event lines of a kind that others cause | 40, then 1 in 10 s | 400, then 1 a second |
+    what a peer asks -> bucket, limiter, or list of the newest -> granted, refused, or later
 
-Frames grow with the number of fragments (16 bytes for each in a status, 256 in a hello), and a closed run takes 512 KiB
-on control streams, because the owner's list of revocations travels there.
+`diloco/admission/README.md` has the table. Frames grow with the number of fragments, and a closed run takes more on
+control streams, because the owner's list of revocations travels there.
 
 The limits are far above the needs of an honest peer: it has a stream for each fragment that it contributes to, one for
 each backup and a few to catch up, and opens a stream again a second after one broke. What is over a limit is refused or
 waits. That is no offence, because streams of a peer that restarted may linger here; an honest peer treats a refusal as
 a broken stream and tries again. `penalties` says what happens to a peer that misbehaves.
+
+All times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -46,21 +32,25 @@ T = TypeVar("T")
 MAX_PEERS = 4096  # remembered; identities cost nothing, so the others are forgotten
 BURST_S = 10.0
 
+# Bytes of a frame, looked at before it is decoded; `MAX_GREETING_BYTES` and `MAX_FRAME_BYTES` are the other two.
 REQUEST_BYTES = 2**16
 CONTROL_BYTES, CONTROL_BYTES_PER_FRAGMENT = 2**17, 16
 HELLO_BYTES, HELLO_BYTES_PER_FRAGMENT = 2**19, 256
 REVOCATIONS_BYTES = 2**19
-
+# Streams at a time, and how many are begun.
 STREAMS, STREAMS_PER_FRAGMENT = 16, 2
 REQUESTS_PER_S = 20.0  # beyond one per fragment
 CONTROL_STREAMS, HELLOS_PER_S, HELLOS = 8, 1.0, 30.0
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
-DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
+# Copies of a fragment, and how slowly they are read.
 COPIES, OUTER_COPIES = 4, 2
 MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
+# What a peer does because others ask for it.
+DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
 PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute
 CALLS_PER_MINUTE, CALL_EVERY_S = 20, 10.0
+# Lines of the event log: at once, and per second after that.
 REFUSALS, REFUSALS_PER_S = 20.0, 1 / 3
 LINES, LINES_PER_S = 40.0, 0.1
 LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0

@@ -67,8 +67,8 @@ MUTANTS = [
         also=(
             ("if self._penalty(peer) is not None:", "if False:"),
             (
-                "            for peer in self._in_turn(list(named)):\n",
-                "            for peer in ():\n",
+                "            self._dial_named(named)\n",
+                "",
             ),
         ),
     ),

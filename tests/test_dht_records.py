@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -17,8 +16,6 @@ from diloco.admission import Admission, Revoked, RunKey, issue
 from diloco.admission.keys import new_key
 from diloco.protocol.messages import encode
 from diloco.protocol.messages.control import Revocations
-from diloco.swarm.node import mesh
-from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.wire import dht_records
 from diloco.swarm.wire.dht_records import LEASES, MAX_LEASES, PEERS, REVOKED, BoundedStorage, OwnedRecords
 from diloco.swarm.wire.gate import Gate
@@ -97,15 +94,6 @@ def test_what_a_node_keeps_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch
     assert kept is not None and [name for name, _ in kept.value.items()] == [
         f"Qm{number}" for number in range(990, 1000)
     ]
-
-
-def test_few_of_many_names_are_called_in_a_period_and_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "NAMES_PER_PERIOD", 4)
-    some: Any = SimpleNamespace(_turn=0)
-    assert ControlMesh._in_turn(some, ["a", "b"]) == ["a", "b"]
-    names = [str(number) for number in range(10)]
-    called = [ControlMesh._in_turn(some, names) for _ in range(5)]
-    assert {len(part) for part in called} == {4} and set().union(*called[:3]) == set(names)
 
 
 def test_an_identity_is_never_readable_by_others(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
 from diloco.protocol.peer import Peer
 from diloco.protocol.rendezvous import assign, order
@@ -377,7 +378,7 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
     for message in [
         status_of(versions=[9]),
         Claim(fragment=FRAGMENTS, term=9, version=0, digest=digest),
-        Claim(fragment=0, term=2**62 - 1, version=0, digest=digest),
+        Claim(fragment=0, term=MAX_COUNT, version=0, digest=digest),
         Published(fragment=0, term=1, version=1, digest=digest, contributors=[], applied_tokens=1),  # not the syncer
         Published(fragment=1, term=9, version=1, digest=digest, contributors=[], applied_tokens=1),
         Published(fragment=1, term=1, version=0, digest=digest, contributors=[], applied_tokens=1),
@@ -390,8 +391,8 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
 
 
 small = st.integers(0, 3)
-versions = st.one_of(small, st.sampled_from([2**31, 2**61]))
-terms = st.one_of(st.integers(1, 3), st.sampled_from([LEAP, LEAP + 3, 2**62 - 1]))
+versions = st.one_of(small, st.sampled_from([2**31, MAX_COUNT // 2, MAX_COUNT]))
+terms = st.one_of(st.integers(1, 3), st.sampled_from([LEAP, LEAP + 3, MAX_COUNT]))
 digests = st.sampled_from([*DIGESTS, digest_of("x")])
 states = st.sampled_from(["starting", "ready", "training", "exchanging", "leaving", "done"])
 statuses = st.builds(Status, state=states, versions=st.lists(versions, min_size=1, max_size=3), inner_step=small)

@@ -226,7 +226,7 @@ def test_units_of_one_that_was_given_up_and_comes_back_are_its_again_or_counted(
 def test_one_message_does_not_use_up_the_list() -> None:
     peer = follower()
     take_over(peer)
-    peer.heard("b", Status(state="training", versions=[0], units=[[2**60, 2**61]]), 9.5)
+    peer.heard("b", Status(state="training", versions=[0], units=[[2**48, 2**49]]), 9.5)
     assert peer.accounts.lease_units("b", 4, []) == [(0, 4)]
     assert peer.accounts.dealer.ledger is not None and peer.accounts.dealer.ledger.cursor == 4
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 
-__all__ = ["Address", "host_of", "line_of_stdin", "problem", "scope"]
+__all__ = ["Address", "host_of", "line_of_stdin", "problem", "same_subnet", "scope"]
 
 SCHEME = "diloco:/"  # followed by a multiaddr, which begins with a slash
 TOKEN = re.compile(r"[A-Za-z0-9_.-]{1,4096}")
@@ -225,6 +225,18 @@ def scope(address: str) -> str:
         return "loopback"
     # Shared addresses of carriers (100.64/10) are neither private nor global to Python; from outside they are private.
     return "public" if found.is_global else "LAN"
+
+
+def same_subnet(address: str, other: str) -> bool:
+    """Whether two multiaddrs name IP addresses of one /24, or one /64 of IPv6; loopback is no subnet."""
+    try:
+        one, two = (ipaddress.ip_address(host_of(each)) for each in (address, other))
+    except ValueError:
+        return False
+    if one.version != two.version or one.is_loopback:
+        return False
+    length = 24 if one.version == 4 else 64
+    return two in ipaddress.ip_network(f"{one}/{length}", strict=False)
 
 
 def _family(host: str) -> str:

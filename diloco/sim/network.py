@@ -348,8 +348,8 @@ class SimTransport:
 
     def __init__(self, network: Network, me: str, seeds: list[str], gate: Gate) -> None:
         self.me = gate.me = me
-        self.seeds = seeds
-        self.addresses = [f"/sim/{me}"]
+        self.seeds, self.addresses = seeds, [f"/sim/{me}"]
+        self.may_call: Callable[[str], bool] = lambda address: True
         self.reachable, self.advice = True, ""
         self.where: Callable[[str], Sequence[str]] = lambda peer: ()
         self.handlers: dict[str, Handler] = {}

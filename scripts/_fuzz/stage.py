@@ -9,7 +9,8 @@ import asyncio
 import gc
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -20,7 +21,7 @@ from _fuzz.faults import SPLIT_PROGRESS_S, TEARING, Fault, Scenario
 from _fuzz.invariants import Violation, Watch, check_end
 from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
 
-__all__ = ["Outcome", "play", "shrink"]
+__all__ = ["PROGRESS_S", "Outcome", "play", "quiet_process", "shrink"]
 
 SETTLE_S = 5.0  # after the last fault ended
 PROGRESS_S = 150.0  # in which every peer makes progress once everything is healed: penalties and lost calls have to end
@@ -42,13 +43,19 @@ class Outcome:
 
 def play(plan: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
     """Run a scenario. The trace is called with each line of the story at its time."""
+    with quiet_process(), virtual_time() as loop:
+        return _played(loop, plan, trace)
+
+
+@contextmanager
+def quiet_process() -> Iterator[None]:
+    """Inside, nothing is logged, torch uses one thread, and what was imported is no garbage to look through."""
     _exempt_modules_from_collection()
     disabled, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     try:
-        with virtual_time() as loop:
-            return _played(loop, plan, trace)
+        yield
     finally:
         logging.disable(disabled)
         torch.set_num_threads(threads)

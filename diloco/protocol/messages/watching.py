@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place, Said, Seal
+from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Message, Name, Place, Said, Seal
+from diloco.protocol.numbers import MAX_COUNT, Count
 
 __all__ = [
     "MAX_PROBE_BYTES", "MAX_SNAPSHOT_PIECE_BYTES", "DialBack", "DialBackReply", "ManifestReply", "ManifestRequest",
@@ -61,7 +62,7 @@ class ProbeReply(Message, kind="probe_reply"):
     wire_version: Count
     run_id: Name
     name: Annotated[Said, Field(max_length=128)]
-    unix_s: Annotated[float, Field(ge=0, lt=2**40, allow_inf_nan=False)]
+    unix_s: Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)]
     addresses: Addresses
     known: Annotated[list[Name], Field(max_length=64), FailFast()]
     observed: Annotated[Said, Field(max_length=256)] = ""

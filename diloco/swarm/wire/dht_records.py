@@ -37,6 +37,7 @@ from diloco.errors import PayloadError
 from diloco.protocol.messages import Message, decode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.protocol.messages.control import Revocations
+from diloco.protocol.numbers import MAX_COUNT
 from diloco.swarm.wire.gate import Gate, revoked_of
 
 __all__ = ["LEASES", "MAX_LEASES", "PEERS", "REVOKED", "BoundedStorage", "OwnedRecords", "leases_in", "revoked_in"]
@@ -162,7 +163,7 @@ def _is_leases(value: object) -> bool:
 def _is_lease(value: object) -> bool:
     if not isinstance(value, list | tuple) or len(value) != 2 or any(type(number) is not int for number in value):
         return False
-    return bool(0 <= value[0] < MAX_FRAGMENTS and 0 < value[1] < 2**62)
+    return bool(0 <= value[0] < MAX_FRAGMENTS and 0 < value[1] <= MAX_COUNT)
 
 
 def _unpack(raw: bytes) -> object:

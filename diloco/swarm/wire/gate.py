@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
 from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
 from diloco.errors import ConfigError, PayloadError
+from diloco.protocol.limits import REFUSALS, REFUSALS_PER_S, Buckets, Newest
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.base import MEMBERS
 from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
@@ -44,7 +45,7 @@ GREETING_TIMEOUT_S = 10.0
 QUIET_S = 60.0
 OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives itself at each start
 VISIT_LIFE_S = 86400
-MAX_EVENTS = 20  # refusals noted in `QUIET_S`: identities cost a stranger nothing, and the log takes disk space
+WORDS = 3  # of a reason, that say what kind it is; the rest may name a peer or a run
 
 Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
 
@@ -71,6 +72,9 @@ class Gate:
         self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)  # in their order, unlike a set
         self._noted: deque[tuple[float, str, str]] = deque()
         self._condemned: dict[str, str] = {}  # since `expel`
+        self._lines: Buckets[str] = Buckets(REFUSALS_PER_S, REFUSALS)
+        self._unnoted: Counter[str] = Counter()  # refusals by the same words, since the last one that was noted
+        self._strangers: Newest[Writer] = Newest()
 
     @property
     def run_key(self) -> str | None:
@@ -119,6 +123,8 @@ class Gate:
         """Answer a greeting."""
         stream = Stream(peer, reader, writer, Traffic())
         try:
+            if not self.believes(peer):
+                self._make_room(peer, writer)
             theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
             mine, reason = self._greeting(), self._take(peer, theirs)
             if reason is None:
@@ -134,16 +140,24 @@ class Gate:
         except BROKEN:
             pass
         finally:
+            self._strangers.remove(writer)
             stream.close()
+
+    def _make_room(self, peer: str, writer: Writer) -> None:
+        """A stream of a stranger: it ends those that others left open, because identities cost a stranger nothing."""
+        for older in self._strangers.add(peer, writer):
+            older.close()
 
     async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
         """Let the handler have a stream, if the peer is known."""
         reason = self._stranger(peer)
         if reason is not None:
             self.refused(peer, reason)
+            self._make_room(peer, writer)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
                 await stream.refuse(reason, discard=MAX_GREETING_BYTES)
+            self._strangers.remove(writer)
             stream.close()
             return
         self._serving[peer][writer] = None
@@ -251,13 +265,21 @@ class Gate:
             self.memory.keep()
 
     def refused(self, peer: str, reason: str) -> None:
-        """Note a refusal, unless the same was noted lately or there were too many."""
-        now = time.time()
+        """Note a refusal, unless the same was noted lately, or there were too many for a reason in the same words.
+
+        So whoever makes up identities or reasons hides no refusal of another kind.
+        """
+        now, words = time.time(), " ".join(reason.split()[:WORDS])
         while self._noted and self._noted[0][0] < now - QUIET_S:
             self._noted.popleft()
-        if len(self._noted) < MAX_EVENTS and all((peer, reason) != known[1:] for known in self._noted):
-            self._noted.append((now, peer, reason))
-            self.on_refused(peer, reason)
+        if any((peer, reason) == known[1:] for known in self._noted):
+            return
+        if not self._lines.take(words, now):
+            self._unnoted[words] += 1
+            return
+        self._noted.append((now, peer, reason))
+        suppressed = self._unnoted.pop(words, 0)
+        self.on_refused(peer, f"{reason} ({suppressed} more were not noted)" if suppressed else reason)
 
     def _greeting(self) -> Greeting:
         if self.admission is None:

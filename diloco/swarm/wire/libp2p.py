@@ -26,7 +26,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.admission.keys import check_private
 from diloco.config import SwarmConfig
-from diloco.config.address import Address, problem, scope
+from diloco.config.address import Address, problem, same_subnet, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
@@ -191,6 +191,7 @@ class Libp2p:
         self.reachable = True
         self.advice = ""  # what would make this peer reachable
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
+        self._ranges = {"public"}  # scopes of addresses that anybody may name
         self._p2p = p2p
         self._dht: DHTNode | None = None
         self._gate = p2p.gate = gate
@@ -220,6 +221,7 @@ class Libp2p:
             )
         p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
+        self._ranges |= {scope(seed) for seed in seeds}
         try:
             await self._greet_seeds()
             if network.reachable != "no":
@@ -369,6 +371,12 @@ class Libp2p:
             return outcome
         finally:
             await visitor.shutdown()
+
+    def may_call(self, address: str) -> bool:
+        """As in `Transport`. Without a seed in a LAN, this is the subnet of an address of this peer itself."""
+        if scope(address) in self._ranges:
+            return True
+        return any(same_subnet(address, own) for own in self.addresses)
 
     async def failed(self) -> None:
         """As in `Transport`. Without its daemon a peer would train on alone and not know it."""

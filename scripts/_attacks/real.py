@@ -1,0 +1,5 @@
+REAL = ()
+
+
+def measure(arguments: object) -> int:
+    return 0

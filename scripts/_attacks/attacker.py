@@ -11,6 +11,7 @@ import copy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ class Attacker:
     """One or more of the peers of an arena, of which the first one acts.
 
     Attributes:
-        me: its id. others: ids of its accomplices.
+        me: its id. others: ids of its accomplices. index: the fragment that is attacked.
     """
 
-    def __init__(self, arena: Arena, names: list[str]) -> None:
-        self.arena, self.loop = arena, arena.loop
+    def __init__(self, arena: Arena, names: list[str], index: int = 0) -> None:
+        self.arena, self.loop, self.index = arena, arena.loop, index
         self.me, self.others = (names[0], names[1:]) if names else ("", [])
         self.traffic = Traffic()
 
@@ -61,13 +62,18 @@ class Attacker:
 
     @property
     def fragment(self) -> Fragment:
-        """The control fragment as its node knows it."""
-        return self.node.protocol.fragments[0]
+        """The fragment that is attacked, as its node knows it."""
+        return self.node.protocol.fragments[self.index]
+
+    @property
+    def anchor(self) -> Tensor:
+        """Its own anchor of that fragment, which is right as long as it attacks otherwise."""
+        return self.node.replica.anchors[self.index]
 
     @property
     def lease(self) -> Lease:
-        """Who holds the control fragment, as its node believes."""
-        lease = self.node.protocol.leases.get(0)
+        """Who holds the fragment, as its node believes."""
+        lease = self.node.protocol.leases.get(self.index)
         assert lease is not None
         return lease
 
@@ -106,17 +112,23 @@ class Attacker:
         bend(self.node.protocol, "status", lie)
         self.say(self.node.protocol.status())
 
+    def says_version(self, version: int) -> None:
+        """From now on every status says that it has this version of the fragment."""
+        self.status(
+            lambda true: {"versions": [*true.versions[: self.index], version, *true.versions[self.index + 1 :]]}
+        )
+
     def claim(self, **fields: Any) -> Claim:
-        """A claim on the control fragment with the next term, and what else is wanted."""
+        """A claim on the fragment with the next term, and what else is wanted."""
         lease = self.lease
         claim = self.node.protocol.claim_of(replace(lease, term=lease.term + 1))
         return claim.model_copy(update={"version": lease.version, "digest": lease.digest, **fields})
 
-    def takes(self, index: int = 0) -> None:
-        """Take a fragment from whoever holds it, and be its syncer from now on."""
+    def takes(self) -> None:
+        """Take the fragment from whoever holds it, and be its syncer from now on."""
         protocol = self.node.protocol
-        protocol.leases.vacate(index)
-        self.node.context.do(protocol._take(protocol.fragments[index]))
+        protocol.leases.vacate(self.index)
+        self.node.context.do(protocol._take(self.fragment))
 
     # -- bulk streams -------------------------------------------------------------------------------------------------
 
@@ -144,15 +156,17 @@ class Attacker:
         """Give this anchor to whoever asks for the fragment, with these fields in its header."""
 
         async def serve(stream: Stream, request: StateRequest) -> None:
+            if request.fragment != self.index:
+                return await honest(stream, request)
             state = await copy_state(self.node.context, request.fragment)
             header = state.header.model_copy(update={"digest": digest_of(anchor), **fields})
             await framing.send_state(stream, FragmentState(header, anchor), self.node.replica)
 
-        self.answers(StateRequest, serve)
+        honest = self.answers(StateRequest, serve)
 
     def shares(self, tokens: int, version: int) -> dict[str, Share]:
         """Shares that give it so many tokens."""
-        return {**self.node.protocol.accounts.shares(0), self.me: Share(1, tokens, 1, version)}
+        return {**self.node.protocol.accounts.shares(self.index), self.me: Share(1, tokens, 1, version)}
 
     # -- as contributor -----------------------------------------------------------------------------------------------
 
@@ -187,11 +201,11 @@ class Attacker:
         bend(self.node.rounds, "send", scaled)
 
     async def contribute(self, **fields: Any) -> contribution.Answered:
-        """Contribute to the next version of the control fragment, whatever was learned."""
+        """Contribute to the next version of the fragment, whatever was learned."""
         lease, steps = self.lease, self.node.replica.settings.sync_every
         header = Contribution(
             manifest_hash=self.node.protocol.manifest_hash,
-            fragment=0,
+            fragment=self.index,
             term=lease.term,
             base_version=lease.version,
             base_digest=lease.digest,
@@ -202,8 +216,8 @@ class Attacker:
 
     # -- as syncer ----------------------------------------------------------------------------------------------------
 
-    def publishes(self, add: Callable[[Tensor], object], index: int = 0) -> None:
-        """Change the master of a fragment before each version is made of it."""
+    def publishes(self, add: Callable[[Tensor], object]) -> None:
+        """Change the master of the fragment before each version is made of it."""
 
         def merges(held: Held) -> None:
             def bent(merge_: Callable[..., str]) -> Callable[..., str]:
@@ -215,25 +229,27 @@ class Attacker:
 
             bend(held, "merge_", bent)
 
-        merges(self.node.replica.held[index])
+        merges(self.node.replica.held[self.index])
 
     def has_two_faces(self, peers: list[str], add: float) -> None:
-        """Publish one history of the control fragment to these peers and another one to the rest.
+        """Publish one history of the fragment to these peers and another one to the rest.
 
         The other one differs by `add` at every value, and each version of it follows from the one before.
         """
-        context, replica = self.node.context, self.node.replica
-        face = replica.anchors[0].clone()
+        context = self.node.context
+        face = self.anchor.clone()
         records: list[UpdateRecord] = []
         names: dict[str, str] = {}  # digest of a version -> that of its other face
 
         def keep(keep_record: Callable[[UpdateRecord], None]) -> Callable[[UpdateRecord], None]:
             def kept(record: UpdateRecord) -> None:
+                if record.header.fragment != self.index:
+                    return keep_record(record)
                 before, update = digest_of(face), record.update
                 if not records:
                     update = torch.empty_like(record.update)
-                    self._encode(replica.anchors[0] + add, face, update)
-                self._apply(face, update)
+                    self.encode(self.anchor + add, face, update)
+                self.apply(face, update)
                 header = record.header.model_copy(update={"digest_before": before, "digest": digest_of(face)})
                 records.append(UpdateRecord(header, update))
                 names[record.header.digest] = header.digest
@@ -243,10 +259,12 @@ class Attacker:
 
         bend(context, "keep_record", keep)
         other = copy.copy(context)
-        other.records_since = lambda fragment, version: [r for r in records if r.header.version > version]  # type: ignore[method-assign]
+        other.records_since = (  # type: ignore[method-assign]
+            lambda fragment, version: [record for record in records if record.header.version > version]
+        )
 
         async def answer(stream: Stream, request: Contribution) -> None:
-            there = stream.peer in peers
+            there = stream.peer in peers and request.fragment == self.index
             if there and names:
                 request = request.model_copy(update={"base_digest": self.fragment.digest})
             await contribution.answer(other if there else context, stream, request)
@@ -264,14 +282,16 @@ class Attacker:
 
         bend(self.node._mesh, "broadcast", broadcast)
 
-    def _encode(self, master: Tensor, anchor: Tensor, update: Tensor) -> None:
-        replica, local = self.node.replica, self.node.replica._local[0]
-        for (start, stop), at, end in zip(replica.chunks[0], local.update_at, local.update_at[1:], strict=False):
+    def encode(self, master: Tensor, anchor: Tensor, update: Tensor) -> None:
+        """Fill the update that moves an anchor towards a master."""
+        replica, local = self.node.replica, self.node.replica._local[self.index]
+        for (start, stop), (at, end) in zip(replica.chunks[self.index], pairwise(local.update_at), strict=True):
             replica.down.encode_update(master[start:stop].clone(), anchor[start:stop].clone(), update[at:end])
 
-    def _apply(self, anchor: Tensor, update: Tensor) -> None:
-        replica, local = self.node.replica, self.node.replica._local[0]
-        for (start, stop), at, end in zip(replica.chunks[0], local.update_at, local.update_at[1:], strict=False):
+    def apply(self, anchor: Tensor, update: Tensor) -> None:
+        """Move an anchor by an update."""
+        replica, local = self.node.replica, self.node.replica._local[self.index]
+        for (start, stop), (at, end) in zip(replica.chunks[self.index], pairwise(local.update_at), strict=True):
             replica.down.apply_update_(anchor[start:stop], update[at:end])
 
     # -- the network --------------------------------------------------------------------------------------------------

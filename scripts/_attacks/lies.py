@@ -26,28 +26,28 @@ MUCH = 10**15
 
 
 def _poison(x: Attacker, value: float) -> Tensor:
-    return torch.full_like(x.node.replica.anchors[0], value)
+    return torch.full_like(x.anchor, value)
 
 
 @attack("higher-version", "F1", "host", "says in a heartbeat that it has the next version, and serves 777 everywhere")
 async def says_a_version(x: Attacker) -> None:
     version = x.lease.version + 1
     x.serves(_poison(x, 777.0), version=version)
-    x.status(lambda true: {"versions": [version]})
+    x.says_version(version)
 
 
 @attack("far-version", "F1", "host", "the same with version and clock 2^61")
 async def says_a_far_version(x: Attacker) -> None:
     x.serves(_poison(x, 777.0), version=FAR, shares=x.shares(FAR, FAR))
-    x.status(lambda true: {"versions": [FAR]})
+    x.says_version(FAR)
 
 
 @attack("false-clock", "F1", "host", "the same with the right values and 10^15 tokens")
 async def moves_the_clock(x: Attacker) -> None:
     """The anchor is nearly right; who contributed how much to it is not."""
     version = x.lease.version + 1
-    x.serves(x.node.replica.anchors[0].clone(), version=version, shares=x.shares(MUCH, version), applied_tokens=MUCH)
-    x.status(lambda true: {"versions": [version]})
+    x.serves(x.anchor.clone(), version=version, shares=x.shares(MUCH, version), applied_tokens=MUCH)
+    x.says_version(version)
 
 
 @attack("takes-a-fragment", "F2", "member", "claims the next term over a living syncer, and publishes +100", proof=True)
@@ -72,18 +72,18 @@ async def forges_a_record(x: Attacker) -> None:
     await x.until(lambda: fragment.agrees())
 
     async def forge(stream: Stream, request: StateRequest) -> None:
-        before = replica.anchors[0]
-        update, after = torch.empty(replica.update_nbytes(0), dtype=torch.uint8), before.clone()
-        x._encode(before + 33.0, before, update)
-        x._apply(after, update)
+        before = x.anchor
+        update, after = torch.empty(replica.update_nbytes(x.index), dtype=torch.uint8), before.clone()
+        x.encode(before + 33.0, before, update)
+        x.apply(after, update)
         header = Record(
-            fragment=0, term=x.lease.term, version=fragment.version + 1, digest_before=fragment.digest,
+            fragment=x.index, term=x.lease.term, version=fragment.version + 1, digest_before=fragment.digest,
             digest=digest_of(after), contributors={x.me: MUCH}, applied_tokens=MUCH,
         )  # fmt: skip
         await framing.send_records(stream, [UpdateRecord(header, update)], replica)
 
     x.answers(StateRequest, forge)
-    x.status(lambda true: {"versions": [fragment.version + 1]})
+    x.says_version(fragment.version + 1)
 
 
 @attack("publishes-anything", "F3", "syncer", "adds 100 to every value of each version", proof=True)
@@ -115,7 +115,7 @@ async def publishes_the_reverse(x: Attacker) -> None:
 
         return judged
 
-    bend(x.node.replica.held[0], "judge", reverse)
+    bend(x.node.replica.held[x.index], "judge", reverse)
 
 
 @attack("equivocates", "F3", "syncer", "publishes one history to two peers and another to two", proof=True)
@@ -127,7 +127,7 @@ async def equivocates(x: Attacker) -> None:
 async def hands_a_false_master_over(x: Attacker) -> None:
     async def poisoned(stream: Stream, request: StateRequest) -> None:
         if request.outer:
-            x.node.replica.held[0].master.add_(500.0)
+            x.node.replica.held[x.index].master.add_(500.0)
         await honest(stream, request)
 
     honest = x.answers(StateRequest, poisoned)
@@ -160,11 +160,16 @@ async def publishes_nothing(x: Attacker) -> None:
     version = x.lease.version + 1
     x.answers(StateRequest, refuse)
     x.answers(Contribution, decline)
-    x.status(lambda true: {"versions": [version]})
+    x.says_version(version)
     lease = x.lease
     x.say(
         Published(
-            fragment=0, term=lease.term, version=version, digest="0" * 64, contributors=x.honest(), applied_tokens=0
+            fragment=x.index,
+            term=lease.term,
+            version=version,
+            digest="0" * 64,
+            contributors=x.honest(),
+            applied_tokens=0,
         )
     )
 
@@ -184,7 +189,7 @@ async def says_numbers_as_syncer(x: Attacker) -> None:
     for fields in bounds:
         await asyncio.sleep(3.0)
         published = Published(
-            fragment=0, term=true.term, version=x.fragment.version + 1, digest=x.fragment.digest, contributors=[],
+            fragment=x.index, term=true.term, version=x.fragment.version + 1, digest=x.fragment.digest, contributors=[],
             applied_tokens=true.applied_tokens,
         )  # fmt: skip
         x.say(published.model_copy(update=fields))
@@ -209,7 +214,7 @@ async def ends_the_run(x: Attacker) -> None:
 async def leaves_numbers_at_the_bound(x: Attacker) -> None:
     """Once syncer it says the largest numbers that fit, and goes."""
     most = 2**62 - 2
-    anchor = x.node.replica.anchors[0].clone()
+    anchor = x.anchor.clone()
     x.serves(anchor, version=most, shares=x.shares(most, most), applied_tokens=most)
     claim = x.claim(version=most, digest=digest_of(anchor), applied_tokens=most)
 
@@ -217,7 +222,7 @@ async def leaves_numbers_at_the_bound(x: Attacker) -> None:
         await stream.send(Verdict(accepted=False, late=True, reason="late", version=most, term=claim.term))
 
     x.answers(Contribution, decline)
-    x.status(lambda true: {"versions": [most]})
+    x.says_version(most)
     x.say(claim)
     await asyncio.sleep(10.0)
     x.arena.crash(x.me)

@@ -112,11 +112,10 @@ class Attacker:
         bend(self.node.protocol, "status", lie)
         self.say(self.node.protocol.status())
 
-    def says_version(self, version: int) -> None:
+    def says_version(self, version: Callable[[], int]) -> None:
         """From now on every status says that it has this version of the fragment."""
-        self.status(
-            lambda true: {"versions": [*true.versions[: self.index], version, *true.versions[self.index + 1 :]]}
-        )
+        at = self.index
+        self.status(lambda true: {"versions": [*true.versions[:at], version(), *true.versions[at + 1 :]]})
 
     def claim(self, **fields: Any) -> Claim:
         """A claim on the fragment with the next term, and what else is wanted."""

@@ -33,13 +33,13 @@ def _poison(x: Attacker, value: float) -> Tensor:
 async def says_a_version(x: Attacker) -> None:
     version = x.lease.version + 1
     x.serves(_poison(x, 777.0), version=version)
-    x.says_version(version)
+    x.says_version(lambda: version)
 
 
 @attack("far-version", "F1", "host", "the same with version and clock 2^61")
 async def says_a_far_version(x: Attacker) -> None:
     x.serves(_poison(x, 777.0), version=FAR, shares=x.shares(FAR, FAR))
-    x.says_version(FAR)
+    x.says_version(lambda: FAR)
 
 
 @attack("false-clock", "F1", "host", "the same with the right values and 10^15 tokens")
@@ -47,7 +47,7 @@ async def moves_the_clock(x: Attacker) -> None:
     """The anchor is nearly right; who contributed how much to it is not."""
     version = x.lease.version + 1
     x.serves(x.anchor.clone(), version=version, shares=x.shares(MUCH, version), applied_tokens=MUCH)
-    x.says_version(version)
+    x.says_version(lambda: version)
 
 
 @attack("takes-a-fragment", "F2", "member", "claims the next term over a living syncer, and publishes +100", proof=True)
@@ -83,7 +83,7 @@ async def forges_a_record(x: Attacker) -> None:
         await framing.send_records(stream, [UpdateRecord(header, update)], replica)
 
     x.answers(StateRequest, forge)
-    x.says_version(fragment.version + 1)
+    x.says_version(lambda: fragment.version + 1)
 
 
 @attack("publishes-anything", "F3", "syncer", "adds 100 to every value of each version", proof=True)
@@ -160,7 +160,7 @@ async def publishes_nothing(x: Attacker) -> None:
     version = x.lease.version + 1
     x.answers(StateRequest, refuse)
     x.answers(Contribution, decline)
-    x.says_version(version)
+    x.says_version(lambda: version)
     lease = x.lease
     x.say(
         Published(
@@ -222,7 +222,7 @@ async def leaves_numbers_at_the_bound(x: Attacker) -> None:
         await stream.send(Verdict(accepted=False, late=True, reason="late", version=most, term=claim.term))
 
     x.answers(Contribution, decline)
-    x.says_version(most)
+    x.says_version(lambda: most)
     x.say(claim)
     await asyncio.sleep(10.0)
     x.arena.crash(x.me)

@@ -116,7 +116,7 @@ def test_schedules_have_all_kinds_of_faults_and_settings() -> None:
 
 LONE = Scenario(
     seed=0,
-    members=tuple(Member(name, step_s=0.25 if name == "a" else 1.0) for name in "abcd"),
+    members=tuple(Member(name, step_s=0.25 if name == "a" else 1.0) for name in "abcdefg"),
     outer=(("sync_every", 4), ("fragments", 1), ("lr", 0.7), ("momentum", 0.9)),
     together=True, heartbeat_s=1.0, loss=0.0, executor_s=0.0, units=False, cold=False, pieces=False, closed=False,
     faults=(Fault(15.0, 0, "lone", 0, 66.0),), work_wins=True, splits=True,

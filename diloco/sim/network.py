@@ -244,8 +244,7 @@ class Network:
     def mend(self, one: str, other: str) -> None:
         """What waited on both sides of a cut goes on."""
         for pair in (one, other), (other, one):
-            if (cut := self._cuts.pop(pair, None)) is not None:
-                cut.set()
+            self._cuts.pop(pair, asyncio.Event()).set()
         for pipe in list(self._pipes):
             if {pipe.source, pipe.target} == {one, other}:
                 self.uplinks[pipe.source].serve(pipe)
@@ -264,9 +263,8 @@ class Network:
         return (self._links[one].latency_s + self._links[other].latency_s) / 2
 
     async def open(self, source: str, target: str, protocol: str) -> tuple[asyncio.StreamReader, _Pipe]:
-        """Open a stream; its writer is the outgoing pipe. A call into a cut is answered if that ends in time."""
-        cut = self._cuts.get((source, target)) or self._cuts.get((target, source))  # the answer has to come back
-        if cut is not None:
+        """Open a stream; its writer is the outgoing pipe. A call into a cut, either way, is answered if that ends."""
+        if cut := self._cuts.get((source, target)) or self._cuts.get((target, source)):
             try:
                 await within(UNANSWERED_S, cut.wait())
             except asyncio.TimeoutError:

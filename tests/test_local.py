@@ -407,7 +407,7 @@ def test_data_and_directories_that_cannot_be_used_end_with_exit_code_two(
 ) -> None:
     empty, file = tmp_path / "empty.txt", tmp_path / "file"
     empty.touch()
-    file.touch()
+    file.touch(0o600)
     text = ("data=text", "data.sequence_length=32")
     for number, (run_dir, overrides, start) in enumerate(
         [

@@ -277,6 +277,17 @@ def test_a_syncer_that_caught_up_takes_nothing_that_is_in_the_version_it_fetched
     assert not verdict.accepted and verdict.merged
 
 
+def test_a_successor_takes_nothing_that_is_in_the_anchor_from_which_it_goes_on() -> None:
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=1, quorum=1, staleness_limit=2))
+    peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
+    again = contribution(peer, 1)
+    peer.adopted(1, 1, digest_of("one"), 2.0, contributors={"x": 10, OTHER: 10})
+    peer.heard("x", status_of("training", versions=[0, 1]), 2.5)
+    assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == [Hold(1, 2)]
+    verdict = peer.offer("x", again.model_copy(update={"term": 2}))
+    assert not verdict.accepted and verdict.merged
+
+
 def test_nobody_claims_below_a_version_that_was_published_before_all_have_said_what_they_have() -> None:
     peer = pair()
     peer.connected("x", hello_of(status_of("ready"), holds=False), 1.0)

@@ -19,10 +19,8 @@ WEIGHTS = "tokens are claimed freely, and weigh"
 
 OPEN = {
     "higher-version": HEARSAY,
-    "far-version": HEARSAY,
     "false-clock": HEARSAY,
     "forged-record": HEARSAY,
-    "numbers-of-the-dead": HEARSAY,
     "takes-a-fragment": CLAIMS,
     "claims-an-anchor": CLAIMS,
     "ends-the-run": CLAIMS,
@@ -34,7 +32,6 @@ OPEN = {
     "false-master": "master and momentum are taken from a leaver as they come",
     "false-shares": "shares are believed of any donor",
     "false-publication": "a syncer that publishes what nobody has keeps its lease",
-    "claims-tokens": WEIGHTS,
     "claims-eightfold": WEIGHTS,
     "free-versions": WEIGHTS,
     "minus-ten-of-three": "fewer than four contributions are not judged",
@@ -42,11 +39,7 @@ OPEN = {
     "a-little": "a lie within the norm and the angle of honest work is not found",
     "slow-word": "a peer's own word says how long it is waited for",
     "seems-to-get-on": "a peer's own word says that it gets on",
-    "huge-pace": "a pace has no bound",
-    "state-copies": "anybody may ask for the outer state, as often as for anchors",
     "false-moments": "moments are believed",
-    "many-names": "all peers that a hello names are called",
-    "heavy-frames": "a frame is decoded before anything is refused",
     "all-data": "any data may be named as applied or had",
     "lone-fast-peer": "the history with the higher version wins",
 }

@@ -30,10 +30,10 @@ ASYNC = {"quorum": 1, "staleness_limit": 10, "optimizer": "delayed_nesterov"}
 # -- words that others wait for ---------------------------------------------------------------------------------------
 
 
-@attack("slow-word", "F6", "member", "says that it makes 1e-9 steps a second, and contributes nothing")
+@attack("slow-word", "F6", "member", "says that it makes 1e-6 steps a second, and contributes nothing")
 async def calls_itself_slow(x: Attacker) -> None:
     x.arena.idle.add(x.me)
-    x.status(lambda true: {"state": "training", "steps_per_s": 1e-9, "inner_step": 0, "target_steps": 4})
+    x.status(lambda true: {"state": "training", "steps_per_s": 1e-6, "inner_step": 0, "target_steps": 4})
 
 
 @attack("seems-to-get-on", "F6", "member", "counts steps in its heartbeats, and contributes nothing")

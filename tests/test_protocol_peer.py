@@ -299,6 +299,24 @@ def test_nobody_claims_below_a_version_that_was_published_before_all_have_said_w
     assert of_type(CatchUp, actions) == [CatchUp(1, ("x",), outer=False)] and of_type(Hold, actions) == []
 
 
+def test_the_next_in_order_does_not_claim_in_the_moment_of_the_right_holder() -> None:
+    """Both wait for a version that nobody has. Two syncers at once would make two versions of one number."""
+    peer = pair()
+    assert assign([1], [ME, "x"], {ME: 1, "x": 0})[1] == "x" and order([ME, "x"], 1)[0] == ME
+    peer.connected("x", hello_of(status_of("ready")), 1.0)
+    news = Published(fragment=1, term=1, version=1, digest=digest_of("one"), contributors=[], applied_tokens=0)
+    peer.heard(OTHER, news, 2.0)
+    peer.catch_up_failed(1)
+    peer.lost(OTHER, 3.0, "reset")
+    claimed_at, now = None, 3.0
+    while claimed_at is None:
+        now += TICK_S
+        actions = [*peer.heard("x", status_of("ready"), now), *peer.tick(now)]
+        claimed_at = now if of_type(Hold, actions) else None
+    patience_s = CLAIM_PATIENCE_S + len(peer.members) / STATUSES_PER_S
+    assert claimed_at - 3.0 == pytest.approx(2 * patience_s, abs=2 * TICK_S)
+
+
 def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
     peer = pair()
     actions = peer.heard(OTHER, status_of("leaving"), 1.0)

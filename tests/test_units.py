@@ -99,7 +99,7 @@ def follower(version: int = 0, **word: Any) -> Peer:
 
 def take_over(peer: Peer) -> Ledger:
     peer.lost("s", 1.0, "connection reset")
-    for now in (2.0, 6.0, 9.0):
+    for now in (2.0, 6.0, 9.0, 12.0):
         peer.heard("b", peer.members.get("b").status, now)  # type: ignore[union-attr]
         peer.tick(now)
     assert peer.accounts.dealer.ledger is not None
@@ -116,8 +116,8 @@ def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
     )  # fmt: skip
     assert peer.offer(sender, header).accepted
     syncer.folded(sender)
-    peer.arrived(sender, 0, 10.0)
-    return peer.published(0, digest_of(syncer.version + 1), {sender: 1}, 10.0)
+    peer.arrived(sender, 0, 13.0)
+    return peer.published(0, digest_of(syncer.version + 1), {sender: 1}, 13.0)
 
 
 def twice_noted(actions: list[Action]) -> list[object]:

@@ -62,17 +62,12 @@ def build(
     # fork_rng restores the CPU generator; torch.manual_seed would also reseed every GPU, so it is not used here.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         default_generator.manual_seed(seed)
-        try:
-            with _few_parts():
-                built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with _refusals(settings):
+            built = _from_config(config)
             # Some contradictions (heads that do not divide the width) show only in a forward pass. One of two tokens
             # costs a read of the weights.
             with torch.no_grad():
                 loss(built.eval(), torch.zeros(1, 2, dtype=torch.int64))
-        except Exception as error:  # its layers raise KeyError, RuntimeError, ...
-            raise ConfigError(
-                f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
-            ) from error
     return built.train()
 
 
@@ -113,14 +108,8 @@ def outline(settings: ModelConfig) -> nn.Module:
     Raises ConfigError and CheckpointError as `build`.
     """
     config = config_of(settings)
-    try:
-        with _few_parts():
-            built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # its layers raise various types
-        raise ConfigError(
-            f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
-        ) from error
-    return built.train()
+    with _refusals(settings):
+        return _from_config(config).train()
 
 
 def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
@@ -172,8 +161,18 @@ def _refuse_absurd(config: object, place: str) -> None:
 
 
 @contextlib.contextmanager
-def _few_parts() -> Iterator[None]:
-    """Ends the building of a model with a ValueError once it has too many modules. Each costs time and memory, also
+def _refusals(settings: ModelConfig) -> Iterator[None]:
+    """Turns whatever the layers of a model raise (KeyError, RuntimeError, ...) into a ConfigError."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
+        ) from error
+
+
+def _from_config(config: Any) -> nn.Module:
+    """A model of this config. Ends with a ValueError once it has too many modules: each costs time and memory, also
     where it has no values.
     """
     made = 0
@@ -186,7 +185,8 @@ def _few_parts() -> Iterator[None]:
 
     handle = nn.modules.module.register_module_module_registration_hook(count)
     try:
-        yield
+        built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return built
     finally:
         handle.remove()
 

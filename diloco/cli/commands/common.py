@@ -104,8 +104,9 @@ def _from_stdin(override: str) -> str:
     if override != "swarm.token=-":
         return override
     from diloco.config.address import line_of_stdin
+    from diloco.config.sweeps import quoted
 
-    return f"swarm.token='{line_of_stdin('swarm.token').rpartition('?token=')[2]}'"
+    return f"swarm.token={quoted(line_of_stdin('swarm.token').rpartition('?token=')[2])}"
 
 
 def split_address(address: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:

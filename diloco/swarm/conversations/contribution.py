@@ -13,8 +13,7 @@ The syncer's own contribution takes the same way through `fold_chunk` or `fold_w
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,7 @@ from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.tasks import in_thread
-from diloco.swarm.wire.streams import Stream
+from diloco.swarm.wire.streams import Stream, only_stream
 
 __all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole"]
 
@@ -100,7 +99,7 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
     assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
     await stream.send(verdict)
-    with _only_stream(context, stream, fragment):
+    with only_stream(context.contributing, fragment, stream):  # an older one holds payload, and its peer is gone
         before = await _take(context, stream, header, verdict, syncer, before)
     await stream.send(Receipt())
     await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not context.holds(syncer))
@@ -114,21 +113,6 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     await stream.drained()
     if closed_at is not None:
         protocol.delivered(context.now() - closed_at)
-
-
-@contextmanager
-def _only_stream(context: Context, stream: Stream, fragment: int) -> Iterator[None]:
-    """End the stream on which this peer contributed to the fragment before: it holds payload, and its peer is gone."""
-    key = (stream.peer, fragment)
-    older = context.contributing.pop(key, None)
-    if older is not None:
-        older.close()
-    context.contributing[key] = stream
-    try:
-        yield
-    finally:
-        if context.contributing.get(key) is stream:
-            del context.contributing[key]
 
 
 async def _take(

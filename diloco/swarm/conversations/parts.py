@@ -45,7 +45,7 @@ from diloco.swarm.conversations.framing import (
 )
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.deadline import within
-from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.streams import BROKEN, Stream, only_stream
 
 __all__ = ["AnchorDonor", "Download", "PartialAnchor", "announcing", "copy_state"]
 
@@ -231,7 +231,7 @@ class AnchorDonor:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._outer: WeakValueDictionary[tuple[int, str], FragmentState] = WeakValueDictionary()
-        self._heirs: dict[tuple[int, str], Stream] = {}  # on which an heir reads the outer state of a fragment
+        self._heirs: dict[tuple[str, int], Stream] = {}  # on which an heir reads the outer state of a fragment
         self._kept: WeakValueDictionary[tuple[int, str], FragmentState] = WeakValueDictionary()
         self._copying = [asyncio.Lock() for _ in context.replica.fragments]
 
@@ -256,15 +256,8 @@ class AnchorDonor:
         """Send the outer state to an heir. A stream on which it read this before ends."""
         if not self._context.protocol.may_inherit(stream.peer, fragment):
             raise PayloadError(f"only the heir of fragment {fragment} gets its outer state")
-        older = self._heirs.pop((fragment, stream.peer), None)
-        if older is not None:
-            older.close()
-        self._heirs[fragment, stream.peer] = stream
-        try:
+        with only_stream(self._heirs, fragment, stream):
             await send_state(stream, await self._freeze_outer(fragment), self._context.replica)
-        finally:
-            if self._heirs.get((fragment, stream.peer)) is stream:
-                del self._heirs[fragment, stream.peer]
 
     async def _freeze_outer(self, fragment: int) -> FragmentState:
         """Anchor and outer state as they are now; heirs that ask for the same version share a copy."""

@@ -340,7 +340,6 @@ class ControlMesh:
             self._dial_named(named)
             for member in self._protocol.members.all():
                 self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
-            self._dialling = {peer: task for peer, task in self._dialling.items() if not task.done()}
             await asyncio.sleep(RECORD_PERIOD_S)
 
 

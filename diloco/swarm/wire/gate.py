@@ -356,7 +356,7 @@ def gate_for(
     """
     if run_key is None and token is None and key_path is None:
         return Gate(memory=Memory(memory_path, f"{run_id}/{manifest_hash}"))
-    revoked = None
+    key, revoked = None, None
     if key_path is not None:
         key = RunKey.read(Path(key_path))
         own = issue(key, run_id, "worker" if trains else "host", int(time.time()) + OWN_LIFE_S)
@@ -377,7 +377,7 @@ def gate_for(
         admission.revoke(revoked)
     gate = Gate(admission, "host" if own.grant.role == "worker" and not trains else None)
     if not gate.sealed(manifest_hash, gate.memory.seal):  # of an earlier manifest, or none yet
-        gate.memory.seal = "" if key_path is None else RunKey.read(Path(key_path)).seal(run_id, manifest_hash)
+        gate.memory.seal = "" if key is None else key.seal(run_id, manifest_hash)
     return gate
 
 

@@ -342,7 +342,10 @@ class Node:
         return min(version for version, _ in self._anchors.loaded)
 
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        return Exchanged(self._version, self.protocol.applied_tokens, discarded, seconds, position)
+        clock = self._version, self.protocol.applied_tokens
+        if not self.replica.settings.barrier:  # the others went on while this peer exchanged
+            clock = self.protocol.swarm_clock()
+        return Exchanged(*clock, discarded, seconds, position)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
 

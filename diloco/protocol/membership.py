@@ -5,11 +5,12 @@ hellos and heartbeats in -> live members and addresses out
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.config.address import problem
 from diloco.protocol.messages.control import Hello, Status
+from diloco.protocol.numbers import leaps_too_far
 
 __all__ = ["AddressBook", "Member", "Membership"]
 
@@ -26,7 +27,10 @@ MAX_PEERS = 4096  # whose addresses are kept
 
 @dataclass
 class Member:
-    """Another peer: its last status, when it was heard of last, and when it made progress last."""
+    """Another peer: its last status, when it was heard of last, and when it made progress last.
+
+    `ended_cycle` tells whether its inner steps have begun again with 0 since it was `starting`.
+    """
 
     peer: str
     name: str
@@ -37,6 +41,7 @@ class Member:
     progress_at: float
     device: str = ""
     interval_s: float = 0.0
+    ended_cycle: bool = False
     round_versions: list[int] | None = None  # its anchors when it began the round that it is in
 
     def __post_init__(self) -> None:
@@ -50,6 +55,8 @@ class Member:
         if moved != (self.status.state, self.status.versions, self.status.inner_step):
             self.progress_at = now
         self.heard_at = now
+        begins_again = self.ended_cycle or status.inner_step < self.status.inner_step
+        self.ended_cycle = begins_again and status.state != "starting"
         if status.figures is None and self.status.figures is not None:
             status = status.model_copy(update={"figures": self.status.figures})
         self.status = status
@@ -154,10 +161,11 @@ class Membership:
         return self._highest[fragment]
 
     def donors(self, fragment: int, version: int) -> list[str]:
-        """Members that have the fragment at that version or a later one, latest first."""
+        """Members that have the fragment at that version or a later one that may be adopted, latest first."""
         if self.highest_version(fragment) < version:
             return []
-        able = [m for m in self.all() if m.status.versions[fragment] >= version]
+        said = ((m, m.status.versions[fragment]) for m in self.all())
+        able = [m for m, newest in said if newest >= version and not leaps_too_far(version, newest)]
         return [m.peer for m in sorted(able, key=lambda m: -m.status.versions[fragment])]
 
 
@@ -166,19 +174,22 @@ class AddressBook:
 
     libp2p finds a peer by its id if its routing tables have the peer. These tables leave out networks whose addresses
     they take for neither public nor private, and peers that only one other peer has met. Hellos therefore carry
-    addresses: a newcomer can call every peer that its first contact has met. Wrong addresses do no harm: another
-    identity answers there, or nobody.
+    addresses: a newcomer can call every peer that its first contact has met. Another identity answers at a wrong
+    address, or nobody. `may_call` says which addresses are called on hearsay (see `Transport.may_call`).
     """
 
     def __init__(self) -> None:
+        self.may_call: Callable[[str], bool] = lambda address: True
         self._said: dict[str, tuple[str, ...]] = {}
         self._hearsay: dict[str, tuple[str, ...]] = {}
 
     def hear(self, peer: str, said: Mapping[str, Sequence[str]]) -> None:
         """Take in what a peer says of itself and of others, without malformed addresses and those of another peer."""
         for other, addresses in said.items():
-            known = self._said if other == peer else self._hearsay
+            itself = other == peer
+            known = self._said if itself else self._hearsay
             found = [one for one in addresses if one.endswith(f"/p2p/{other}") and problem(one) is None]
+            found = found if itself else [one for one in found if self.may_call(one)]
             known[other] = tuple(found[:MAX_ADDRESSES])
             while len(known) > MAX_PEERS:
                 del known[next(iter(known))]

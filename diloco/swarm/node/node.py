@@ -173,8 +173,8 @@ class Node:
         """The data that is leased to this peer; its methods may be called from the training loop's thread."""
         return self._units.data
 
-    async def observe(self) -> Snapshot:
-        """What this peer knows of the swarm."""
+    async def observe(self) -> Snapshot | None:
+        """What this peer knows of the swarm; None when a bug prevents to put it together (`recorder_failed`)."""
         return self.context.recorder.snapshot(self.context.now())
 
     async def enter(self, state: State) -> None:
@@ -342,7 +342,10 @@ class Node:
         return min(version for version, _ in self._anchors.loaded)
 
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        return Exchanged(self._version, self.protocol.applied_tokens, discarded, seconds, position)
+        clock = self._version, self.protocol.applied_tokens
+        if not self.replica.settings.barrier:  # the others went on while this peer exchanged
+            clock = self.protocol.swarm_clock()
+        return Exchanged(*clock, discarded, seconds, position)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
 

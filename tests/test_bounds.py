@@ -169,6 +169,30 @@ def test_a_version_of_no_contributions_moves_nothing_but_the_momentum() -> None:
     assert bound.wrong(STEP, [], Moved(0.0, 0.0)) is None and bound.wrong(STEP, [], Moved(1e-3, 0.0)) is not None
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(sorted(CODECS)),
+    numel=st.integers(1, 3000),
+    seed=st.integers(0, 10_000),
+    scale=st.sampled_from([1e-30, 1e-4, 1.0, 1e3]),
+)
+def test_an_encoding_loses_no_more_than_it_says(name: str, numel: int, seed: int, scale: float) -> None:
+    generator, one = torch.Generator().manual_seed(seed), codec(name)
+    x = scale * torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator) ** 8
+    payload = torch.empty(one.nbytes(numel), dtype=torch.uint8)
+    one.encode(x, payload)
+    values = one.values(payload, numel).double()
+    assert float((x.double() - values).norm()) <= one.most_lost(payload, numel, float(values.norm())) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("down", sorted(CODECS))
+def test_to_measure_an_update_changes_nothing(down: str) -> None:
+    update = torch.zeros(codec(down).nbytes(8), dtype=torch.uint8)
+    anchor = torch.ones(8)
+    measure(outer(codec_down=down), update, anchor)
+    assert not update.any() and bool((anchor == 1).all())
+
+
 def test_an_update_that_its_codec_refuses_has_no_length() -> None:
     settings = outer()
     update = torch.full((codec("int8").nbytes(8),), 255, dtype=torch.uint8)

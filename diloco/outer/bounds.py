@@ -51,10 +51,10 @@ def measure(settings: OuterConfig, update: Tensor, anchor: Tensor) -> Moved:
     offsets = down.offsets(len(anchor))
     for chunk, (start, stop) in enumerate(chunks(len(anchor))):
         payload = update[offsets[chunk] : offsets[chunk + 1]]
-        low, high = down.cell(payload, stop - start)
         values = down.values(payload, stop - start)
-        lost += norm_of(torch.maximum(high - values, values - low)) ** 2
-        moved += norm_of(values - anchor[start:stop] if down.carries_values else values) ** 2
+        norm = norm_of(values)
+        lost += down.most_lost(payload, stop - start, norm) ** 2
+        moved += (norm_of(values - anchor[start:stop]) if down.carries_values else norm) ** 2
     return Moved(math.sqrt(moved), math.sqrt(lost))
 
 

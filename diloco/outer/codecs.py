@@ -29,6 +29,7 @@ working buffers, at most 6 MiB, belong to the thread.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
@@ -107,6 +108,10 @@ class _FloatCodec(Codec):
         off = values.abs().mul_(part).clamp_(min=least)
         return values - off, values + off
 
+    def most_lost(self, payload: Tensor, numel: int, norm: float) -> float:
+        part, least = self.rounding
+        return part * norm + least * math.sqrt(numel)
+
 
 class _Fp32(_FloatCodec):
     name = "fp32"
@@ -127,6 +132,8 @@ class _BlockCodec(Codec):
 
     carries_values = False
     codes_per_byte: ClassVar[int]
+    rounding: ClassVar[tuple[float, float]]
+    """How far encoding may move a value, as a part of what it becomes, and at least, over 2**exponent."""
     min_exponent: ClassVar[int]
     max_exponent: ClassVar[int]
     unit_exponent: ClassVar[int]
@@ -177,6 +184,11 @@ class _BlockCodec(Codec):
             torch.where(rows < 0, -down, up, out=highs)
         return low, high
 
+    def most_lost(self, payload: Tensor, numel: int, norm: float) -> float:
+        part, least = self.rounding
+        exponents = payload.numpy()[: -(-numel // BLOCK)].view(np.int8).astype(np.int32)
+        return part * norm + least * math.sqrt(BLOCK * float(np.ldexp(1.0, 2 * exponents).sum()))
+
     @abstractmethod
     def _cell(self, magnitudes: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
         """The least and largest values of these magnitudes (r, n) fp64, for 2**exponent (r, 1) of their block."""
@@ -202,6 +214,7 @@ class _Int8(_BlockCodec):
 
     name = "int8"
     codes_per_byte = 1
+    rounding = (0.0, 0.5)
     min_exponent = _MIN_EXPONENT
     max_exponent = 58  # LIMIT is 64 * 2**58
     unit_exponent = 0
@@ -234,6 +247,7 @@ class _E3m0(_BlockCodec):
 
     name = "e3m0"
     codes_per_byte = 2
+    rounding = (0.5, 2.0**-7)
     min_exponent = _MIN_EXPONENT + 6  # so that the lowest of the seven levels is a normal number
     max_exponent = 64  # LIMIT is 2**64
     unit_exponent = 8

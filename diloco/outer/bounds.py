@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig

@@ -21,7 +21,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Hold, Merge, Release
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
-from diloco.protocol.messages.bulk import Contribution, Record, StateHeader, Verdict
+from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
@@ -38,8 +38,9 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
+from tests.protocol_helpers import MANIFEST, Keys, record_of
 
-ME, OTHER, MANIFEST = "me", "other", "0" * 64
+ME, OTHER = "me", "other"
 
 
 class StubFetcher:
@@ -82,7 +83,7 @@ class StubHost:
         exact = {"lr": 1.0, "momentum": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, **exact, **outer})
         self.replica = Replica(self.parameters, fragments, settings)
-        self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings)
+        self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings, signer=Keys(ME))
         self.notes: list[str] = []
         self.context = Context(
             self.protocol, self.replica, NoNetwork(), "{}", Gate(),  # type: ignore[arg-type]
@@ -133,19 +134,21 @@ class StubHost:
         discarded, _ = self.rounds.take([0])
         return discarded, self.protocol.versions[0]
 
-    def state(self, version: int, anchor: Tensor) -> FragmentState:
+    def state(self, version: int, anchor: Tensor, **shares: Share) -> FragmentState:
         """The anchor as a donor would send it."""
-        header = StateHeader(fragment=0, version=version, digest=digest_of(anchor), applied_tokens=0, outer=False)
+        digest = digest_of(anchor)
+        record = record_of(version, "f" * 64, digest, {}, shares=shares, author=OTHER) if version else None
+        header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, outer=False)
         return FragmentState(header, anchor)
 
     def record(self, version: int, anchor: Tensor, before: str | None = None) -> UpdateRecord:
         """An update to an anchor; with the float codecs it carries the values themselves."""
         update = torch.empty(self.replica.update_nbytes(0), dtype=torch.uint8)
         self.replica.down.encode_update(anchor, self.replica.anchors[0], update)
-        header = Record(
-            fragment=0, term=1, version=version, digest_before=before or self.protocol.digests[0],
-            digest=digest_of(anchor), contributors={OTHER: 10}, applied_tokens=0,
-        )  # fmt: skip
+        before = before or self.protocol.digests[0]
+        given = version - self.protocol.versions[0] - 1  # in the versions between
+        shares = {OTHER: Share(given, 10 * given, 1, version - 1)} if given > 0 else self.protocol.fragments[0].shares
+        header = record_of(version, before, digest_of(anchor), {OTHER: 10}, shares=shares, author=OTHER)
         return UpdateRecord(header, update)
 
 
@@ -210,19 +213,14 @@ def test_as_many_records_are_kept_as_are_smaller_than_the_state(codec: str, kept
         digests = [host.protocol.digests[0], *(f"{number:064x}" for number in range(9))]
         update = torch.zeros(host.replica.update_nbytes(0), dtype=torch.uint8)
         for version, (before, digest) in enumerate(pairwise(digests), 1):
-            header = Record(
-                fragment=0, term=1, version=version, digest_before=before, digest=digest, contributors={ME: 1},
-                applied_tokens=0,
-            )  # fmt: skip
+            header = record_of(version, before, digest, {ME: 1})
             host.context.keep_record(UpdateRecord(header, update))
             host.protocol.fragments[0].move(version, digest, 0.0)
         for base in range(-1, 10):
             found = [record.header.version for record in host.context.records_since(0, base)]
             assert found == (list(range(base + 1, 10)) if 9 - kept <= base else []), base
         assert kept * update.numel() < 4 * 9000 or kept == 1
-        host.context.keep_record(
-            UpdateRecord(header.model_copy(update={"version": 12, "digest_before": "f" * 64}), update)
-        )
+        host.context.keep_record(UpdateRecord(record_of(12, "f" * 64, "d" * 64, {ME: 1}), update))
         assert len(host.context.records[0]) == 1, "the anchor before it came from elsewhere"
         host.protocol.fragments[0].move(12, "e" * 64, 0.0)
         assert host.context.records_since(0, 11) == [], "what is here now came from elsewhere too"
@@ -351,9 +349,8 @@ def test_what_was_learned_in_another_history_and_is_in_the_adopted_anchor_is_not
         await host.anchors.load()
         theirs = torch.full((6,), 3.0)
         host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=0, digest=digest_of(theirs)), host.now()))
-        won = host.state(1, torch.full((6,), 4.0))
-        shares = {"shares": {ME: Share(1, 10, 1, 1)}}
-        host.client.answers = {-1: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        won = host.state(1, torch.full((6,), 4.0), **{ME: Share(1, 10, 1, 1)})
+        host.client.answers = {-1: won}
         assert await host.exchange() == (0, 1)
 
     run(scene)
@@ -396,13 +393,12 @@ def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
             host.parameters["w"].sub_(1.0)
             assert await host.exchange() == (0, version)
             await host.anchors.load()
-        won = host.state(5, torch.full((6,), 3.0))
+        # It has this peer's contribution from version 0, not the one from 1.
+        won = host.state(5, torch.full((6,), 3.0), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         claim = Claim(fragment=0, term=2, version=5, digest=won.header.digest)
         host.do(host.protocol.heard(OTHER, claim, host.now()))
-        # It has this peer's contribution from version 0, not the one from 1.
-        shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
-        host.client.answers = {2: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        host.client.answers = {2: won}
         await host.anchors.catch_up(0, [OTHER])
         assert host.notes.count("discarded") == 1
         assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
@@ -420,10 +416,9 @@ def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_th
         host.do(host.protocol.heard(OTHER, claim, host.now()))
         host.client.answers = {-1: host.state(0, theirs)}
         assert await host.exchange() == (10, 0)
-        won = host.state(5, torch.full((6,), 4.0))
+        won = host.state(5, torch.full((6,), 4.0), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
         host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=5, digest=won.header.digest), host.now()))
-        shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
-        host.client.answers = {0: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        host.client.answers = {0: won}
         await host.anchors.catch_up(0, [OTHER])
         assert host.notes.count("applied_after_all") == 1
         assert host.own_tokens.take_lost() == -10
@@ -570,7 +565,7 @@ def test_a_version_that_closes_while_a_contribution_is_folded_in_counts_it(monke
 
         async def arrive() -> int | None:
             async with host.context.locks[0].writing():
-                return await fold_whole(host.context, syncer, OTHER, 0, payloads)
+                return await fold_whole(host.context, syncer, OTHER, header, payloads)
 
         arriving = asyncio.ensure_future(arrive())
         while not began.is_set():
@@ -596,11 +591,12 @@ def test_a_version_whose_contributions_were_forgotten_is_not_made() -> None:
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         syncer = host.protocol.syncers[0]
         lease = Lease(0, ME, 1, 0, host.protocol.digests[0])
-        assert syncer.offer(OTHER, Exchange(0, 0, lease.digest, 1, 10, MANIFEST).header(lease)).accepted
+        header = Exchange(0, 0, lease.digest, 1, 10, MANIFEST).header(lease)
+        assert syncer.offer(OTHER, header).accepted
         host.parameters["w"].sub_(1.0)
         async with host.context.locks[0].writing():
             others = asyncio.all_tasks()
-            await fold_whole(host.context, syncer, OTHER, 0, [host.replica.encode(0, 0)])
+            await fold_whole(host.context, syncer, OTHER, header, [host.replica.encode(0, 0)])
             host.do(host.protocol.tick(host.now()))
             assert host.protocol.merging(0)
             merging = asyncio.all_tasks() - others

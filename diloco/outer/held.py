@@ -29,6 +29,7 @@ from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
 from diloco.outer.spectrum import flatten_, matrices
 from diloco.outer.state import OuterState, adopt_
+from diloco.outer.tally import Tally
 
 __all__ = ["Held", "Judged"]
 
@@ -77,6 +78,7 @@ class Held:
         self._numels = [stop - start for start, stop in self.chunks]
         self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
+        self.tallies: dict[str, Tally] = {}  # of contributions that come chunk by chunk
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
         if self.rule is None:
@@ -88,23 +90,24 @@ class Held:
         self._update_at = self.down.offsets(fragment.numel)
 
     def take(self, chunk: int, peer: str, payload: Tensor, weight: float) -> None:
-        """Stage or fold a received chunk, as the merge rule needs it."""
+        """Stage or fold a received chunk, as the merge rule needs it, and count it. A peer's chunks come in order."""
         if self.staged is None:
             self.fold(chunk, payload, weight)
         else:
             self.staged.put(peer, chunk, payload)
+        if chunk == 0:
+            self.tallies[peer] = Tally()
+        self.tallies[peer].add(self.up, payload, self._numels[chunk])
 
-    def norms_of(self, payloads: Sequence[Tensor]) -> list[float]:
-        """L2 norms of the chunks of a whole contribution; `PayloadError` if `fold` would refuse one of them."""
-        norms = []
-        for chunk, payload in enumerate(payloads):
-            norms.append(norm_of(self.up.values(payload, self._numels[chunk])))
-            if self._clips:
-                self.norms.check(chunk, norms[chunk])
-        return norms
+    def tally(self, payloads: Sequence[Tensor]) -> Tally:
+        """Count a whole contribution; `PayloadError` if `fold` would refuse a chunk of it."""
+        tally = Tally.of(self.up, payloads, self._numels)
+        for chunk, norm in enumerate(tally.norms if self._clips else ()):
+            self.norms.check(chunk, norm)
+        return tally
 
     def fold_whole(self, payloads: Sequence[Tensor], norms: Sequence[float], weight: float, discount: float) -> None:
-        """Fold in a whole contribution, with the norms that `norms_of` gave."""
+        """Fold in a whole contribution, with the norms of its chunks."""
         for chunk, (payload, norm) in enumerate(zip(payloads, norms, strict=True)):
             self.fold(chunk, payload, weight, discount, norm)
 
@@ -148,6 +151,7 @@ class Held:
             into = self._average(chunk, judged) if flattened is None else flattened[chunk]
             self._merge_chunk_(chunk, transition, update[at:end], into)
         self.state.took_(step)
+        self.tallies.clear()
         if self.staged is not None:
             self.staged.clear()
         return digest_of(self.anchor)
@@ -193,6 +197,7 @@ class Held:
         """
         self.state.settle_(version)
         self.master.copy_(self.anchor)
+        self.tallies.clear()
         for into in self.sums:
             into.clear()
         if self.staged is not None:

@@ -96,14 +96,14 @@ class Exchange:
             return Step.WAIT
         return Step.CONTRIBUTE
 
-    def header(self, lease: Lease, now: float = 0.0) -> Contribution:
-        """Header of the contribution under that lease."""
+    def header(self, lease: Lease, now: float = 0.0, before: int = 0) -> Contribution:
+        """Header of the contribution under that lease, by a peer that has so many tokens in its anchor `before`."""
         self._offered = True
         self.discarded = self._recorded = False
         return Contribution(
             manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, steps=self.steps,
             base_version=self.base_version, base_digest=self.base_digest, tokens=self.tokens,
-            age_s=now - self.begun_at, units=[list(unit) for unit in self.units],
+            total=before + self.tokens, age_s=now - self.begun_at, units=[list(unit) for unit in self.units],
         )  # fmt: skip
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:

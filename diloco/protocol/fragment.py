@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from diloco.protocol.messages.control import Claim, Published
+from diloco.protocol.messages.heads import Record
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
@@ -25,6 +26,7 @@ from diloco.protocol.syncer import Syncer
 __all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable"]
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
+AUTHORS = 64  # terms whose holders are remembered
 LEAP = 2**20  # No honest claim is this far above the known term, so one message cannot exhaust the terms.
 
 
@@ -59,6 +61,8 @@ class Fragment:
         version, digest: of the anchor here.
         came_at: when that version came; None for the version that the peer started with.
         shares: which peer contributed how much to the anchor here.
+        authors: who held the newest terms that were believed here, by term.
+        record: the certificate of the version here; version 0 has none.
         lease: the newest claim that counts; None while nobody has claimed the fragment.
         term: the highest term that was ever seen.
         vacant_since: since when the fragment has had no living syncer; None while it has one.
@@ -73,6 +77,8 @@ class Fragment:
     digest: str
     came_at: float | None = None
     shares: Shares = field(default_factory=dict)
+    record: Record | None = None
+    authors: dict[int, str] = field(default_factory=dict)
     lease: Lease | None = None
     term: int = 0
     vacant_since: float | None = None
@@ -150,6 +156,9 @@ class LeaseTable:
             if rank < known or (rank == known and claim.digest == current.digest):
                 return False
         fragment.term = claim.term
+        fragment.authors[claim.term] = peer
+        while len(fragment.authors) > AUTHORS:
+            del fragment.authors[next(iter(fragment.authors))]
         if current is None or current.holder != peer:
             self.vacate(claim.fragment)
             self._held.setdefault(peer, {})[claim.fragment] = None

@@ -28,7 +28,8 @@ from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
-from diloco.protocol.shares import Share
+from diloco.protocol.messages.heads import Line, Record
+from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
 from diloco.protocol.succession import catch_ups, to_claim
 from diloco.protocol.syncer import Syncer
@@ -186,12 +187,14 @@ class Peer(View):
         now: float,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
+        record: Record | None = None,
     ) -> list[Action]:
         """The anchor of a fragment moved to a version: by an update record, which names the tokens of its
-        `contributors`, or by fetching its state, which brings the `shares` in it.
+        `contributors`, or by fetching its state, which brings the `shares` in it. `record` is its certificate.
         """
         fragment = self.fragments[index]
         fragment.ended(Busy.CATCHING_UP)
+        fragment.record = record
         if shares is not None:
             fragment.shares = dict(shares)
         if contributors is not None:
@@ -236,7 +239,9 @@ class Peer(View):
         if header.base_version == fragment.version and header.base_digest != fragment.digest:
             reason = f"version {fragment.version} of fragment {header.fragment} is another anchor here"
             return Verdict(accepted=False, reason=reason, version=syncer.version, term=syncer.term)
-        verdict = syncer.offer(peer, header, self.num_trainers(), now)
+        share = fragment.shares.get(peer)
+        before = None if OTHERS in fragment.shares else 0 if share is None else share.tokens
+        verdict = syncer.offer(peer, header, self.num_trainers(), now, before)
         if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
             self.accounts.dealer.offered(peer, header.units)
         return verdict
@@ -248,14 +253,16 @@ class Peer(View):
         note = Note("penalty", {"peer": peer, "why": reason, "seconds": round(seconds)})
         return [*([] if refused_before else [note]), *self.tick(now)]
 
-    def arrived(self, peer: str, fragment: int, now: float) -> list[Action]:
-        """The whole payload of a contribution is folded in."""
+    def arrived(self, peer: str, fragment: int, now: float, line: Line | None = None) -> list[Action]:
+        """The whole payload of a contribution is folded in, and its contributor has signed this line."""
         syncer = self.fragments[fragment].syncer
         if syncer is not None:
-            syncer.arrived(peer)
+            syncer.arrived(peer, line)
         return self.tick(now)
 
-    def published(self, index: int, digest: str, contributors: Mapping[str, int], now: float) -> list[Action]:
+    def published(
+        self, index: int, digest: str, contributors: Mapping[str, int], now: float, record: Record | None = None
+    ) -> list[Action]:
         """The merge that `Merge` asked for is done: announce the new version, made of so many tokens of each peer."""
         fragment = self.fragments[index]
         fragment.ended(Busy.MERGING)
@@ -265,6 +272,7 @@ class Peer(View):
         took_s = 0.0 if fragment.closed_at is None else now - fragment.closed_at
         self.sync_s = max(took_s, self.sync_s)
         syncer.advance(syncer.version + 1)
+        fragment.record = record
         fragment.move(syncer.version, digest, now)
         self.accounts.credit(fragment, syncer.version, contributors)
         twice = self.accounts.apply_units(syncer.version, contributors) if index == CONTROL_FRAGMENT else []

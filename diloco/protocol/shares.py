@@ -19,7 +19,7 @@ from diloco.text import plain
 
 __all__ = ["MAX_NAME_BYTES", "MAX_SHARES", "OTHERS", "Contributor", "Share", "Shares", "credited", "short_name"]
 
-MAX_SHARES = 4096  # They fit into a frame, beside the digests of all parts of an anchor.
+MAX_SHARES = 2048  # They fit into a frame, beside the digests of all parts of an anchor.
 MAX_NAME_BYTES = 24
 Count = Annotated[int, Field(ge=0, lt=2**62)]  # on the wire
 _Name = Annotated[str, Field(max_length=128), AfterValidator(plain)]

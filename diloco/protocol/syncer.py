@@ -22,6 +22,7 @@ from diloco.config import OuterConfig
 from diloco.protocol.ledger import Units, union
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Contribution, Verdict
+from diloco.protocol.messages.heads import MAX_LINES, Line
 
 __all__ = ["SYNC", "Close", "Syncer"]
 
@@ -62,6 +63,7 @@ class _Offer:
     steps: int
     chunks: int = 0
     whole: bool = False
+    line: Line | None = None  # once it is whole
     polled: int = 0  # chunks at the last poll
     progress_at: float = 0.0
     taken_at: float = 0.0  # when the peer took its pseudo-gradient
@@ -120,16 +122,20 @@ class Syncer:
         """How late a contribution from this version is, in rounds; 0 if it is from the newest version."""
         return (self._pushed - self._pushed_at.get(base_version, base_version)) / self._active
 
-    def offer(self, peer: str, header: Contribution, active: int = 1, now: float = 0.0) -> Verdict:
+    def offer(
+        self, peer: str, header: Contribution, active: int = 1, now: float = 0.0, before: int | None = None
+    ) -> Verdict:
         """Judge a contribution by its header, while so many peers are active.
 
-        It never raises: the verdict on a wrong one says the reason.
+        It never raises: the verdict on a wrong one says the reason. The peer has so many tokens in the anchor `before`;
+        one that counts otherwise learned from another history.
         """
         self._active = max(1, active)
         known = self._offers.get(peer)
         whole = known is not None and known.whole
         merged = self._merged.get(peer, -1) >= header.base_version
-        late = self._too_late(header.base_version)
+        elsewhere = before is not None and header.total not in (0, before + header.tokens)
+        late = self._too_late(header.base_version) or elsewhere
         reason = ""
         if header.term != self.term:
             reason = f"fragment {self.fragment} is under term {self.term}, not {header.term}"
@@ -137,6 +143,10 @@ class Syncer:
             reason = (
                 f"the contribution from version {header.base_version} of fragment {self.fragment} is merged already"
             )
+        elif elsewhere:
+            reason = f"a total of {header.total} tokens is claimed, and {header.tokens} come to {before} here"
+        elif len(self._offers) >= MAX_LINES and known is None:
+            reason = f"fragment {self.fragment} has {MAX_LINES} contributions to version {self.version + 1}"
         elif late:
             reason = f"fragment {self.fragment} is at version {self.version}, past base version {header.base_version}"
         elif header.base_version > self.version:
@@ -216,11 +226,21 @@ class Syncer:
         """The next chunk of this peer is folded in."""
         self._offers[peer].chunks += 1
 
-    def arrived(self, peer: str) -> None:
-        """The payload of this peer is whole."""
+    def arrived(self, peer: str, line: Line | None = None) -> None:
+        """The payload of this peer is whole, and here is the line that it signed for it."""
         offer = self._offers.get(peer)
         if offer is not None and not self._closing:
-            offer.whole = True
+            offer.whole, offer.line = True, line
+
+    def line(self, peer: str) -> Line | None:
+        """The line of a contribution that is whole."""
+        offer = self._offers.get(peer)
+        return None if offer is None else offer.line
+
+    def forget(self, peer: str) -> None:
+        """Parts of two payloads came under one name: the peer restarted. It sends all of the new one."""
+        if not self._closing:
+            self._offers.pop(peer, None)
 
     # -- closing ------------------------------------------------------------------------------------------------------
 

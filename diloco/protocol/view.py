@@ -8,11 +8,13 @@ from typing import Any
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.accounts import Accounts
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, LeaseTable
+from diloco.protocol.heads import Nobody, Signer
 from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
+from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, mark
+from diloco.protocol.messages.heads import Record
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties, implausible
 from diloco.protocol.rendezvous import assign
@@ -39,6 +41,7 @@ class View:
         tokens_per_step: tokens of any peer's inner step, from the manifest; None where the manifest does not say it.
         device: what it trains on, for watchers.
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
+        signer: signs as this peer, and checks signatures. Without it this peer believes no certificate.
 
     Attributes:
         state: what its training loop is doing.
@@ -63,7 +66,9 @@ class View:
         tokens_per_step: int | None = None,
         device: str = "",
         payload_bytes: Sequence[int] = (),
+        signer: Signer | None = None,
     ) -> None:
+        self.signer = signer or Nobody()
         self.me, self.name, self.device = me, name, device
         self.run_id, self.manifest_hash = run_id, manifest_hash
         self.trains, self.holds = trains, holds
@@ -120,7 +125,7 @@ class View:
         """This peer's status as the others shall see it, at a heartbeat with figures for watchers."""
         inner_step, target_steps, steps_per_s, tokens = self._progress
         return Status(
-            state=self.state, versions=self.versions,
+            state=self.state, versions=self.versions, marks=b"".join(mark(digest) for digest in self.digests),
             inner_step=inner_step, target_steps=target_steps, steps_per_s=steps_per_s, tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
             figures=Figures(**self._figures) if figures else None,
@@ -184,6 +189,35 @@ class View:
         if fragment is not None and fragment.came_at is not None and member is not None:
             since_base_s = now - fragment.came_at if fragment.version == header.base_version else None
         return implausible(header, self.tokens_per_step, self.outer.sync_every, pace, since_base_s)
+
+    def unbelieved(self, record: Record, donor: str) -> str | None:
+        """Why this peer does not believe that a version is the swarm's, though its certificate is right; None when it
+        does.
+
+        It believes what the living syncer has, or has announced; what was authored under a term by whom it believed to
+        hold that; and, where it knows nothing of that, what most peers say they have.
+        """
+        head, here, lease = record.head, self.fragments[record.fragment], self.live_lease(record.fragment)
+        if lease is not None and lease.holder != self.me:
+            if donor == lease.holder or (head.version, head.digest) == (lease.version, lease.digest):
+                return None
+        newest = 0 if here.record is None else here.record.head.term
+        if here.authors.get(head.term) == head.author and head.term >= newest:
+            return None
+        if self.named_by_most(record.fragment, head.version, head.digest):
+            return None
+        return (
+            f"version {head.version} of fragment {record.fragment} is by {head.author} under term {head.term}, "
+            "which it did not hold, and few have it"
+        )
+
+    def named_by_most(self, fragment: int, version: int, digest: str) -> bool:
+        """Whether most of the peers that are not past a version say that they have it, and that it is this one."""
+        members = [m for m in self.members.all() if not m.status.gone and m.status.versions[fragment] <= version]
+        named = [
+            m for m in members if m.status.versions[fragment] == version and m.status.mark(fragment) == mark(digest)
+        ]
+        return 2 * len(named) > len(members)
 
     # -- when to train ------------------------------------------------------------------------------------------------
 

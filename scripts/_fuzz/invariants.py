@@ -85,9 +85,9 @@ class Watch:
         self._watch_bytes(node.replica)
         published, adopted, offer = peer.published, peer.adopted, peer.offer
 
-        def makes(index: int, digest: str, contributors: Any, now: float) -> Any:
+        def makes(index: int, digest: str, contributors: Any, now: float, record: Any = None) -> Any:
             before, syncer = peer.digests[index], peer.syncers.get(index)
-            actions = published(index, digest, contributors, now)
+            actions = published(index, digest, contributors, now, record)
             if syncer is not None:
                 bases = syncer._merged
                 made = tuple((Contributed(name, bases[name]), tokens) for name, tokens in sorted(contributors.items()))
@@ -95,13 +95,19 @@ class Watch:
             return actions
 
         def moves(
-            index: int, version: int, digest: str, now: float, contributors: Any = None, shares: Any = None
+            index: int,
+            version: int,
+            digest: str,
+            now: float,
+            contributors: Any = None,
+            shares: Any = None,
+            record: Any = None,
         ) -> Any:
             before = peer.digests[index]
             if contributors is not None and digest not in self.lineage.made:  # made here, for a lease that was lost
                 made = tuple((Contributed(name, version - 1), tokens) for name, tokens in sorted(contributors.items()))
                 self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
-            return adopted(index, version, digest, now, contributors, shares)
+            return adopted(index, version, digest, now, contributors, shares, record)
 
         def hears(peer_id: str, header: Contribution, now: float = 0.0) -> Verdict:
             verdict = offer(peer_id, header, now)

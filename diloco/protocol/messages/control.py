@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, model_validator
 
 from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.keys import MAX_REVOKED
@@ -27,7 +27,7 @@ from diloco.protocol.messages.base import (
 )
 from diloco.protocol.states import STATES, State
 
-__all__ = ["MAX_GREETING_BYTES", "Claim", "Figures", "Greeting", "Hello", "Published", "Revocations", "Status"]
+__all__ = ["MAX_GREETING_BYTES", "Claim", "Figures", "Greeting", "Hello", "Published", "Revocations", "Status", "mark"]
 
 MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refusal of 2048 characters
 
@@ -56,6 +56,14 @@ class Greeting(Message, kind="greeting", place=Place.GREETING, roles=EVERYBODY):
     revoked: Count = 0
 
 
+MARK_BYTES = 16
+
+
+def mark(digest: str) -> bytes:
+    """The beginning of a digest, by which statuses name an anchor. Nobody can make two anchors with the same one."""
+    return bytes.fromhex(digest[: 2 * MARK_BYTES])
+
+
 class Figures(Message):
     """Figures of a peer that only watchers read.
 
@@ -79,7 +87,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
     """What a peer is doing; sent when that changes, and as the heartbeat.
 
     Attributes:
-        versions: anchor version of each fragment.
+        versions, marks: version of each fragment's anchor, and the beginning of its digest (see `mark`).
         inner_step, target_steps: inner steps done since the last exchange, and how many there will be before the next.
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
@@ -89,6 +97,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
 
     state: State
     versions: Versions
+    marks: bytes = b""
     inner_step: Count = 0
     target_steps: Count = 0
     steps_per_s: Rate = 0.0
@@ -110,6 +119,16 @@ class Status(Message, kind="status", place=Place.CONTROL):
     def gone(self) -> bool:
         """Whether the peer takes part no more."""
         return STATES[self.state].gone
+
+    @model_validator(mode="after")
+    def _marks_each_version_or_none(self) -> Status:
+        if len(self.marks) not in (0, len(self.versions) * MARK_BYTES):
+            raise ValueError("a status marks the anchors of all fragments, or of none")
+        return self
+
+    def mark(self, fragment: int) -> bytes:
+        """The beginning of the digest of a fragment's anchor; empty when the peer names none."""
+        return self.marks[fragment * MARK_BYTES : (fragment + 1) * MARK_BYTES]
 
     def misfit(self, fragments: int) -> str | None:
         """A status names a version of each fragment."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
 from diloco.protocol.messages import expect
-from diloco.protocol.messages.bulk import Record, StateHeader
+from diloco.protocol.messages.bulk import StateHeader
+from diloco.protocol.messages.heads import Record
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.malloc import short_lived
 from diloco.swarm.wire.streams import Stream
@@ -75,16 +76,21 @@ async def send_records(stream: Stream, records: Sequence[UpdateRecord], replica:
             await stream.send_payload(payload)
 
 
-async def receive_records(stream: Stream, replica: Replica, fragment: int, header: Record) -> list[UpdateRecord]:
+async def receive_records(
+    stream: Stream, replica: Replica, fragment: int, header: Record, check: Callable[[Record], None]
+) -> list[UpdateRecord]:
     """Read the payload that follows the header of a record, and the records after it.
 
-    Raises `PayloadError` when one is of another fragment, or does not follow the one before it.
+    Raises `PayloadError` when one is of another fragment, or does not follow the one before it, and what `check` raises
+    of a header.
     """
+    check(header)
     records = [await _receive_record(stream, replica, fragment, header)]
     while header.more:
         last, header = header, expect(await stream.receive(), Record)
         if (header.version, header.more, header.digest_before) != (last.version + 1, last.more - 1, last.digest):
             raise PayloadError(f"a record to version {header.version} does not follow one to version {last.version}")
+        check(header)
         records.append(await _receive_record(stream, replica, fragment, header))
     return records
 

@@ -15,8 +15,11 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
 from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.messages.heads import Record
+from diloco.protocol.penalties import Offence
 from diloco.protocol.shares import Share
 from diloco.swarm.conversations.anchor import AnchorFetcher
+from diloco.swarm.conversations.certificates import check_follows
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.tasks import in_thread
@@ -90,7 +93,7 @@ class Anchors:
 
     async def _snapshot(self, copies: bool) -> Saved:
         protocol, replica = self._protocol, self._replica
-        anchors, versions, shares, outer = [], [], [], {}
+        anchors, versions, shares, records, outer = [], [], [], [], {}
         for fragment, lock in enumerate(self._context.locks):
             await lock.start_reading()
             self._saving.callback(lock.stop_reading)
@@ -100,6 +103,7 @@ class Anchors:
             anchors.append(anchor)
             versions.append(protocol.fragments[fragment].version)
             shares.append(protocol.accounts.shares(fragment))
+            records.append(protocol.fragments[fragment].record)
             if fragment == CONTROL_FRAGMENT:
                 clock, cursor = protocol.applied_tokens, protocol.accounts.dealer.cursor_at(versions[fragment])
             if held is not None:
@@ -110,7 +114,8 @@ class Anchors:
         residuals = dict(replica.residuals)
         if copies:
             residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
-        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, self.own_tokens.applied)
+        applied = self.own_tokens.applied
+        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, applied, records)
 
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""
@@ -139,6 +144,8 @@ class Anchors:
                         self._protocol.catch_up_failed(fragment)
                     return
                 except (*BROKEN, PayloadError) as error:
+                    if isinstance(error, Offence):
+                        self._context.do(self._protocol.offence(donor, str(error), self._context.now()))
                     why = str(error) or type(error).__name__
                     self._context.note("fetch_failed", fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):
@@ -169,12 +176,9 @@ class Anchors:
         Raises `PayloadError` when it does not follow the anchor that is here.
         """
         header, fragment = record.header, record.header.fragment
-        here = self._protocol.fragments[fragment]
         async with self._context.locks[fragment].writing():
             self._check_free(fragment)
-            if (here.version, here.digest) != (header.version - 1, header.digest_before):
-                record_to = f"a record to version {header.version} of fragment {fragment}"
-                raise PayloadError(f"{record_to} does not follow version {here.version}")
+            check_follows(self._protocol, header)
             digest = await self._context.tasks.complete(self._apply(record))
         if digest != header.digest:
             self._context.note(
@@ -187,10 +191,10 @@ class Anchors:
     async def _apply(self, record: UpdateRecord) -> str:
         header = record.header
         await self.about_to_move(header.fragment)
-        self._protocol.accounts.hear_data_cursor(header)
-        step = OuterStep(header.version - 1, len(header.contributors), header.pushes, header.delay)
+        self._protocol.accounts.hear_data_cursor(header.head)
+        step = OuterStep(header.version - 1, len(header.lines), header.head.pushes, header.head.delay)
         digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
-        self.moved(header.fragment, header.version, digest, contributors=header.contributors)
+        self.moved(header.fragment, header.version, digest, contributors=header.contributors, record=header)
         return digest
 
     async def adopt_state(self, state: FragmentState) -> None:
@@ -211,8 +215,11 @@ class Anchors:
             self._replica.hold(fragment, header.version, *state.outer)
         if fragment == CONTROL_FRAGMENT:
             self._recount(header.shares)
-            self._protocol.accounts.hear_data_cursor(header)
-        self.moved(fragment, header.version, header.digest, state.outer is not None, shares=header.shares)
+            if header.record is not None:
+                self._protocol.accounts.hear_data_cursor(header.record.head)
+        self.moved(
+            fragment, header.version, header.digest, state.outer is not None, shares=header.shares, record=header.record
+        )
 
     async def about_to_move(self, fragment: int) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
@@ -229,6 +236,7 @@ class Anchors:
         outer: bool = False,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
+        record: Record | None = None,
     ) -> None:
         """Tell the protocol that the anchor, whose lock is held, is at another version.
 
@@ -239,7 +247,7 @@ class Anchors:
         elif not outer:
             self._replica.release(fragment)
         now = self._context.now()
-        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares))
+        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares, record))
 
     def _check_free(self, fragment: int) -> None:
         if self._protocol.merging(fragment):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from diloco.outer.held import Held, Judged
 from diloco.outer.merging import Staged
+from diloco.outer.optimizer import OuterStep
 from diloco.outer.robust import Judgement
-from diloco.protocol.fragment import CONTROL_FRAGMENT
-from diloco.protocol.messages.bulk import Record
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
+from diloco.protocol.heads import lines_digest, shares_digest, sign_head
+from diloco.protocol.messages.heads import Head, Record
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
@@ -49,7 +52,7 @@ class Merging:
     async def _merge(self, close: Close, syncer: Syncer, held: Held) -> bool:
         """False when the lease was lost meanwhile. `held` stays what it is, even if the lease comes back."""
         fragment, accounts = self._protocol.fragments[close.fragment], self._protocol.accounts
-        before, judged = fragment.digest, None
+        judged = None
         await self._anchors.about_to_move(fragment.index)
         if held.staged is not None and self._context.holds(syncer):
             close, judged = await self._judge(close, syncer, held, held.staged)
@@ -60,26 +63,38 @@ class Merging:
         step = held.state.step(len(close.contributors), close.delay)
         digest = await in_thread(held.merge_, step, update, judged)
         lost = not self._context.holds(syncer)
-        header = Record(
-            fragment=fragment.index,
-            term=syncer.term,
-            version=close.base_version + 1,
-            digest_before=before,
-            digest=digest,
-            contributors=dict(close.contributors),
-            pushes=step.pushes,
-            delay=step.delay,
-            applied_tokens=self._protocol.applied_tokens + (close.tokens if fragment.index == CONTROL_FRAGMENT else 0),
-            **(cursor if lost else accounts.data_cursor(fragment.index, close.contributors)),
-        )
+        record = self._certificate(fragment, close, syncer, step, digest, cursor if lost else None)
         if lost:
-            accounts.hear_data_cursor(header)
-            self._anchors.moved(fragment.index, header.version, digest, contributors=close.contributors)
+            accounts.hear_data_cursor(record.head)
+            self._anchors.moved(fragment.index, record.version, digest, contributors=record.contributors, record=record)
             return False
-        self._context.keep_record(UpdateRecord(header, update))
+        self._context.keep_record(UpdateRecord(record, update))
         now = self._context.now()
-        self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now))
+        self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now, record))
         return True
+
+    def _certificate(
+        self,
+        fragment: Fragment,
+        close: Close,
+        syncer: Syncer,
+        step: OuterStep,
+        digest: str,
+        cursor: dict[str, Any] | None,
+    ) -> Record:
+        """What this peer answers for as the author of a version, with the lines of its contributors."""
+        protocol, accounts, version = self._protocol, self._protocol.accounts, close.base_version + 1
+        lines = [line for peer in sorted(close.contributors) if (line := syncer.line(peer)) is not None]
+        shares = accounts.shares_after(fragment, version, close.contributors)
+        control = fragment.index == CONTROL_FRAGMENT
+        head = Head(
+            fragment=fragment.index, term=syncer.term, version=version, author=protocol.me,
+            digest_before=fragment.digest, digest=digest, lines=lines_digest(lines), shares=shares_digest(shares),
+            pushes=step.pushes, delay=step.delay,
+            applied_tokens=sum(share.tokens for share in shares.values()) if control else 0,
+            **(accounts.data_cursor(fragment.index, close.contributors) if cursor is None else cursor),
+        )  # fmt: skip
+        return Record(head=sign_head(protocol.signer, protocol.manifest_hash, head), lines=lines)
 
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""

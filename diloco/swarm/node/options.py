@@ -92,12 +92,15 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         outer=replica.settings,
         tokens_per_step=options.run.tokens_per_step,
         device=options.device,
+        signer=transport,
         payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
     )
     if saved is not None:
         for fragment, term in enumerate(saved.terms):
             protocol.leases.see_term(fragment, term)
         protocol.accounts.restore_shares(saved.shares)
+        for known, record in zip(protocol.fragments, saved.records, strict=False):
+            known.record = record
         protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))
     protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
     transport.where = protocol.address_book.of

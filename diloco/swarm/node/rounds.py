@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from diloco.errors import DivergedError, PayloadError
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
+from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.penalties import Offence
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole
+from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole, line_of
 from diloco.swarm.conversations.framing import FragmentState
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.conversations.units import UnitSupply
@@ -245,7 +247,7 @@ class Rounds:
             now = self._protocol.live_lease(lease.fragment)
             return now is None or (now.holder, now.term) != (lease.holder, lease.term)
 
-        sending = contribute(self._context, lease, exchange.header(lease, self._context.now()))
+        sending = contribute(self._context, lease, self._header(exchange, lease))
         try:
             answered = await self._context.tasks.unless(moot, sending)
             if answered is None:
@@ -254,6 +256,8 @@ class Rounds:
                 await self._adopt(exchange, lease, answered, seconds)
         except (*BROKEN, PayloadError) as error:
             why = str(error) or type(error).__name__
+            if isinstance(error, Offence):
+                self._context.do(self._protocol.offence(lease.holder, why, self._context.now()))
             self._context.note("contribution_broke", fragment=lease.fragment, syncer=lease.holder, why=why)
             exchange.broke(lease)
 
@@ -278,19 +282,19 @@ class Rounds:
         protocol, fragment, me = self._protocol, exchange.fragment, self._protocol.me
         syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
         assert syncer is not None, "the lease is held here"
-        now = self._context.now()
-        verdict = protocol.offer(me, exchange.header(lease, now), now)
+        header = self._header(exchange, lease)
+        verdict = protocol.offer(me, header, self._context.now())
         if not verdict.accepted:
             exchange.refused(verdict, lease)
             if not verdict.late:
                 await self._context.tasks.pause(RETRY_S)
             return
         try:
-            if verdict.first_chunk == len(self._replica.chunks[fragment]):
+            if syncer.line(me) is not None:
                 pass  # it is here, and its flight was interrupted
             elif not syncer.folds_whole:
-                await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
-            elif (folded_before := await self._fold_whole(syncer, exchange.base_version)) is not None:
+                await self._fold_chunks(syncer, header, verdict.first_chunk)
+            elif (folded_before := await self._fold_whole(syncer, header)) is not None:
                 before = folded_before
             else:
                 await self._context.tasks.pause(RETRY_S)
@@ -307,21 +311,26 @@ class Rounds:
         if syncer.version == before + 1:
             exchange.recorded(syncer.last_contributors, me)
 
-    async def _fold_whole(self, syncer: Syncer, base_version: int) -> int | None:
+    def _header(self, exchange: Exchange, lease: Lease) -> Contribution:
+        share = self._protocol.fragments[exchange.fragment].shares.get(self._protocol.me)
+        return exchange.header(lease, self._context.now(), 0 if share is None else share.tokens)
+
+    async def _fold_whole(self, syncer: Syncer, header: Contribution) -> int | None:
         """With a quorum: fold in all of it. Returns the version that it was not in yet; None when it is not wanted."""
         fragment = syncer.fragment
         async with self._context.locks[fragment].writing():
             chunks = range(len(self._replica.chunks[fragment]))
             payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
-            return await fold_whole(self._context, syncer, self._protocol.me, base_version, payloads)
+            return await fold_whole(self._context, syncer, self._protocol.me, header, payloads)
 
-    async def _fold_chunks(self, syncer: Syncer, base_version: int, first_chunk: int) -> None:
+    async def _fold_chunks(self, syncer: Syncer, header: Contribution, first_chunk: int) -> None:
         """At a barrier: fold in chunk by chunk, until the version closes without this peer."""
         me, fragment = self._protocol.me, syncer.fragment
         for chunk in range(first_chunk, len(self._replica.chunks[fragment])):
-            if not self._context.holds(syncer) or not syncer.wants(me, chunk, base_version):
+            if not self._context.holds(syncer) or not syncer.wants(me, chunk, header.base_version):
                 return
             fold_chunk(self._context, syncer, me, chunk, self._replica.encode(fragment, chunk))
             if chunk + 1 < len(self._replica.chunks[fragment]):
                 await asyncio.sleep(0)  # lets the others' chunks in
-        self._context.do(self._protocol.arrived(me, fragment, self._context.now()))
+        line = line_of(self._context, header, self._replica.held[fragment].tallies[me])
+        self._context.do(self._protocol.arrived(me, fragment, self._context.now(), line))

@@ -15,32 +15,26 @@ terms and versions.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import PeerID
-from hivemind.proto import crypto_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Message, decode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.protocol.messages.control import Revocations
+from diloco.swarm.wire.identity import Identity, verify
 
 __all__ = ["LEASES", "PEERS", "REVOKED", "OwnedRecords", "leases_in", "revoked_in"]
 
 PEERS, LEASES, REVOKED = "peers", "leases", "revoked"
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
-MAX_KEY_BYTES = 1024
 MAX_LEASES = 65536
-_CONTEXT = b"diloco record\0"
+_CONTEXT = b"diloco record"
 
 
 class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
@@ -48,20 +42,14 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def __init__(self, run_id: str, identity: bytes) -> None:
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
-        key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(identity).data, password=None)
-        assert isinstance(key, rsa.RSAPrivateKey)
-        self._key = key
-        self._public = key.public_key().public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-        self.me = _owner_of(self._public)
+        self._identity = Identity(identity)
+        self.me = self._identity.me
         forms = {PEERS: _is_peer, LEASES: _is_leases, REVOKED: revoked_in}
         self._forms = {DHTID.generate(source=f"{run_id}/{kind}").to_bytes(): form for kind, form in forms.items()}
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        """The value with this peer's key and signature."""
-        signature = self._key.sign(_content(record, record.value), padding.PKCS1v15(), hashes.SHA256())
-        return bytes(msgpack.packb([record.value, self._public, signature]))
+        """The value with this peer's signature, which carries its key."""
+        return bytes(msgpack.packb([record.value, self._identity.sign(_CONTEXT, _content(record, record.value))]))
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """The value as its owner gave it; `record` is valid."""
@@ -82,13 +70,11 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
         if len(record.value) > MAX_FRAME_BYTES or record.expiration_time > get_dht_time() + MAX_LIFE_S:
             return "is too large or lasts too long"
         signed = _unpack(record.value)
-        if not isinstance(signed, list) or len(signed) != 3 or not all(isinstance(part, bytes) for part in signed):
+        if not isinstance(signed, list) or len(signed) != 2 or not all(isinstance(part, bytes) for part in signed):
             return "is not signed"
-        value, public, signature = signed
-        if len(public) > MAX_KEY_BYTES or _owner_of(public) != owner:
-            return "is signed by another peer"
-        if not _verify(public, _content(record, value), signature):
-            return "was changed after it was signed"
+        value, signature = signed
+        if not verify(_CONTEXT, str(owner), _content(record, value), signature):
+            return "is signed by another peer, or was changed after it was signed"
         return None if form(_unpack(value)) else "does not have the form of one"
 
     def merge_with(self, other: Any) -> bool:
@@ -134,21 +120,4 @@ def _unpack(raw: bytes) -> object:
 
 
 def _content(record: DHTRecord, value: bytes) -> bytes:
-    return _CONTEXT + bytes(msgpack.packb([record.key, record.subkey, value, float(record.expiration_time)]))
-
-
-def _owner_of(public: bytes) -> str:
-    """The peer id of an RSA key (DER), as libp2p derives it."""
-    named = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=public).SerializeToString()
-    return str(PeerID(b"\x12\x20" + hashlib.sha256(named).digest()).to_base58())  # multihash: SHA-256, of 32 bytes
-
-
-def _verify(public: bytes, content: bytes, signature: bytes) -> bool:
-    try:
-        key = serialization.load_der_public_key(public)
-        if not isinstance(key, rsa.RSAPublicKey):
-            return False
-        key.verify(signature, content, padding.PKCS1v15(), hashes.SHA256())
-    except (ValueError, UnsupportedAlgorithm, InvalidSignature):
-        return False
-    return True
+    return bytes(msgpack.packb([record.key, record.subkey, value, float(record.expiration_time)]))

@@ -29,6 +29,7 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
 from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
+from diloco.swarm.wire.identity import Identity, verify
 from diloco.swarm.wire.streams import BROKEN, CONTROL
 from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Transport, Writer
 
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
+_WORD = b"diloco word"  # what peers sign for each other, unlike records of the DHT
 Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 """Asks other peers whether they can connect to this one, and what would help if not."""
 
@@ -182,6 +184,7 @@ class Libp2p:
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
         self._p2p = p2p
         self._dht: DHTNode | None = None
+        self._identity: Identity | None = None
         self._gate = p2p.gate = gate
         p2p.open_greeting = partial(self._open, protocol=GREETING)
 
@@ -209,6 +212,7 @@ class Libp2p:
             )
         p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
+        self._identity = Identity(_identity(identity_path))
         try:
             await self._greet_seeds()
             if network.reachable != "no":
@@ -340,6 +344,13 @@ class Libp2p:
         if found is None or not isinstance(found.value, dict):
             return {}
         return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
+
+    def sign(self, content: bytes) -> bytes:
+        assert self._identity is not None, "a visitor signs nothing"
+        return self._identity.sign(_WORD, content)
+
+    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
+        return verify(_WORD, peer, content, signature)
 
     async def observed(self, peer: str) -> str:
         for info in await self._p2p.list_peers():

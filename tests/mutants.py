@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "the-dead-say-what-is-true",
         "A syncer died of which a donor has not heard; what the donor made since is refused for ever.",
-        "diloco.swarm.conversations.anchor",
+        "diloco.swarm.conversations.certificates",
         "lease = protocol.live_lease(header.fragment)",
         "lease = protocol.leases.get(header.fragment)",
         first=17480,

@@ -25,7 +25,8 @@ class Saved:
 
     `residuals` are what error feedback still has to send, by fragment. `units` is the data cursor: the first sequence
     that nobody was given, and the ranges before it that are not in the anchors. `shares` are, by fragment, who
-    contributed how much to the anchor, and `records` its certificate; `applied` are this peer's own tokens in the control fragment's, by base version.
+    contributed how much to the anchor, and `records` its certificate; `applied` are this peer's own tokens in the
+    control fragment's, by base version.
     """
 
     anchors: Sequence[Tensor]

@@ -7,13 +7,21 @@ from dataclasses import dataclass, field
 from diloco.protocol.messages import Message
 from diloco.protocol.syncer import Close
 
-__all__ = ["Action", "Broadcast", "CatchUp", "Disconnect", "Hold", "Merge", "Note", "Release", "Wake"]
+__all__ = ["Action", "Broadcast", "CatchUp", "Disconnect", "Hold", "Merge", "Note", "Release", "Tell", "Wake"]
 
 
 @dataclass(frozen=True)
 class Broadcast:
     """Send a message to every connected peer."""
 
+    message: Message
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a message to one peer, if it is connected."""
+
+    peer: str
     message: Message
 
 
@@ -73,4 +81,4 @@ class Note:
     fields: dict[str, object] = field(default_factory=dict)
 
 
-Action = Broadcast | CatchUp | Disconnect | Hold | Merge | Note | Release | Wake
+Action = Broadcast | CatchUp | Disconnect | Hold | Merge | Note | Release | Tell | Wake

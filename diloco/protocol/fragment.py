@@ -64,6 +64,10 @@ class Fragment:
         authors: who held the newest terms that were believed here, by term.
         record: the certificate of the version here; version 0 has none.
         lease: the newest claim that counts; None while nobody has claimed the fragment.
+        elected_at: when this peer began to believe it.
+        told: the version of which each peer was sent the head here, because it has another anchor.
+        claims: of peers that this one does not believe, by peer, with the number of their terms.
+        votes: whom each peer believes to hold the fragment, with the term.
         term: the highest term that was ever seen.
         vacant_since: since when the fragment has had no living syncer; None while it has one.
         syncer: collects the next version, while this peer holds the lease.
@@ -80,6 +84,10 @@ class Fragment:
     record: Record | None = None
     authors: dict[int, str] = field(default_factory=dict)
     lease: Lease | None = None
+    told: dict[str, int] = field(default_factory=dict)
+    elected_at: float = 0.0
+    claims: dict[str, tuple[Claim, int]] = field(default_factory=dict)
+    votes: dict[str, tuple[int, str]] = field(default_factory=dict)
     term: int = 0
     vacant_since: float | None = None
     syncer: Syncer | None = None
@@ -144,18 +152,22 @@ class LeaseTable:
         if term - self.term(fragment) <= LEAP:
             self._fragments[fragment].term = max(term, self.term(fragment))
 
-    def claim(self, peer: str, claim: Claim) -> bool:
-        """Take in a claim on a fragment of the run; True when it changes the fragment's lease."""
+    def claim(self, peer: str, claim: Claim, elected: bool = False) -> bool:
+        """Take in a claim on a fragment of the run; True when it changes the fragment's lease.
+
+        One that most believe (`elected`) counts against a lease of any term.
+        """
         fragment = self._fragments[claim.fragment]
         current = fragment.lease
-        if not 0 <= claim.term - fragment.term <= LEAP:
+        if claim.term - fragment.term > LEAP or (claim.term < fragment.term and not elected):
             return False
-        if current is not None and claim.term == current.term:
+        elected = elected and current is not None and current.holder != peer
+        if not elected and current is not None and claim.term == current.term:
             known = (score(current.holder, claim.fragment), current.holder, current.version)
             rank = (score(peer, claim.fragment), peer, claim.version)
             if rank < known or (rank == known and claim.digest == current.digest):
                 return False
-        fragment.term = claim.term
+        fragment.term = max(fragment.term, claim.term)
         fragment.authors[claim.term] = peer
         while len(fragment.authors) > AUTHORS:
             del fragment.authors[next(iter(fragment.authors))]

@@ -14,12 +14,12 @@ from typing import Protocol
 
 import msgpack
 
-from diloco.protocol.messages.heads import Head, Line, Record
+from diloco.protocol.messages.heads import Head, Line, Proof, Record
 from diloco.protocol.shares import OTHERS, Share, credited
 
 __all__ = [
-    "Nobody", "Signer", "does_not_follow", "lines_digest", "shares_digest", "sign_head", "sign_line", "wrong_line",
-    "wrong_record", "wrong_shares",
+    "Nobody", "Signer", "does_not_follow", "equivocates", "lines_digest", "shares_digest", "sign_head", "sign_line",
+    "signed_head", "wrong_line", "wrong_record", "wrong_shares",
 ]  # fmt: skip
 
 
@@ -79,6 +79,15 @@ def sign_head(signer: Signer, manifest: str, head: Head) -> Head:
 def signed_head(signer: Signer, manifest: str, head: Head) -> bool:
     """Whether the author that a head names has signed it."""
     return signer.verify(head.author, _head_content(manifest, head), head.signature)
+
+
+def equivocates(signer: Signer, manifest: str, proof: Proof) -> bool:
+    """Whether one author signed both heads, which are of one fragment, term and version, and differ."""
+    one, other = proof.one, proof.other
+    if (one.author, one.fragment, one.term, one.version) != (other.author, other.fragment, other.term, other.version):
+        return False
+    differ = _head_content(manifest, one) != _head_content(manifest, other)
+    return differ and signed_head(signer, manifest, one) and signed_head(signer, manifest, other)
 
 
 def _head_content(manifest: str, head: Head) -> bytes:

@@ -21,24 +21,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
+from diloco.protocol.elections import Elector
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
 from diloco.protocol.ledger import Units, difference
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, Status
-from diloco.protocol.messages.heads import Line, Record
+from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
+from diloco.protocol.messages.heads import Head, Line, Proof, Record
+from diloco.protocol.proofs import convict, disagreements, hear_head
 from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
 from diloco.protocol.succession import catch_ups, to_claim
 from diloco.protocol.syncer import Syncer
-from diloco.protocol.view import View
 
 __all__ = ["Peer"]
 
 
-class Peer(View):
+class Peer(Elector):
     """One peer's part in the swarm.
 
     When another peer fails, nobody expects it any more, and its fragments are claimed anew under a higher term.
@@ -59,8 +60,12 @@ class Peer(View):
         for lease in self.leases.held_by(peer):
             if (lease.fragment, lease.term) not in claimed:
                 self.leases.vacate(lease.fragment)  # the peer restarted and does not know of its lease
+        for vote in hello.votes:
+            self._heard_vote(peer, vote)
+        self.greeting.add(peer)
         for claim in hello.claims:
-            actions += self._heard_claim(peer, claim)
+            actions += self._heard_claim(peer, claim, now)
+        self.greeting.discard(peer)
         return actions + self.tick(now)
 
     def heard(self, peer: str, message: Message, now: float) -> list[Action]:
@@ -72,9 +77,18 @@ class Peer(View):
                 if len(message.versions) == len(self.fragments):
                     self.members.hear(peer, message, now)
                     self.accounts.heard_units(peer, message)
+                    if told := disagreements(self, peer, message):
+                        return told + self.tick(now)
+            case Head():
+                return self._out(hear_head(self, message), now)
+            case Proof():
+                return self._out(convict(self, message), now)
             case Claim():
-                return self._heard_claim(peer, message) + self.tick(now)
+                return self._heard_claim(peer, message, now) + self.tick(now)
+            case Vote():
+                self._heard_vote(peer, message)
             case Published():
+                self._heard_pending(peer, message)
                 lease = self.leases.get(message.fragment)
                 if lease is not None and lease.holder == peer and self.leases.published(message):
                     self.accounts.hear_data_cursor(message)
@@ -92,31 +106,18 @@ class Peer(View):
 
     def _forget(self, peer: str, why: str) -> list[Action]:
         member = self.members.remove(peer)
+        for fragment in self.fragments:
+            fragment.claims.pop(peer, None)
+            fragment.votes.pop(peer, None)
         self.accounts.dealer.give_back(peer)
         kind = "leave" if member.status.gone else "lost"
         return [Note(kind, {"peer": peer, "name": member.name, "why": why, "live": len(self.members) + 1})]
 
-    def _heard_claim(self, peer: str, claim: Claim) -> list[Action]:
-        if claim.fragment >= len(self.fragments):
-            return []
-        fragment = self.fragments[claim.fragment]
-        before = fragment.lease
-        changed = self.leases.claim(peer, claim)
-        lease = fragment.lease
-        if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
-            self.accounts.hear_data_cursor(claim)
-        if not changed:
-            return []
-        actions: list[Action] = [
-            Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
-        ]
-        if before is not None and before.holder == self.me and peer != self.me:
-            fragment.syncer = None
-            fragment.ended(Busy.MERGING)
-            if claim.fragment == CONTROL_FRAGMENT:
-                self.accounts.dealer.ledger = None
-            actions.append(Release(claim.fragment))
-        return actions
+    def _out(self, actions: list[Action], now: float) -> list[Action]:
+        """Whoever is disconnected is no member any more."""
+        for peer in [one.peer for one in actions if isinstance(one, Disconnect) and one.peer in self.members]:
+            actions += self._forget(peer, "proved")
+        return actions + self.tick(now)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class Peer(View):
         actions: list[Action] = []
         for peer in self.members.silent(now) if self._pace.looks(now) else ():
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
+        actions += self._reconsider(now)
         actions += self._claim_vacant(now)
         actions += self._close_versions(now)
         actions += catch_ups(self)
@@ -248,10 +250,7 @@ class Peer(View):
 
     def offence(self, peer: str, reason: str, now: float) -> list[Action]:
         """A peer sent what no honest one sends: it is refused for a while, and nobody waits for it meanwhile."""
-        refused_before = self.penalties.refusal(peer, now) is not None
-        seconds = self.penalties.offence(peer, reason, now)
-        note = Note("penalty", {"peer": peer, "why": reason, "seconds": round(seconds)})
-        return [*([] if refused_before else [note]), *self.tick(now)]
+        return [*self._penalise(peer, reason, now), *self.tick(now)]
 
     def arrived(self, peer: str, fragment: int, now: float, line: Line | None = None) -> list[Action]:
         """The whole payload of a contribution is folded in, and its contributor has signed this line."""
@@ -323,9 +322,9 @@ class Peer(View):
         self._opened = self._opened or (not self.newcomer and enough)
         if not (self._opened and self.holds) or self.gone:
             return []
-        return [action for fragment in to_claim(self, now) for action in self._take(fragment)]
+        return [action for fragment in to_claim(self, now) for action in self._take(fragment, now)]
 
-    def _take(self, fragment: Fragment) -> list[Action]:
+    def _take(self, fragment: Fragment, now: float) -> list[Action]:
         """Claim a vacant fragment, or first catch up with the highest version that anyone has."""
         index, lease = fragment.index, fragment.lease
         if fragment.busy is not Busy.NO:
@@ -343,7 +342,7 @@ class Peer(View):
         if index == CONTROL_FRAGMENT:
             self.accounts.deal()
         claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest))
-        actions = self._heard_claim(self.me, claim)
+        actions = self._believe(self.me, claim, now)
         made_by, merged = fragment.contributors(), fragment.merged()
         fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)
         return [*actions, Hold(index, term), Broadcast(claim)]

@@ -8,7 +8,7 @@ from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "to_claim"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "patience_s", "to_claim", "turn"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -21,7 +21,7 @@ def to_claim(view: View, now: float) -> list[Fragment]:
     """
     vacant = []
     for fragment in view.fragments:
-        if not _vacant(view, fragment):
+        if not view.vacant(fragment):
             fragment.vacant_since = None
             continue
         fragment.vacant_since = now if fragment.vacant_since is None else fragment.vacant_since
@@ -35,21 +35,25 @@ def to_claim(view: View, now: float) -> list[Fragment]:
 
 def _my_turn(view: View, fragment: Fragment, holder: str, able: list[str], now: float) -> bool:
     waited_s = now - (now if fragment.vacant_since is None else fragment.vacant_since)
-    patience_s = CLAIM_PATIENCE_S + len(view.members) / STATUSES_PER_S  # by then everybody has told its versions
-    if waited_s <= patience_s and _newest_is_missing(view, fragment):
+    patience = patience_s(view)
+    if waited_s <= patience and _newest_is_missing(view, fragment):
         return False
     if holder == view.me:
         return True
-    return waited_s > patience_s and waited_s > patience_s * (1 + order(able, fragment.index).index(view.me))
+    return waited_s > patience and waited_s > patience * (1 + order(able, fragment.index).index(view.me))
 
 
-def _vacant(view: View, fragment: Fragment) -> bool:
-    lease = fragment.lease
-    if lease is None or lease.holder == view.me:
-        return lease is None
-    holder = view.members.get(lease.holder)
-    # A peer that is done keeps its fragments while it is connected: there is no next version to make.
-    return holder is None or holder.status.state == "leaving"
+def patience_s(view: View) -> float:
+    """How long each peer in order lets the one before it claim a vacant fragment; everybody tells its versions then."""
+    return CLAIM_PATIENCE_S + len(view.members) / STATUSES_PER_S
+
+
+def turn(view: View, fragment: Fragment, peer: str) -> tuple[str | None, int]:
+    """Who should claim a vacant fragment, and how many come before this peer should that one not do it."""
+    able = view.able()
+    vacant = {one.index for one in view.fragments if view.vacant(one)} | {fragment.index}
+    holders = assign(vacant, able, {each: view.leases.load(each) for each in able})
+    return holders.get(fragment.index), order(able, fragment.index).index(peer) if peer in able else len(able)
 
 
 def _newest_is_missing(view: View, fragment: Fragment) -> bool:
@@ -71,7 +75,7 @@ def catch_ups(view: View) -> list[CatchUp]:
     found = []
     for fragment in view.fragments:
         lease = fragment.lease
-        if lease is None or fragment.busy is not Busy.NO or _vacant(view, fragment):
+        if lease is None or fragment.busy is not Busy.NO or view.vacant(fragment):
             continue
         if lease.holder == view.me:
             donors = tuple(view.members.donors(fragment.index, fragment.version + 1))

@@ -13,8 +13,8 @@ from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, mark
-from diloco.protocol.messages.heads import Record
+from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, Vote, mark
+from diloco.protocol.messages.heads import Proof, Record
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties, implausible
 from diloco.protocol.rendezvous import assign
@@ -87,6 +87,8 @@ class View:
         self.heals = 0
         self.takeovers = 0
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
+        self.liars: dict[str, Proof] = {}  # identities that are out for good, and why
+        self.greeting: set[str] = set()  # peers whose hello is being heard
         self._opened = False  # enough peers were connected once
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)
@@ -138,8 +140,15 @@ class View:
             wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
             name=self.name, trains=self.trains, holds=self.holds, device=self.device,
             peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
-            claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
+            claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)], votes=self.votes(),
         )  # fmt: skip
+
+    def votes(self) -> list[Vote]:
+        """Whom this peer believes to hold which fragment, if it holds any itself."""
+        if not self.holds or self.gone:
+            return []
+        leases = [one.lease for one in self.fragments if one.lease is not None and one.lease.holder != self.me]
+        return [Vote(fragment=lease.fragment, term=lease.term, holder=lease.holder) for lease in leases]
 
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
@@ -169,6 +178,12 @@ class View:
         if len(hello.status.versions) != len(self.fragments):
             return f"{len(hello.status.versions)} fragments there, {len(self.fragments)} here"
         return None
+
+    def shunned(self, peer: str, now: float) -> str | None:
+        """Why nothing of this peer is taken now: it is penalised, or a proof is known. None for all others."""
+        if peer in self.liars:
+            return "it is proved that this identity has signed two anchors of one version"
+        return self.penalties.refusal(peer, now)
 
     def impossible(self, message: Message) -> str | None:
         """Why no honest peer of this run says that on a control stream, in one line; None when one may.
@@ -292,6 +307,15 @@ class View:
         """The lease of a fragment whose holder is connected, or is this peer."""
         lease = self.leases.get(fragment)
         return lease if lease is not None and (lease.holder == self.me or lease.holder in self.members) else None
+
+    def vacant(self, fragment: Fragment) -> bool:
+        """Whether the fragment has no syncer that goes on, as far as this peer sees."""
+        lease = fragment.lease
+        if lease is None or lease.holder == self.me:
+            return lease is None
+        holder = self.members.get(lease.holder)
+        # A peer that is done keeps its fragments while it is connected: there is no next version to make.
+        return holder is None or holder.status.state == "leaving"
 
     def backs_up(self) -> set[int]:
         """Fragments that this peer would claim if their syncers died, one syncer at a time."""

@@ -1,5 +1,5 @@
 """What peers say on control streams, one in each direction between any two: `Hello` first, then `Status`, `Claim`,
-`Published`, `Revocations`. Before that they exchange a `Greeting`, on a stream of its own.
+`Published`, `Vote`, `Revocations`. Before that they exchange a `Greeting`, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ from diloco.protocol.messages.base import (
 )
 from diloco.protocol.states import STATES, State
 
-__all__ = ["MAX_GREETING_BYTES", "Claim", "Figures", "Greeting", "Hello", "Published", "Revocations", "Status", "mark"]
+__all__ = [
+    "MAX_GREETING_BYTES",
+    "Claim",
+    "Figures",
+    "Greeting",
+    "Hello",
+    "Published",
+    "Revocations",
+    "Status",
+    "Vote",
+    "mark",
+]
 
 MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refusal of 2048 characters
 
@@ -157,6 +168,19 @@ class _AboutFragment(Message):
         return None if known else f"a message about fragment {self.fragment}, and the run has {fragments}"
 
 
+class Vote(Message, kind="vote", place=Place.CONTROL):
+    """A holder believes that this peer is syncer of a fragment under that term (see `elections`)."""
+
+    fragment: Index
+    term: Annotated[int, Field(ge=1, lt=2**62)]
+    holder: Name
+
+    def misfit(self, fragments: int) -> str | None:
+        """The run has that fragment."""
+        known = self.fragment < fragments
+        return None if known else f"a vote about fragment {self.fragment}, and the run has {fragments}"
+
+
 class Claim(_AboutFragment, kind="claim", place=Place.CONTROL):
     """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from."""
 
@@ -177,10 +201,12 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     addresses: Annotated[dict[Name, Addresses], Field(max_length=4097)] = Field(default_factory=dict)
     status: Status
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
+    votes: Annotated[list[Vote], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
 
     def misfit(self, fragments: int) -> str | None:
-        """Its status and all its claims fit."""
-        return next(filter(None, (part.misfit(fragments) for part in (self.status, *self.claims))), None)
+        """Its status and all its claims and votes fit."""
+        parts = (self.status, *self.claims, *self.votes)
+        return next(filter(None, (part.misfit(fragments) for part in parts)), None)
 
 
 class Published(_AboutFragment, kind="published", place=Place.CONTROL):

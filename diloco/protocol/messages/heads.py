@@ -13,9 +13,9 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
-from diloco.protocol.messages.base import Count, Digest, Index, Message, Name, Rate, Units
+from diloco.protocol.messages.base import Count, Digest, Index, Message, Name, Place, Rate, Units
 
-__all__ = ["MAX_LINES", "MAX_RECORDS", "Delay", "Head", "Line", "Record", "Signature", "check_window"]
+__all__ = ["MAX_LINES", "MAX_RECORDS", "Delay", "Head", "Line", "Proof", "Record", "Signature", "check_window"]
 
 MAX_RECORDS = 8  # that are smaller than a state in fp32 together, with the codec of the fewest bits
 MAX_LINES = 256  # contributions to one version; their lines fit into a frame
@@ -56,8 +56,9 @@ class Line(NamedTuple):
     signature: Signature = b""
 
 
-class Head(Message, kind="head"):
-    """What a version is, as its author signed it; the manifest of the run is signed with it.
+class Head(Message, kind="head", place=Place.CONTROL):
+    """What a version is, as its author signed it; the manifest of the run is signed with it. On a control stream it is
+    said to a peer that has another anchor of the same version.
 
     Attributes:
         digest_before, digest: of the anchor before and after.
@@ -85,6 +86,22 @@ class Head(Message, kind="head"):
     def _window_is_not_full(self) -> Head:
         check_window(self.pushes, self.delay)
         return self
+
+    def misfit(self, fragments: int) -> str | None:
+        """The run has that fragment."""
+        known = self.fragment < fragments
+        return None if known else f"a head of fragment {self.fragment}, and the run has {fragments}"
+
+
+class Proof(Message, kind="proof", place=Place.CONTROL):
+    """Two heads of one version that one author has signed, which no honest author does (see `proofs`)."""
+
+    one: Head
+    other: Head
+
+    def misfit(self, fragments: int) -> str | None:
+        """The run has the fragment of both."""
+        return self.one.misfit(fragments) or self.other.misfit(fragments)
 
 
 class Record(Message, kind="record"):

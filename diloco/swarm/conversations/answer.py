@@ -95,7 +95,7 @@ class BulkServer:
     async def _answer(self, stream: Stream) -> None:
         with offences():
             request = await stream.receive()
-        penalty = self._context.protocol.penalties.refusal(stream.peer, self._context.now())
+        penalty = self._context.protocol.shunned(stream.peer, self._context.now())
         if penalty is not None:
             await stream.refuse(penalty)
             return

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from diloco.errors import SwarmError
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Tell, Wake
 from diloco.protocol.messages import encode
 from diloco.protocol.messages.control import Revocations
 from diloco.swarm.conversations.answer import BulkServer
@@ -46,6 +46,8 @@ class Actions:
             case Broadcast():
                 self._mesh.broadcast(action.message)
                 context.recorder.heard(context.protocol.me, action.message, context.now())
+            case Tell():
+                self._mesh.tell(action.peer, action.message)
             case Disconnect():
                 self._mesh.disconnect(action.peer)
             case Note():

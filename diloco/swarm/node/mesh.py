@@ -71,6 +71,12 @@ class ControlMesh:
         for outgoing in self._outgoing.values():
             outgoing.say(message)
 
+    def tell(self, peer: str, message: Message) -> None:
+        """Say something to one peer, if it is connected; never blocks."""
+        outgoing = self._outgoing.get(peer)
+        if outgoing is not None:
+            outgoing.say(message)
+
     def disconnect(self, peer: str) -> None:
         """End both streams of a peer that is given up; if it lives, it notices and calls."""
         outgoing = self._outgoing.pop(peer, None)
@@ -247,7 +253,7 @@ class ControlMesh:
             raise Offence(why)
 
     def _penalty(self, peer: str) -> str | None:
-        return self._protocol.penalties.refusal(peer, self._context.now())
+        return self._protocol.shunned(peer, self._context.now())
 
     async def _give_up(self, peer: str, stream: Stream, error: PayloadError) -> None:
         """A peer that said something invalid is lost. When it calls again it hears for how long it is refused."""

@@ -66,5 +66,5 @@ def certified(
     clock = sum(share.tokens for share in after.values()) if fragment == 0 else 0
     named: dict[str, Any] = {"fragment": fragment, "term": term, "version": version, "author": author}
     named |= {"digest_before": before, "digest": digest, "applied_tokens": clock}
-    head = Head(**{**named, "lines": lines_digest(lines), "shares": shares_digest(after), **fields})
+    head = Head(**{**named, "lines": lines_digest(lines), "shares": shares_digest(after), "state": bytes(32), **fields})
     return Record(head=sign_head(Keys(author), MANIFEST, head), lines=list(lines))

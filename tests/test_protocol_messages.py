@@ -123,6 +123,7 @@ heads = st.builds(
     digest=digests,
     lines=raw,
     shares=raw,
+    state=raw,
     applied_tokens=counts,
     signature=signatures,
     **word,

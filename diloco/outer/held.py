@@ -28,7 +28,7 @@ from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
 from diloco.outer.spectrum import flatten_, matrices
-from diloco.outer.state import OuterState, adopt_
+from diloco.outer.state import OuterState, adopt_, state_root
 from diloco.outer.tally import Tally
 
 __all__ = ["Held", "Judged"]
@@ -78,6 +78,7 @@ class Held:
         self._numels = [stop - start for start, stop in self.chunks]
         self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
+        self.root = bytes(32)  # of the outer state at the version that was made last
         self.tallies: dict[str, Tally] = {}  # of contributions that come chunk by chunk
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
@@ -151,6 +152,7 @@ class Held:
             into = self._average(chunk, judged) if flattened is None else flattened[chunk]
             self._merge_chunk_(chunk, transition, update[at:end], into)
         self.state.took_(step)
+        self.root = state_root(self.master, self.state)
         self.tallies.clear()
         if self.staged is not None:
             self.staged.clear()

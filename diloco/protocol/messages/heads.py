@@ -63,6 +63,7 @@ class Head(Message, kind="head", place=Place.CONTROL):
     Attributes:
         digest_before, digest: of the anchor before and after.
         lines: digest over the lines, with their signatures. shares: digest over the shares after this version.
+        state: Merkle root over the syncer's master, momentum and window after this version.
         pushes, delay: `pushes` of the `delay` contributions of a window are in earlier versions (see `OuterStep`).
         applied_tokens: of the control fragment, the swarm clock after this version. cursor, open: its data cursor.
     """
@@ -75,6 +76,7 @@ class Head(Message, kind="head", place=Place.CONTROL):
     digest: Digest
     lines: Raw
     shares: Raw
+    state: Raw
     pushes: Count = 0
     delay: Delay = 1
     applied_tokens: Count = 0

@@ -16,16 +16,20 @@ from diloco.protocol.messages.heads import Record
 from diloco.protocol.peer import Peer
 from diloco.protocol.penalties import Offence
 
-__all__ = ["check_anchor", "check_follows", "check_record"]
+__all__ = ["Unbelieved", "check_anchor", "check_follows", "check_record"]
+
+
+class Unbelieved(PayloadError):
+    """A version with a certificate that is right, of an author that this peer does not take for one."""
 
 
 def check_record(protocol: Peer, record: Record, donor: str) -> None:
-    """Raises `Offence` for a certificate that is wrong, and `PayloadError` for one that this peer does not believe."""
+    """Raises `Offence` for a certificate that is wrong, and `Unbelieved` for one that this peer does not believe."""
     why = wrong_record(protocol.signer, protocol.manifest_hash, record)
     if why is not None:
         raise Offence(why)
     if (why := protocol.unbelieved(record, donor)) is not None:
-        raise PayloadError(why)
+        raise Unbelieved(why)
 
 
 def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> None:

@@ -13,7 +13,7 @@ from diloco.outer.codecs import Codec, codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
-from diloco.outer.state import OuterState
+from diloco.outer.state import OuterState, state_root
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.messages.heads import Record
@@ -66,6 +66,20 @@ class FragmentState:
     header: StateHeader
     anchor: Tensor
     outer: tuple[Tensor, OuterState] | None = None
+    donor: str = ""
+
+
+def intact(state: FragmentState) -> bool:
+    """Whether the outer state that came with an anchor is the one to which the author of its version committed.
+
+    That of a syncer which has made no version yet is not: it took the fragment over without one, or at version 0.
+    """
+    record = state.header.record
+    if record is None or state.outer is None:
+        return False
+    master, kept = state.outer
+    window = ((record.head.pushes + len(record.lines)) % record.head.delay, record.head.delay)
+    return (kept.pushes, kept.delay) == window and state_root(master, kept) == record.head.state
 
 
 async def send_records(stream: Stream, records: Sequence[UpdateRecord], replica: Replica) -> None:
@@ -134,9 +148,9 @@ async def receive_state(stream: Stream, replica: Replica, fragment: int, header:
     if await in_thread(digest_of, vectors[0]) != header.digest:
         raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")
     if not header.outer:
-        return FragmentState(header, vectors[0])
+        return FragmentState(header, vectors[0], donor=stream.peer)
     kept = OuterState(header.version, tuple(vectors[2:]), header.pushes, header.delay)
-    return FragmentState(header, vectors[0], (vectors[1], kept))
+    return FragmentState(header, vectors[0], (vectors[1], kept), stream.peer)
 
 
 async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK, codec: Codec = STATE_CODEC) -> None:

@@ -19,15 +19,17 @@ from diloco.protocol.messages.heads import Record
 from diloco.protocol.penalties import Offence
 from diloco.protocol.shares import Share
 from diloco.swarm.conversations.anchor import AnchorFetcher
-from diloco.swarm.conversations.certificates import check_follows
+from diloco.swarm.conversations.certificates import Unbelieved, check_follows
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
+from diloco.swarm.conversations.framing import FragmentState, UpdateRecord, intact
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BROKEN
 
 __all__ = ["Anchors"]
+
+LONGEST_WAIT_S = 60.0  # before a donor is asked again whose version was not believed
 
 
 class Anchors:
@@ -43,6 +45,7 @@ class Anchors:
         self._replica = context.replica
         outer = context.replica.settings
         self._keeps_bases = context.protocol.trains and (outer.staleness_limit > 0 or outer.round_late)
+        self._refused: dict[tuple[int, str], tuple[float, float]] = {}  # until when, and for how long
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
         self.own_tokens = own_tokens
@@ -127,11 +130,15 @@ class Anchors:
         """Fetch a fragment from the first donor that has what its header says.
 
         That are the records that are missing here, or the state when they do not fit, or when `whole` or `outer` asks
-        for it. When no donor answers, the peers are asked that have the version that the syncer published last.
+        for it. A donor whose version is not believed is not asked again for a second, then for two, and so on. When no
+        donor answers, the peers are asked that have the version that the syncer published last.
         """
         further = [] if outer else [one for one in self.fetcher.further_donors(fragment) if one not in donors]
         dishonest: set[str] = set()
+        now = self._context.now()
         for donor in [*donors, *further]:
+            if now < self._refused.get((fragment, donor), (0.0, 0.0))[0]:
+                continue
             whole_only = whole or donor in further
             for have in [-1] if whole_only else [self._protocol.fragments[fragment].version, -1]:
                 if donor in dishonest:
@@ -142,10 +149,15 @@ class Anchors:
                         await self.adopt_state(fetched)
                     elif not await self.adopt_records(fetched):
                         self._protocol.catch_up_failed(fragment)
+                    self._refused.pop((fragment, donor), None)
                     return
                 except (*BROKEN, PayloadError) as error:
                     if isinstance(error, Offence):
                         self._context.do(self._protocol.offence(donor, str(error), self._context.now()))
+                    if isinstance(error, Unbelieved):
+                        wait_s = min(LONGEST_WAIT_S, 2 * self._refused.get((fragment, donor), (0.0, 0.5))[1])
+                        self._refused[fragment, donor] = (self._context.now() + wait_s, wait_s)
+                        dishonest.add(donor)
                     why = str(error) or type(error).__name__
                     self._context.note("fetch_failed", fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):
@@ -211,14 +223,17 @@ class Anchors:
         header, fragment = state.header, state.header.fragment
         await self.about_to_move(fragment)
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
-        if state.outer is not None:
-            self._replica.hold(fragment, header.version, *state.outer)
+        outer = state.outer if await in_thread(intact, state) else None
+        if state.outer is not None and outer is None and header.record is not None:
+            self._context.note("handover_refused", fragment=fragment, version=header.version, peer=state.donor)
+        if outer is not None:
+            self._replica.hold(fragment, header.version, *outer)
         if fragment == CONTROL_FRAGMENT:
             self._recount(header.shares)
             if header.record is not None:
                 self._protocol.accounts.hear_data_cursor(header.record.head)
         self.moved(
-            fragment, header.version, header.digest, state.outer is not None, shares=header.shares, record=header.record
+            fragment, header.version, header.digest, outer is not None, shares=header.shares, record=header.record
         )
 
     async def about_to_move(self, fragment: int) -> None:

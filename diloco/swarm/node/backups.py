@@ -6,7 +6,8 @@ import logging
 
 from diloco.errors import PayloadError
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import FragmentState
+from diloco.swarm.conversations.framing import FragmentState, intact
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.wire.streams import BROKEN
 
@@ -57,7 +58,7 @@ class Backups:
             if lease is None or lease.holder == protocol.me:
                 return
             state = await self._anchors.fetcher.fetch(lease.holder, fragment, -1, True, set())
-            if not isinstance(state, FragmentState) or state.outer is None:
+            if not isinstance(state, FragmentState) or state.outer is None or not await in_thread(intact, state):
                 return
             if self._keeps_up and state.header.version > here.version:  # from here on the updates are fetched
                 await self._anchors.adopt_state(FragmentState(state.header, state.anchor))

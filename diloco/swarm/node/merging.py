@@ -22,6 +22,8 @@ from diloco.swarm.wire.malloc import short_lived
 
 __all__ = ["Merging"]
 
+Cursor = dict[str, Any]
+
 
 class Merging:
     """Makes the versions of the fragments that this peer holds. The arithmetic runs in a thread.
@@ -63,7 +65,9 @@ class Merging:
         step = held.state.step(len(close.contributors), close.delay)
         digest = await in_thread(held.merge_, step, update, judged)
         lost = not self._context.holds(syncer)
-        record = self._certificate(fragment, close, syncer, step, digest, cursor if lost else None)
+        if not lost:
+            cursor = accounts.data_cursor(fragment.index, close.contributors)
+        record = self._certificate(fragment, close, syncer, step, (digest, held.root), cursor)
         if lost:
             accounts.hear_data_cursor(record.head)
             self._anchors.moved(fragment.index, record.version, digest, contributors=record.contributors, record=record)
@@ -74,25 +78,23 @@ class Merging:
         return True
 
     def _certificate(
-        self,
-        fragment: Fragment,
-        close: Close,
-        syncer: Syncer,
-        step: OuterStep,
-        digest: str,
-        cursor: dict[str, Any] | None,
+        self, fragment: Fragment, close: Close, syncer: Syncer, step: OuterStep, made: tuple[str, bytes], cursor: Cursor
     ) -> Record:
-        """What this peer answers for as the author of a version, with the lines of its contributors."""
+        """What this peer answers for as the author of a version, with the lines of its contributors.
+
+        `made` are the digest of the anchor and the root of the outer state.
+        """
         protocol, accounts, version = self._protocol, self._protocol.accounts, close.base_version + 1
+        digest, root = made
         lines = [line for peer in sorted(close.contributors) if (line := syncer.line(peer)) is not None]
         shares = accounts.shares_after(fragment, version, close.contributors)
         control = fragment.index == CONTROL_FRAGMENT
         head = Head(
             fragment=fragment.index, term=syncer.term, version=version, author=protocol.me,
             digest_before=fragment.digest, digest=digest, lines=lines_digest(lines), shares=shares_digest(shares),
-            pushes=step.pushes, delay=step.delay,
+            state=root, pushes=step.pushes, delay=step.delay,
             applied_tokens=sum(share.tokens for share in shares.values()) if control else 0,
-            **(accounts.data_cursor(fragment.index, close.contributors) if cursor is None else cursor),
+            **cursor,
         )  # fmt: skip
         return Record(head=sign_head(protocol.signer, protocol.manifest_hash, head), lines=lines)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from diloco.swarm.wire.transport import Transport
 
 __all__ = ["NodeOptions", "RunSpec", "make_context"]
 
+TERM_GAP = 2**16
 SHOWN = 40  # characters of a value of a manifest
 
 
@@ -96,8 +99,10 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
     )
     if saved is not None:
+        # An author signs a version under a term once. Terms that came after the checkpoint are not in it.
+        gap = random.Random(options.seed).randint(1, TERM_GAP) if options.seed else secrets.randbelow(TERM_GAP) + 1
         for fragment, term in enumerate(saved.terms):
-            protocol.leases.see_term(fragment, term)
+            protocol.leases.see_term(fragment, term + gap if term else 0)
         protocol.accounts.restore_shares(saved.shares)
         for known, record in zip(protocol.fragments, saved.records, strict=False):
             known.record = record

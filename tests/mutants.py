@@ -219,8 +219,8 @@ MUTANTS = [
     Mutant(
         "record-of-another-version",
         "An update is applied to an anchor that it does not follow.",
-        "diloco.swarm.node.anchors",
-        "if (here.version, here.digest) != (header.version - 1, header.digest_before):",
+        "diloco.protocol.heads",
+        "if (head.version, head.digest_before) != (version + 1, digest):",
         "if False:",
         first=360,
     ),

@@ -261,7 +261,8 @@ def test_a_lease_that_is_lost_while_the_verdict_is_on_its_way_ends_the_contribut
 
         async def drain() -> None:
             claim = Claim(fragment=0, term=2, version=0, digest=host.protocol.digests[0])
-            host.do(host.protocol.heard(OTHER, claim, host.now()))
+            hello = host.hello(claims=False).model_copy(update={"claims": [claim]})  # it was cut off until now
+            host.do(host.protocol.connected(OTHER, hello, host.now()))
 
         pipe.drain = drain  # type: ignore[method-assign]
         await host.server.serve(OTHER, pipe.reader, pipe)

@@ -14,7 +14,7 @@ from diloco.protocol.fragment import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
 from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
 from diloco.protocol.peer import Peer
 from diloco.protocol.rendezvous import assign, order
@@ -228,7 +228,7 @@ def test_donors_are_asked_latest_first_and_again_when_none_answers() -> None:
 def test_a_syncer_steps_down_before_a_higher_term() -> None:
     peer = alone()
     peer.connected(OTHER, hello_of(), 1.0)
-    actions = peer.heard(OTHER, claim_of(1, term=2), 2.0)
+    actions = peer.connected(OTHER, hello_of(claims=[claim_of(1, term=2)]), 2.0)  # it was cut off until now
     assert of_type(Release, actions) == [Release(1)] and set(peer.syncers) == {0}
     assert not peer.offer("x", contribution(peer, 1)).accepted
     assert peer.offer("x", contribution(peer, 0)).accepted
@@ -377,7 +377,7 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
     for message in [
         status_of(versions=[9]),
         Claim(fragment=FRAGMENTS, term=9, version=0, digest=digest),
-        Claim(fragment=0, term=2**62 - 1, version=0, digest=digest),
+        Vote(fragment=FRAGMENTS, term=9, holder=OTHER),
         Published(fragment=0, term=1, version=1, digest=digest, contributors=[], applied_tokens=1),  # not the syncer
         Published(fragment=1, term=9, version=1, digest=digest, contributors=[], applied_tokens=1),
         Published(fragment=1, term=1, version=0, digest=digest, contributors=[], applied_tokens=1),
@@ -535,7 +535,8 @@ def test_what_ends_a_wait_is_acted_upon_at_once() -> None:
     assert len(of_type(Merge, peer.lost(OTHER, 1.0, "connection reset"))) == 1
     peer = pair()
     peer.tick(1.0)
-    assert of_type(Release, peer.heard(OTHER, claim_of(0, term=2), 1.0)) == [Release(0)]
+    claims = [claim_of(0, term=2), claim_of(1)]
+    assert of_type(Release, peer.connected(OTHER, hello_of(claims=claims), 1.0)) == [Release(0)]
 
 
 def test_in_a_large_swarm_changes_are_told_together_and_none_is_forgotten() -> None:
@@ -651,7 +652,7 @@ def test_a_fragment_that_is_lost_during_its_merge_is_not_published() -> None:
     peer.offer("x", contribution(peer, 0))
     peer.heard(OTHER, status_of("done"), 0.0)
     assert len(of_type(Merge, peer.arrived("x", 0, 1.0))) == 1
-    peer.heard(OTHER, claim_of(0, term=2), 1.5)
+    peer.connected(OTHER, hello_of(claims=[claim_of(0, term=2), claim_of(1)]), 1.5)
     assert peer.published(0, digest_of(), {"x": 9}, 2.0) == [] and peer.versions[0] == 0
     assert not peer.merging(0)
 

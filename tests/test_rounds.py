@@ -525,7 +525,8 @@ def test_a_lease_that_is_lost_between_two_own_chunks_leaves_the_rest_to_the_next
             await asyncio.sleep(0)
         assert syncer._offers[ME].chunks < len(host.replica.chunks[0])
         claim = Claim(fragment=0, term=2, version=0, digest=host.protocol.digests[0])
-        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        hello = host.hello(claims=False).model_copy(update={"claims": [claim]})  # it was cut off until now
+        host.do(host.protocol.connected(OTHER, hello, host.now()))
         assert 0 not in host.replica.held
         for _ in range(10):
             await asyncio.sleep(0)
@@ -627,7 +628,8 @@ def test_a_lease_that_is_lost_while_a_contribution_is_folded_in_takes_it_along(m
         while not syncer._offers or not syncer._offers[ME].whole:
             await asyncio.sleep(0)
         claim = Claim(fragment=0, term=2, version=0, digest=host.protocol.digests[0])
-        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        hello = host.hello(claims=False).model_copy(update={"claims": [claim]})  # it was cut off until now
+        host.do(host.protocol.connected(OTHER, hello, host.now()))
         lost.set()
         while "contribution_broke" not in host.notes:
             await asyncio.sleep(0)

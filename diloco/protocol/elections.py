@@ -103,6 +103,10 @@ class Elector(View):
         """Believe claims that waited until now."""
         actions: list[Action] = []
         for fragment in self.fragments:
+            if not self.vacant(fragment):
+                fragment.vacant_since = None
+            elif fragment.vacant_since is None:
+                fragment.vacant_since = now
             for peer, (claim, _) in sorted(fragment.claims.items()):
                 if believes(self, peer, claim, now):
                     actions += self._believe(peer, claim, now)

@@ -107,6 +107,7 @@ class Peer(Elector):
     def _forget(self, peer: str, why: str) -> list[Action]:
         member = self.members.remove(peer)
         for fragment in self.fragments:
+            self.doubted.pop((fragment.index, peer), None)
             fragment.claims.pop(peer, None)
             fragment.votes.pop(peer, None)
         self.accounts.dealer.give_back(peer)
@@ -217,6 +218,12 @@ class Peer(Elector):
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by the version that the syncer says it has
         return [*actions, *self.tick(now)]
+
+    def doubt(self, fragment: int, donor: str) -> None:
+        """What a donor has is not believed: its word about this version does not keep this peer from its own."""
+        member = self.members.get(donor)
+        if member is not None:
+            self.doubted[fragment, donor] = member.status.versions[fragment]
 
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
@@ -333,7 +340,7 @@ class Peer(Elector):
             fragment.busy = Busy.CATCHING_UP
             self.leases.vacate(index)  # its outer state is asked for once; if that fails, we go on without
             return [CatchUp(index, (lease.holder,), outer=True)]
-        if donors := self.members.donors(index, fragment.version + 1):
+        if donors := self.donors(index, fragment.version + 1):
             fragment.busy = Busy.CATCHING_UP
             return [CatchUp(index, tuple(donors), outer=False)]
         term = fragment.term + 1

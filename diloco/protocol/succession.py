@@ -21,11 +21,11 @@ def to_claim(view: View, now: float) -> list[Fragment]:
     """
     vacant = []
     for fragment in view.fragments:
-        if not view.vacant(fragment):
+        if view.vacant(fragment):
+            fragment.vacant_since = now if fragment.vacant_since is None else fragment.vacant_since
+            vacant.append(fragment)
+        else:
             fragment.vacant_since = None
-            continue
-        fragment.vacant_since = now if fragment.vacant_since is None else fragment.vacant_since
-        vacant.append(fragment)
     if not vacant:
         return []
     able = view.able()
@@ -78,7 +78,7 @@ def catch_ups(view: View) -> list[CatchUp]:
         if lease is None or fragment.busy is not Busy.NO or view.vacant(fragment):
             continue
         if lease.holder == view.me:
-            donors = tuple(view.members.donors(fragment.index, fragment.version + 1))
+            donors = tuple(view.donors(fragment.index, fragment.version + 1))
         elif lease.version < fragment.version or fragment.agrees() or (at_work and fragment.index not in view.followed):
             continue
         else:

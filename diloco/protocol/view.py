@@ -88,6 +88,7 @@ class View:
         self.takeovers = 0
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.liars: dict[str, Proof] = {}  # identities that are out for good, and why
+        self.doubted: dict[tuple[int, str], int] = {}  # by fragment and peer: versions up to this are not believed
         self.greeting: set[str] = set()  # peers whose hello is being heard
         self._opened = False  # enough peers were connected once
         self._myself: Member | None = None
@@ -225,6 +226,17 @@ class View:
             f"version {head.version} of fragment {record.fragment} is by {head.author} under term {head.term}, "
             "which it did not hold, and few have it"
         )
+
+    def donors(self, fragment: int, version: int) -> list[str]:
+        """Members that say they have that version or a later one, latest first; without those that had none that this
+        peer believes.
+        """
+        able = self.members.donors(fragment, version)
+        return [one for one in able if not self._doubted(fragment, one)]
+
+    def _doubted(self, fragment: int, peer: str) -> bool:
+        member = self.members.get(peer)
+        return member is None or member.status.versions[fragment] <= self.doubted.get((fragment, peer), -1)
 
     def named_by_most(self, fragment: int, version: int, digest: str) -> bool:
         """Whether most of the peers that are not past a version say that they have it, and that it is this one."""

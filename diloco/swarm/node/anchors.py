@@ -158,6 +158,7 @@ class Anchors:
                         wait_s = min(LONGEST_WAIT_S, 2 * self._refused.get((fragment, donor), (0.0, 0.5))[1])
                         self._refused[fragment, donor] = (self._context.now() + wait_s, wait_s)
                         dishonest.add(donor)
+                        self._protocol.doubt(fragment, donor)
                     why = str(error) or type(error).__name__
                     self._context.note("fetch_failed", fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):

@@ -101,7 +101,7 @@ class Rounds:
         """
         for fragment in fragments:
             if self._protocol.behind(fragment):
-                donors = self._protocol.members.donors(fragment, self._protocol.fragments[fragment].version + 1)
+                donors = self._protocol.donors(fragment, self._protocol.fragments[fragment].version + 1)
                 await self._anchors.catch_up(fragment, donors)
 
     # -- flights ------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Rounds:
                 case Step.WAIT:
                     await self._context.tasks.pause(RETRY_S)
                 case Step.CATCH_UP:
-                    donors = protocol.members.donors(fragment, exchange.base_version + 1)
+                    donors = protocol.donors(fragment, exchange.base_version + 1)
                     await self._anchors.catch_up(fragment, donors)
                     if protocol.fragments[fragment].version == version:
                         await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other

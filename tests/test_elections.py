@@ -1,0 +1,228 @@
+"""Whose claims one peer believes, what it believes of versions, and who is proved a liar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco.config import WIRE_VERSION
+from diloco.protocol.actions import Action, Broadcast, Disconnect, Note, Release, Tell
+from diloco.protocol.elections import CLAIMS_AGAINST_THE_LIVING, believes
+from diloco.protocol.messages.control import Claim, Hello, Status, Vote, mark
+from diloco.protocol.messages.heads import Proof, Record
+from diloco.protocol.peer import Peer
+from diloco.protocol.succession import CLAIM_PATIENCE_S
+from tests.protocol_helpers import MANIFEST, Keys, digest_of, record_of
+
+ZERO, ONE, TWO = (digest_of(version) for version in range(3))
+LATER = 1000.0
+
+
+def claim_of(term: int, version: int = 0, digest: str = ZERO) -> Claim:
+    return Claim(fragment=0, term=term, version=version, digest=digest)
+
+
+def status_of(version: int = 0, digest: str = ZERO) -> Status:
+    return Status(state="ready", versions=[version], marks=mark(digest))
+
+
+def hello_of(*claims: Claim, holds: bool = True, votes: tuple[Vote, ...] = (), status: Status | None = None) -> Hello:
+    return Hello(
+        wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name="x", trains=True, holds=holds, peers=[],
+        status=status or status_of(), claims=list(claims), votes=list(votes),
+    )  # fmt: skip
+
+
+def follower(*others: str, holder: str = "h", term: int = 3) -> Peer:
+    """A peer that believes in a living holder, long since."""
+    peer = Peer("me", "me", "run", MANIFEST, [ZERO], newcomer=True, signer=Keys("me"))
+    peer.connected(holder, hello_of(claim_of(term)), 0.0)
+    for other in others:
+        peer.connected(other, hello_of(), 0.0)
+    peer.discovered(0.0)
+    assert holder_of(peer) == (holder, term)
+    return peer
+
+
+def holder_of(peer: Peer) -> tuple[str, int] | None:
+    lease = peer.leases.get(0)
+    return None if lease is None else (lease.holder, lease.term)
+
+
+def said(kind: type[Any], actions: list[Action]) -> list[Any]:
+    return [each.message for each in actions if isinstance(each, Broadcast) and isinstance(each.message, kind)]
+
+
+def notes(actions: list[Action]) -> list[str]:
+    return [action.kind for action in actions if isinstance(action, Note)]
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_against_a_living_holder_has_no_effect() -> None:
+    peer = follower("e", "x")
+    actions = peer.heard("e", claim_of(4, version=2**40, digest=TWO), LATER)
+    assert holder_of(peer) == ("h", 3) and "claim_ignored" in notes(actions) and peer.swarm_clock() == (0, 0)
+    assert "claim_ignored" not in notes(peer.heard("e", claim_of(4), LATER)), "it is said once"
+    peer.heard("e", claim_of(3), LATER)
+    assert holder_of(peer) == ("h", 3), "nor one of the same term, long after"
+
+
+def test_who_claims_against_the_living_again_and_again_is_an_offender() -> None:
+    peer = follower("e")
+    for term in range(4, 4 + CLAIMS_AGAINST_THE_LIVING):
+        assert "penalty" not in notes(peer.heard("e", claim_of(term), LATER))
+    assert "penalty" in notes(peer.heard("e", claim_of(99), LATER))
+    assert holder_of(peer) == ("h", 3) and peer.shunned("e", LATER) is not None
+
+
+def test_a_peer_that_holds_nothing_is_elected_by_nobody() -> None:
+    peer = follower()
+    peer.connected("e", hello_of(claim_of(9), holds=False), 1.0)
+    peer.lost("h", LATER, "reset")
+    assert holder_of(peer) != ("e", 9)
+
+
+def test_a_claim_that_came_early_is_believed_when_the_holder_goes() -> None:
+    """The claimant has noticed before this peer that the holder is dead."""
+    peer = follower("x")
+    peer.holds = False  # so that "x" is next in order
+    peer.heard("x", claim_of(4), LATER)
+    assert holder_of(peer) == ("h", 3)
+    actions = peer.lost("h", LATER + 1, "silent")
+    assert holder_of(peer) == ("x", 4) and "claim" in notes(actions)
+
+
+def test_most_holders_together_move_a_lease_and_fewer_do_not() -> None:
+    peer = follower("a", "b", "c", "e")
+    peer.heard("e", claim_of(4), LATER)
+    vote = Vote(fragment=0, term=4, holder="e")
+    for voter in ("a", "a", "stranger"):
+        peer.heard(voter, vote, LATER + 1)
+        peer.tick(LATER + 1)
+    assert holder_of(peer) == ("h", 3), "two of six, each counted once"
+    peer.heard("b", vote, LATER + 2)
+    peer.tick(LATER + 2)
+    assert holder_of(peer) == ("h", 3), "three of six are not most"
+    peer.heard("c", vote, LATER + 3)
+    assert said(Vote, peer.tick(LATER + 4)) or holder_of(peer) == ("e", 4)
+    assert holder_of(peer) == ("e", 4)
+
+
+def test_votes_of_peers_that_are_gone_or_changed_their_mind_do_not_count() -> None:
+    peer = follower("a", "b", "c", "e")
+    for voter in "abc":
+        peer.heard(voter, Vote(fragment=0, term=4, holder="e"), LATER)
+    peer.heard("a", Vote(fragment=0, term=3, holder="h"), LATER)
+    peer.lost("b", LATER, "reset")
+    peer.heard("e", claim_of(4), LATER + 1)
+    peer.tick(LATER + 2)
+    assert holder_of(peer) == ("h", 3)
+
+
+def test_a_holder_that_meets_another_history_gives_way_and_the_others_follow_it() -> None:
+    holder = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
+    holder.tick(0.0)
+    actions = holder.connected("o", hello_of(claim_of(2)), LATER)
+    assert [action for action in actions if isinstance(action, Release)] and holder_of(holder) == ("o", 2)
+    votes = said(Vote, actions)
+    assert [(vote.term, vote.holder) for vote in votes] == [(2, "o")]
+    peer = follower("o", term=1)
+    peer.heard("o", claim_of(2), LATER)
+    assert holder_of(peer) == ("h", 1)
+    peer.heard("h", votes[0], LATER)
+    peer.tick(LATER + 1)
+    assert holder_of(peer) == ("o", 2)
+
+
+def test_a_living_holder_gives_nothing_away_to_a_peer_that_it_has_long_known() -> None:
+    holder = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
+    holder.tick(0.0)
+    holder.connected("e", hello_of(), 1.0)
+    assert not [one for one in holder.heard("e", claim_of(2), LATER) if isinstance(one, Release)]
+    assert holder_of(holder) == ("h", 1)
+
+
+def test_who_is_not_next_in_order_waits_for_its_turn() -> None:
+    peer = follower("a", "b", "c")
+    peer.holds = False
+    peer.lost("h", LATER, "reset")
+    names = [name for name in "abc" if believed_at_once(peer, name)]
+    assert len(names) == 1
+    last = next(name for name in "abc" if name not in names)
+    peer.heard(last, claim_of(4), LATER)
+    assert peer.live_lease(0) is None
+    for second in range(int(10 * CLAIM_PATIENCE_S)):
+        for name in "abc":
+            peer.heard(name, status_of(), LATER + second)
+    assert holder_of(peer) == (last, 4)
+
+
+def believed_at_once(peer: Peer, name: str) -> bool:
+    return believes(peer, name, claim_of(4), LATER)
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def record(author: str, term: int, version: int = 1, digest: str = ONE) -> Record:
+    return record_of(version, ZERO, digest, {"a": 10}, author=author, term=term)
+
+
+def test_a_version_is_believed_of_who_held_the_term_and_of_nobody_else() -> None:
+    peer = follower("e", "x")
+    assert peer.unbelieved(record("h", 3), "x") is None, "whoever brings it"
+    assert "which it did not hold" in str(peer.unbelieved(record("e", 4), "e"))
+    assert "which it did not hold" in str(peer.unbelieved(record("e", 3), "e"))
+    assert "which it did not hold" in str(peer.unbelieved(record("e", 4, 2**61, TWO), "e")), "no leap"
+
+
+def test_a_word_in_a_heartbeat_moves_nothing() -> None:
+    syncer = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
+    syncer.tick(0.0)
+    for name in ("e", "x", "y"):
+        syncer.connected(name, hello_of(), 1.0)
+    syncer.heard("e", status_of(2**40, TWO), 2.0)
+    assert "few have it" in str(syncer.unbelieved(record("e", 9, 2**40, TWO), "e"))
+    syncer.doubt(0, "e")
+    syncer.catch_up_failed(0)
+    assert syncer.donors(0, 1) == [] and syncer.versions == [0], "nor is it asked again"
+
+
+def test_a_peer_that_was_away_believes_what_most_have() -> None:
+    peer = Peer("me", "me", "run", MANIFEST, [ZERO], newcomer=True, signer=Keys("me"))
+    for name, digest in (("a", ONE), ("b", ONE), ("e", TWO)):
+        peer.connected(name, hello_of(status=status_of(1, digest)), 0.0)
+    assert peer.unbelieved(record("gone", 7), "a") is None
+    assert peer.unbelieved(record("gone", 7, digest=TWO), "e") is not None
+
+
+# -- proofs -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_signs_two_anchors_of_one_version_is_out_everywhere() -> None:
+    one, other = record("h", 3, digest=ONE), record("h", 3, digest=TWO)
+    peer = follower("x")
+    peer.adopted(0, 1, ONE, 1.0, contributors={"a": 10}, record=one)
+    told = peer.heard("x", status_of(1, TWO), LATER)
+    assert [(each.peer, each.message) for each in told if isinstance(each, Tell)] == [("x", one.head)]
+    assert not [each for each in peer.heard("x", status_of(1, TWO), LATER) if isinstance(each, Tell)], "once"
+    actions = peer.heard("x", other.head, LATER)
+    (proof,) = said(Proof, actions)
+    assert "proved" in notes(actions) and Disconnect("h") in actions
+    assert "h" not in peer.members and peer.live_lease(0) is None and "h" in peer.liars
+    assert "signed two anchors" in str(peer.shunned("h", 2 * LATER))
+    elsewhere = follower("me")
+    assert said(Proof, elsewhere.heard("me", proof, LATER)) == [proof] and "h" in elsewhere.liars
+    assert said(Proof, elsewhere.heard("me", proof, LATER)) == [], "passed on once"
+
+
+def test_two_histories_of_a_split_are_no_proof() -> None:
+    peer = follower("x")
+    peer.adopted(0, 1, ONE, 1.0, contributors={"a": 10}, record=record("h", 3, digest=ONE))
+    for head in (record("o", 4, digest=TWO).head, record("o", 3, digest=TWO).head):
+        assert not said(Proof, peer.heard("x", head, LATER))
+    forged = record("h", 3, digest=TWO).head.model_copy(update={"signature": b"x"})
+    assert not said(Proof, peer.heard("x", forged, LATER)) and not peer.liars
+    wrong = Proof(one=record("h", 3).head, other=forged)
+    assert not said(Proof, peer.heard("x", wrong, LATER)) and not peer.liars

@@ -69,6 +69,7 @@ class Fragment:
         claims: of peers that this one does not believe, by peer, with the number of their terms.
         votes: whom each peer believes to hold the fragment, with the term.
         term: the highest term that was ever seen.
+        floor: this peer claims above it: it may have signed versions under lower terms, in a life before this one.
         vacant_since: since when the fragment has had no living syncer; None while it has one.
         syncer: collects the next version, while this peer holds the lease.
         busy: what is being done to the anchor.
@@ -89,6 +90,7 @@ class Fragment:
     claims: dict[str, tuple[Claim, int]] = field(default_factory=dict)
     votes: dict[str, tuple[int, str]] = field(default_factory=dict)
     term: int = 0
+    floor: int = 0
     vacant_since: float | None = None
     syncer: Syncer | None = None
     busy: Busy = Busy.NO

@@ -343,7 +343,7 @@ class Peer(Elector):
         if donors := self.donors(index, fragment.version + 1):
             fragment.busy = Busy.CATCHING_UP
             return [CatchUp(index, tuple(donors), outer=False)]
-        term = fragment.term + 1
+        term = max(fragment.term, fragment.floor) + 1
         if term > 1:
             self.takeovers += 1
         if index == CONTROL_FRAGMENT:

@@ -135,6 +135,7 @@ class Syncer:
         whole = known is not None and known.whole
         merged = self._merged.get(peer, -1) >= header.base_version
         elsewhere = before is not None and header.total not in (0, before + header.tokens)
+        elsewhere = elsewhere and header.base_version <= self.version  # else the tokens in between are not here yet
         late = self._too_late(header.base_version) or elsewhere
         reason = ""
         if header.term != self.term:

@@ -102,7 +102,8 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         # An author signs a version under a term once. Terms that came after the checkpoint are not in it.
         gap = random.Random(options.seed).randint(1, TERM_GAP) if options.seed else secrets.randbelow(TERM_GAP) + 1
         for fragment, term in enumerate(saved.terms):
-            protocol.leases.see_term(fragment, term + gap if term else 0)
+            protocol.leases.see_term(fragment, term)
+            protocol.fragments[fragment].floor = term + gap if term else 0
         protocol.accounts.restore_shares(saved.shares)
         for known, record in zip(protocol.fragments, saved.records, strict=False):
             known.record = record

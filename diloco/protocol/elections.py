@@ -42,7 +42,8 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
     member = view.members.get(peer)
     if member is None or not member.holds:
         return False
-    if elected(view, fragment, peer, claim.term):
+    mine = lease is not None and lease.holder == view.me
+    if elected(view, fragment, peer, claim.term) and not (mine and claim.term <= fragment.term):
         return True
     if lease is None or view.vacant(fragment):
         return fragment.term <= 1 or _in_order(view, fragment, peer, now)
@@ -81,8 +82,13 @@ class Elector(View):
     """Hears claims and votes. What it does not believe has no effect, and is kept until its sender is lost."""
 
     def _heard_vote(self, peer: str, vote: Vote) -> None:
-        if vote.fragment < len(self.fragments):
-            self.fragments[vote.fragment].votes[peer] = (vote.term, vote.holder)
+        if vote.fragment >= len(self.fragments):
+            return
+        fragment = self.fragments[vote.fragment]
+        fragment.votes[peer] = (vote.term, vote.holder)
+        lease = fragment.lease
+        if lease is not None and lease.holder == peer and vote.holder != peer and vote.term >= lease.term:
+            self.leases.vacate(vote.fragment)  # its holder says so itself
 
     def _heard_claim(self, peer: str, claim: Claim, now: float) -> list[Action]:
         """Take in a claim, or keep it for the moment at which this peer believes it."""

@@ -139,8 +139,8 @@ class ControlMesh:
         outgoing = self._outgoing[peer] = _Outgoing(stream)
         # What changed between the hello and now was broadcast to the others only.
         outgoing.say(self._protocol.status())
-        for claim in self._protocol.hello().claims:
-            outgoing.say(claim)
+        for word in (*self._protocol.hello().claims, *self._protocol.votes()):
+            outgoing.say(word)
         sender = asyncio.create_task(self._keep(peer, outgoing))
         self._senders[sender] = None
         sender.add_done_callback(self._senders.pop)

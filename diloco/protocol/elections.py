@@ -42,8 +42,7 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
     member = view.members.get(peer)
     if member is None or not member.holds:
         return False
-    mine = lease is not None and lease.holder == view.me
-    if elected(view, fragment, peer, claim.term) and not (mine and claim.term <= fragment.term):
+    if elected(view, fragment, peer, claim.term):
         return True
     if lease is None or view.vacant(fragment):
         return fragment.term <= 1 or _in_order(view, fragment, peer, now)
@@ -58,7 +57,8 @@ def elected(view: View, fragment: Fragment, peer: str, term: int) -> bool:
     """Whether most of the living holders believe that this peer holds the term; it believes that itself."""
     able = view.able()
     votes = [one for one in able if one == peer or fragment.votes.get(one) == (term, peer)]
-    return 2 * len(votes) > len(able)
+    rivals = 2 if fragment.lease is not None and fragment.lease.holder == view.me else 0  # the others decide
+    return 2 * (len(votes) - rivals // 2) > len(able) - rivals
 
 
 def gives_way(view: View, fragment: Fragment, peer: str, claim: Claim) -> bool:
@@ -120,11 +120,14 @@ class Elector(View):
 
     def _believe(self, peer: str, claim: Claim, now: float) -> list[Action]:
         fragment = self.fragments[claim.fragment]
-        fragment.claims.pop(peer, None)
         before = fragment.lease
         most = peer != self.me and elected(self, fragment, peer, claim.term)
         changed = self.leases.claim(peer, claim, most)
         lease = fragment.lease
+        if lease is not None and lease.holder == peer:
+            fragment.claims.pop(peer, None)
+        elif peer != self.me:
+            fragment.claims.setdefault(peer, (claim, 0))  # another one ranks before it, which may change
         if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
             self.accounts.hear_data_cursor(claim)
         if not changed:

@@ -4,6 +4,7 @@ A claim is believed at once when this peer's own view allows it, so nobody whose
 
 - nobody holds the fragment, or the holder is gone or leaving, and the claimant is the next in rendezvous order, or has
   waited as long as `succession` says;
+- it comes in a hello, and nobody holds the fragment: the claimant has held it before this peer came;
 - it renews the claimant's own lease;
 - two peers claimed the same term at about the same time: the one that is first in rendezvous order has it.
 
@@ -45,7 +46,7 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
     if elected(view, fragment, peer, claim.term):
         return True
     if lease is None or view.vacant(fragment):
-        return fragment.term <= 1 or _in_order(view, fragment, peer, now)
+        return fragment.term <= 1 or peer in view.greeting or _in_order(view, fragment, peer, now)
     if claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S:
         return True
     if lease.holder == view.me:

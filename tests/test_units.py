@@ -144,9 +144,8 @@ def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> 
     }
     assert peer.hello().claims[0].open == [[2, 8]]
     peer.heard("s2", Status(state="ready", versions=[1]), 10.0)
-    peer.connected("s2", hello_of("s2", 1), 10.0)
     claim = Claim(fragment=0, term=9, version=1, digest=peer.digests[0], cursor=9, open=[[2, 9]])
-    peer.heard("s2", claim, 10.0)
+    peer.connected("s2", hello_of("s2", 1).model_copy(update={"claims": [claim]}), 10.0)  # after a split
     assert peer.accounts.lease_units("b", 4, []) is None and peer.accounts.dealer.cursor_at(1) == (9, [(2, 9)])
 
 

@@ -23,7 +23,7 @@ from diloco.protocol.messages.heads import Record
 from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.certificates import check_anchor, check_record
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.parts import Download, PartialAnchor, announcing, copy_state
+from diloco.swarm.conversations.parts import Download, PartialAnchor, announcing
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream
 
@@ -122,7 +122,8 @@ class AnchorFetcher:
             return unfinished
         if context.protocol.fragments[fragment].version != listed.version:
             return PartialAnchor(torch.empty(context.replica.fragments[fragment].numel), [])
-        anchor = (await copy_state(context, fragment)).anchor
+        async with context.locks[fragment].reading():
+            anchor = await in_thread(context.replica.anchors[fragment].clone)
         return PartialAnchor(anchor, list(await in_thread(part_digests, anchor)))
 
     def _keep(self, fragment: int, partial: PartialAnchor) -> None:

@@ -51,8 +51,9 @@ from diloco.protocol.messages.control import (
     Published,
     Revocations,
     Status,
+    Vote,
 )
-from diloco.protocol.messages.heads import MAX_LINES, Head, Line, Record
+from diloco.protocol.messages.heads import MAX_LINES, Head, Line, Proof, Record
 from diloco.protocol.messages.watching import (
     MAX_PROBE_BYTES,
     MAX_SNAPSHOT_PIECE_BYTES,
@@ -264,7 +265,9 @@ EXAMPLES: list[Message] = [
     Receipt(),
     Signed(line=RECORD.lines[0]),
     RECORD.head,
+    Proof(one=RECORD.head, other=RECORD.head),
     RECORD,
+    Vote(fragment=1, term=2, holder="a"),
     StateRequest(manifest_hash=D, fragment=1, have_version=2, outer=True, in_parts=False),
     PartList(fragment=1, digest=D, record=RECORD, parts=[D, D]),
     PartRequest(manifest_hash=D, fragment=1, digest=D, part=MAX_PARTS - 1),

@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from diloco.protocol.messages.heads import Line
 from diloco.protocol.syncer import Syncer
 from tests.crowd_helpers import TOKENS_PER_ROUND, Belief, agreed, story
 
@@ -57,9 +58,9 @@ def test_int8_versions_have_the_same_bits_whatever_arrives_first(robust: str, mo
     arrivals: dict[tuple[int, int], list[str]] = {}
     arrived = Syncer.arrived
 
-    def noted(self: Syncer, peer: str) -> None:
+    def noted(self: Syncer, peer: str, line: Line | None = None) -> None:
         arrivals.setdefault((self.fragment, self.version), []).append(peer)
-        arrived(self, peer)
+        arrived(self, peer, line)
 
     monkeypatch.setattr(Syncer, "arrived", noted)
     digests, orders = set(), set()

@@ -2,40 +2,42 @@
 
 A claim is believed at once when this peer's own view allows it, so nobody whose view agrees waits for anything:
 
-- nobody holds the fragment, or the holder is gone or leaving, and the claimant is the next in rendezvous order, or has
-  waited as long as `succession` says;
-- it comes in a hello, and nobody holds the fragment: the claimant has held it before this peer came;
+- this peer has not yet believed anybody to hold the fragment;
+- the holder is gone or leaving, and the claimant is the next in rendezvous order, or has waited as long as
+  `succession` says;
 - it renews the claimant's own lease;
 - two peers claimed the same term at about the same time: the one that is first in rendezvous order has it.
 
 Any other claim waits, without effect, until
 
-- the holder believes it: two syncers of a swarm that was split have met, and one of the two gives way (`gives_way`); or
+- the holder believes it, and says so (`Vote`); or
 - most of the living holders believe it, of those that this peer sees. Each holder tells all others whose claim it
-  believes (`Vote`). Every peer hears every other on a stream of its own, so nobody has to sign that; or
+  believes. Every peer hears every other on a stream of its own, so nobody has to sign that; or
 - what was in its way has changed: the holder goes, or its time has come.
 
-So a claim against a holder that lives in everybody's view has no effect.
+So a claim against a holder that lives in everybody's view has no effect. When a split ends, two holders meet: one of
+them gives way (`gives_way`), says so, and its followers go with it. A claim in a hello has no other privilege, because
+anybody can connect again.
 """
 
 from __future__ import annotations
 
 from diloco.protocol.actions import Action, Broadcast, Note, Release
-from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Waiting
 from diloco.protocol.messages.control import Claim, Published, Vote
 from diloco.protocol.rendezvous import score
 from diloco.protocol.succession import patience_s, turn
 from diloco.protocol.view import View
 
-__all__ = ["SAME_TIME_S", "Elector", "believes", "elected", "gives_way"]
+__all__ = ["SAME_TIME_S", "Elector", "believes", "decided", "gives_way"]
 
 CLAIMS_AGAINST_THE_LIVING = 8  # terms that one peer may claim of a fragment whose syncer lives
 
 SAME_TIME_S = 10.0  # Claims that are made at the same time arrive within this time.
 
 
-def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
-    """Whether this peer believes the claim of a peer now."""
+def believes(view: View, peer: str, claim: Claim, now: float, met: bool = False) -> bool:
+    """Whether this peer believes the claim of a peer now. `met`: it came in a hello."""
     fragment = view.fragments[claim.fragment]
     lease = fragment.lease
     if peer == view.me or (lease is not None and lease.holder == peer):
@@ -43,34 +45,42 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
     member = view.members.get(peer)
     if member is None or not member.holds:
         return False
-    if elected(view, fragment, peer, claim.term):
+    if decided(view, fragment, peer, claim, met):
         return True
     if lease is None or view.vacant(fragment):
-        return fragment.term <= 1 or peer in view.greeting or _in_order(view, fragment, peer, now)
-    if claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S:
+        return not fragment.authors or _in_order(view, fragment, peer, now)
+    return claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S
+
+
+def decided(view: View, fragment: Fragment, peer: str, claim: Claim, met: bool) -> bool:
+    """Whether others have decided that this peer holds the term: most of the living holders, or the holder itself."""
+    lease = view.live_lease(fragment.index)
+    if lease is not None and fragment.votes.get(lease.holder) == (claim.term, peer):
         return True
-    if lease.holder == view.me:
-        return gives_way(view, fragment, peer, claim)
-    return fragment.votes.get(lease.holder) == (claim.term, peer)
-
-
-def elected(view: View, fragment: Fragment, peer: str, term: int) -> bool:
-    """Whether most of the living holders believe that this peer holds the term; it believes that itself."""
-    able = view.able()
-    votes = [one for one in able if one == peer or fragment.votes.get(one) == (term, peer)]
-    rivals = 2 if fragment.lease is not None and fragment.lease.holder == view.me else 0  # the others decide
-    return 2 * (len(votes) - rivals // 2) > len(able) - rivals
+    holders = {*view.able(), peer} | ({lease.holder} if lease is not None else set())
+    if lease is not None and lease.holder == view.me:
+        holders -= {view.me, peer}  # the others decide
+    agree = [one for one in holders if one == peer or fragment.votes.get(one) == (claim.term, peer)]
+    return 2 * len(agree) > len(holders) or (met and gives_way(view, fragment, peer, claim))
 
 
 def gives_way(view: View, fragment: Fragment, peer: str, claim: Claim) -> bool:
-    """Whether this peer, which holds the fragment, leaves it to another that claims it too: two histories have met.
+    """Whether this peer, which holds the fragment, leaves it to another that holds it too: two histories have met.
 
-    The claim came in a hello, with which a split ends. The higher term stays; of equal terms, the first in order.
+    The one whom more holders believe stays; of two equal ones that with the higher term, then the first in order. Who
+    believes none of those that claim the fragment counts for this peer. So all but one of the claimants give way,
+    however many parts the swarm was in, and a peer that nobody believes moves nobody who is believed.
     """
     lease = fragment.lease
-    assert lease is not None and lease.holder == view.me
-    mine = (lease.term, score(view.me, fragment.index), view.me)
-    return peer in view.greeting and (claim.term, score(peer, fragment.index), peer) > mine
+    if lease is None or lease.holder != view.me:
+        return False
+    others = [one for one in view.able() if one not in (view.me, peer)]
+    rivals = {(waiting.claim.term, one) for one, waiting in fragment.claims.items()} | {(claim.term, peer)}
+    votes = [fragment.votes.get(one) for one in others]
+    theirs, mine = votes.count((claim.term, peer)), sum(vote not in rivals for vote in votes)
+    return (theirs, claim.term, score(peer, fragment.index), peer) > (
+        mine, lease.term, score(view.me, fragment.index), view.me,
+    )  # fmt: skip
 
 
 def _in_order(view: View, fragment: Fragment, peer: str, now: float) -> bool:
@@ -87,20 +97,21 @@ class Elector(View):
             return
         fragment = self.fragments[vote.fragment]
         fragment.votes[peer] = (vote.term, vote.holder)
-        lease = fragment.lease
-        if lease is not None and lease.holder == peer and vote.holder != peer and vote.term >= lease.term:
-            self.leases.vacate(vote.fragment)  # its holder says so itself
+        waiting = fragment.claims.get(peer)
+        if waiting is not None and vote.holder != peer and vote.term >= waiting.claim.term:
+            del fragment.claims[peer]  # it claims that no more
 
-    def _heard_claim(self, peer: str, claim: Claim, now: float) -> list[Action]:
-        """Take in a claim, or keep it for the moment at which this peer believes it."""
+    def _heard_claim(self, peer: str, claim: Claim, now: float, met: bool = False) -> list[Action]:
+        """Take in a claim, or keep it for the moment at which this peer believes it. `met`: it came in a hello."""
         if claim.fragment >= len(self.fragments):
             return []
         fragment = self.fragments[claim.fragment]
-        if believes(self, peer, claim, now):
-            return self._believe(peer, claim, now)
-        before, terms = fragment.claims.get(peer, (None, 0))
-        new = before is None or claim.term > before.term
-        fragment.claims[peer] = (claim, terms + new)
+        fragment.votes[peer] = (claim.term, peer)  # whatever it believed before
+        if believes(self, peer, claim, now, met):
+            return self._believe(peer, claim, now, met)
+        before = fragment.claims.get(peer)
+        new, terms = before is None or claim.term > before.claim.term, 0 if before is None else before.terms
+        fragment.claims[peer] = Waiting(claim, terms + new, met or (before is not None and before.met))
         if new and terms >= CLAIMS_AGAINST_THE_LIVING:
             return self._penalise(peer, f"claims fragment {claim.fragment} again and again, and its syncer lives", now)
         named = {"fragment": claim.fragment, "peer": peer, "term": claim.term}
@@ -112,27 +123,29 @@ class Elector(View):
         for fragment in self.fragments:
             if not self.vacant(fragment):
                 fragment.vacant_since = None
-            elif fragment.vacant_since is None:
+            elif fragment.vacant_since is None and self._opened:  # nobody is waited for before anybody may claim
                 fragment.vacant_since = now
-            for peer, (claim, _) in sorted(fragment.claims.items()):
-                if believes(self, peer, claim, now):
-                    actions += self._believe(peer, claim, now)
+            for peer, waiting in sorted(fragment.claims.items()):
+                if believes(self, peer, waiting.claim, now, waiting.met):
+                    actions += self._believe(peer, waiting.claim, now, waiting.met)
         return actions
 
-    def _believe(self, peer: str, claim: Claim, now: float) -> list[Action]:
+    def _believe(self, peer: str, claim: Claim, now: float, met: bool = False) -> list[Action]:
         fragment = self.fragments[claim.fragment]
         before = fragment.lease
-        most = peer != self.me and elected(self, fragment, peer, claim.term)
-        changed = self.leases.claim(peer, claim, most)
+        changed = self.leases.claim(peer, claim, peer != self.me and decided(self, fragment, peer, claim, met))
         lease = fragment.lease
         if lease is not None and lease.holder == peer:
             fragment.claims.pop(peer, None)
         elif peer != self.me:
-            fragment.claims.setdefault(peer, (claim, 0))  # another one ranks before it, which may change
+            fragment.claims.setdefault(peer, Waiting(claim, 0, met))  # another one ranks before it, which may change
         if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
             self.accounts.hear_data_cursor(claim)
         if not changed:
             return []
+        if before is not None and before.holder not in (peer, self.me) and before.holder in self.members:
+            # It may hold the fragment in the eyes of all others.
+            fragment.claims.setdefault(before.holder, Waiting(self.claim_of(before), 0, True))
         actions: list[Action] = [
             Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
         ]
@@ -151,9 +164,10 @@ class Elector(View):
     def _heard_pending(self, peer: str, message: Published) -> None:
         """A peer whose claim waits has published a version."""
         waiting = self.fragments[message.fragment].claims.get(peer) if message.fragment < len(self.fragments) else None
-        if waiting is not None and waiting[0].term == message.term:
+        if waiting is not None and waiting.claim.term == message.term:
             news = {"version": message.version, "digest": message.digest, "applied_tokens": message.applied_tokens}
-            self.fragments[message.fragment].claims[peer] = (waiting[0].model_copy(update=news), waiting[1])
+            claim = waiting.claim.model_copy(update=news)
+            self.fragments[message.fragment].claims[peer] = waiting._replace(claim=claim)
 
     def _penalise(self, peer: str, reason: str, now: float) -> list[Action]:
         refused_before = self.penalties.refusal(peer, now) is not None

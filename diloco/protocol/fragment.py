@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.messages.heads import Record
@@ -23,7 +24,7 @@ from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
 
-__all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable"]
+__all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable", "Waiting"]
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
 AUTHORS = 64  # terms whose holders are remembered
@@ -43,6 +44,14 @@ class Lease:
     version: int
     digest: str
     applied_tokens: int = 0
+
+
+class Waiting(NamedTuple):
+    """A claim that is not believed: of how many terms of that peer it is the newest, and whether it came in a hello."""
+
+    claim: Claim
+    terms: int
+    met: bool
 
 
 class Busy(Enum):
@@ -66,7 +75,7 @@ class Fragment:
         lease: the newest claim that counts; None while nobody has claimed the fragment.
         elected_at: when this peer began to believe it.
         told: the version of which each peer was sent the head here, because it has another anchor.
-        claims: of peers that this one does not believe, by peer, with the number of their terms.
+        claims: of peers that this one does not believe, by peer.
         votes: whom each peer believes to hold the fragment, with the term.
         term: the highest term that was ever seen.
         floor: this peer claims above it: it may have signed versions under lower terms, in a life before this one.
@@ -87,7 +96,7 @@ class Fragment:
     lease: Lease | None = None
     told: dict[str, int] = field(default_factory=dict)
     elected_at: float = 0.0
-    claims: dict[str, tuple[Claim, int]] = field(default_factory=dict)
+    claims: dict[str, Waiting] = field(default_factory=dict)
     votes: dict[str, tuple[int, str]] = field(default_factory=dict)
     term: int = 0
     floor: int = 0

@@ -60,12 +60,14 @@ class Peer(Elector):
         for lease in self.leases.held_by(peer):
             if (lease.fragment, lease.term) not in claimed:
                 self.leases.vacate(lease.fragment)  # the peer restarted and does not know of its lease
+        for fragment in self.fragments:
+            fragment.votes.pop(peer, None)
+            if (waiting := fragment.claims.get(peer)) and (fragment.index, waiting.claim.term) not in claimed:
+                del fragment.claims[peer]
         for vote in hello.votes:
             self._heard_vote(peer, vote)
-        self.greeting.add(peer)
         for claim in hello.claims:
-            actions += self._heard_claim(peer, claim, now)
-        self.greeting.discard(peer)
+            actions += self._heard_claim(peer, claim, now, met=True)
         return actions + self.tick(now)
 
     def heard(self, peer: str, message: Message, now: float) -> list[Action]:

@@ -89,7 +89,6 @@ class View:
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.liars: dict[str, Proof] = {}  # identities that are out for good, and why
         self.doubted: dict[tuple[int, str], int] = {}  # by fragment and peer: versions up to this are not believed
-        self.greeting: set[str] = set()  # peers whose hello is being heard
         self._opened = False  # enough peers were connected once
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)
@@ -326,8 +325,10 @@ class View:
         if lease is None or lease.holder == self.me:
             return lease is None
         holder = self.members.get(lease.holder)
-        # A peer that is done keeps its fragments while it is connected: there is no next version to make.
-        return holder is None or holder.status.state == "leaving"
+        if holder is None or holder.status.state == "leaving":
+            return True  # A peer that is done keeps its fragments while it is connected: there is no next version.
+        term, other = fragment.votes.get(lease.holder, (lease.term, lease.holder))
+        return other != lease.holder and other not in self.members  # it gave way to a peer that is gone
 
     def backs_up(self) -> set[int]:
         """Fragments that this peer would claim if their syncers died, one syncer at a time."""

@@ -65,7 +65,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 5,
+  "wire_version": 6,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -91,9 +91,9 @@ CANONICAL = (
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"robust":"auto","spot_check":0.0,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
     '"trim":0.25,"weights":"tokens"},'
-    '"run":{"id":"golden","key":null,"seed":3},"wire_version":5}'
+    '"run":{"id":"golden","key":null,"seed":3},"wire_version":6}'
 )
-GOLDEN_HASH = "ab5077beb6b945bb4b6f6187d11a58a0d2c9a8a8ea3adc8b415687d2679f120f"
+GOLDEN_HASH = "3f89c2f2bb6b318d2aaca54d4ee68649348bd0a81fc67ff1fab6c8d6aa603851"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -632,15 +632,15 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
         ("1" * 60000, "manifest is not JSON: "),
         (" " * 70000, "manifest has 70000 characters; at most 65536 are accepted"),
         ('{"wire_version": NaN}', "manifest is not JSON: NaN is not a number"),
-        ("{}", "manifest has wire version null, this diloco speaks 5; install the same version on all peers"),
-        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 5; install"),
+        ("{}", "manifest has wire version null, this diloco speaks 6; install the same version on all peers"),
+        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 6; install"),
         (
             edited(lambda it: it.update(wire_version=True)),
-            "manifest has wire version true, this diloco speaks 5; install",
+            "manifest has wire version true, this diloco speaks 6; install",
         ),
         (
-            edited(lambda it: it.update(wire_version=5.0)),
-            "manifest has wire version 5.0, this diloco speaks 5; install",
+            edited(lambda it: it.update(wire_version=6.0)),
+            "manifest has wire version 6.0, this diloco speaks 6; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),
         (

@@ -135,12 +135,129 @@ def test_a_holder_that_meets_another_history_gives_way_and_the_others_follow_it(
     assert holder_of(peer) == ("o", 2)
 
 
-def test_a_living_holder_gives_nothing_away_to_a_peer_that_it_has_long_known() -> None:
+def holder_with(*followers: str) -> Peer:
+    """A peer that holds the fragment, and whom these believe."""
     holder = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
     holder.tick(0.0)
-    holder.connected("e", hello_of(), 1.0)
-    assert not [one for one in holder.heard("e", claim_of(2), LATER) if isinstance(one, Release)]
+    for name in followers:
+        holder.connected(name, hello_of(votes=(Vote(fragment=0, term=1, holder="h"),)), 1.0)
     assert holder_of(holder) == ("h", 1)
+    return holder
+
+
+def test_who_connects_again_with_a_claim_takes_nothing_from_a_holder_that_others_believe() -> None:
+    holder = holder_with("a", "e")
+    holder.lost("e", 2.0, "reset")
+    actions = holder.connected("e", hello_of(claim_of(2)), 3.0)
+    holder.tick(4.0)
+    assert holder_of(holder) == ("h", 1) and not said(Vote, actions)
+    newcomer = holder_with("a", "e")
+    newcomer.heard("a", Vote(fragment=0, term=7, holder="gone"), 2.0)  # it believes nobody who lives
+    newcomer.connected("e", hello_of(claim_of(2)), 2.0)
+    assert holder_of(newcomer) == ("h", 1)
+
+
+def test_of_two_holders_that_meet_the_one_whom_more_believe_stays() -> None:
+    holder = holder_with("a")
+    other = (Vote(fragment=0, term=2, holder="o"),)
+    holder.connected("o", hello_of(claim_of(2)), 2.0)
+    assert holder_of(holder) == ("h", 1), "one believes this peer, and nobody the other one"
+    holder.connected("b", hello_of(votes=other), 3.0)
+    assert holder_of(holder) == ("o", 2), "of two equal ones the one with the higher term stays"
+    holder = holder_with("a", "b")
+    holder.connected("c", hello_of(votes=other), 2.0)
+    holder.connected("o", hello_of(claim_of(2)), 2.0)
+    assert holder_of(holder) == ("h", 1), "two against one, whatever the term"
+
+
+def test_a_holder_gives_way_to_a_lower_term_that_more_believe_and_its_followers_go_with_it() -> None:
+    follow = (Vote(fragment=0, term=1, holder="h"),)
+    other = Peer("o", "o", "run", MANIFEST, [ZERO], signer=Keys("o"))
+    other.leases.see_term(0, 4)
+    other.tick(0.0)
+    assert holder_of(other) == ("o", 5)
+    other.connected("a", hello_of(votes=follow), LATER)
+    actions = other.connected("h", hello_of(claim_of(1)), LATER)
+    assert holder_of(other) == ("h", 1)
+    peer = follower("h", holder="o", term=5)
+    peer.heard("h", claim_of(1), LATER)
+    assert holder_of(peer) == ("o", 5)
+    peer.heard("o", said(Vote, actions)[0], LATER)
+    peer.tick(LATER + 1)
+    assert holder_of(peer) == ("h", 1)
+
+
+def test_three_parts_of_a_swarm_end_with_one_holder() -> None:
+    """Each of three holders has a follower, and hears all claims and votes, in any order."""
+    names = ("h", "o", "x")
+    for turned in range(3):
+        gave_way = []
+        for me in names:
+            peer = Peer(me, me, "run", MANIFEST, [ZERO], signer=Keys(me))
+            peer.leases.see_term(0, 1)
+            peer.tick(0.0)
+            others = [(name, claim_of(2), ()) for name in names if name != me]
+            others += [(name + name, None, (Vote(fragment=0, term=2, holder=name),)) for name in names]
+            peer.connected(me + me, hello_of(votes=(Vote(fragment=0, term=2, holder=me),)), 1.0)
+            for name, claim, votes in others[turned:] + others[:turned]:
+                peer.connected(name, hello_of(*([claim] if claim else []), votes=votes), 2.0)
+            gave_way.append(holder_of(peer) != (me, 2))
+        assert sorted(gave_way) == [False, True, True]
+
+
+def test_a_claim_in_a_hello_on_a_vacant_fragment_waits_for_its_turn() -> None:
+    peer = follower("a", "b", "c")
+    peer.holds = False
+    peer.lost("h", LATER, "reset")
+    last = next(name for name in "abc" if not believed_at_once(peer, name))
+    peer.connected(last, hello_of(claim_of(4)), LATER)
+    assert peer.live_lease(0) is None
+
+
+def test_what_a_peer_believed_before_it_claimed_counts_no_more() -> None:
+    peer = follower("a", "b", "c")
+    for voter in "ab":
+        peer.heard(voter, Vote(fragment=0, term=1, holder="c"), LATER)
+    peer.lost("h", LATER, "reset")
+    heir = next(name for name in ("a", "b", "me") if name == "me" or believed_at_once(peer, name))
+    if heir != "me":
+        peer.heard(heir, claim_of(4), LATER)
+    before = holder_of(peer)
+    peer.connected("c", hello_of(claim_of(1)), LATER + 1)
+    assert holder_of(peer) == before
+
+
+def test_nobody_takes_all_fragments_because_it_waited_for_the_others() -> None:
+    peer = Peer("me", "me", "run", MANIFEST, [ZERO] * 4, min_peers=2)
+    peer.tick(0.0)
+    status = Status(state="ready", versions=[0] * 4)
+    hello = hello_of(status=status).model_copy(update={"status": status})
+    peer.connected("a", hello, LATER)
+    peer.tick(LATER)
+    assert len(peer.syncers) == 2
+
+
+def test_a_living_holder_that_others_believe_gives_nothing_away() -> None:
+    holder = holder_with("a", "e")
+    assert not [one for one in holder.heard("e", claim_of(2), 2.0) if isinstance(one, Release)]
+    holder.tick(3.0)
+    assert holder_of(holder) == ("h", 1)
+
+
+def test_of_two_holders_with_nobody_else_the_higher_term_stays() -> None:
+    """A newcomer did not believe this peer, claimed a higher term, and both live."""
+    holder = holder_with("e")
+    holder.heard("e", Vote(fragment=0, term=1, holder="h"), 1.0)
+    holder.heard("e", claim_of(2), 2.0)
+    assert holder_of(holder) == ("e", 2)
+
+
+def test_a_newcomer_believes_the_claim_in_a_hello_also_when_another_holder_is_gone() -> None:
+    peer = Peer("me", "me", "run", MANIFEST, [ZERO], newcomer=True, signer=Keys("me"))
+    peer.connected("h", hello_of(claim_of(3)), 0.0)
+    peer.lost("h", 1.0, "reset")
+    peer.connected("o", hello_of(claim_of(4)), 1.0)
+    assert holder_of(peer) == ("o", 4)
 
 
 def test_who_is_not_next_in_order_waits_for_its_turn() -> None:

@@ -2,7 +2,7 @@
 
 A claim is believed at once when this peer's own view allows it, so nobody whose view agrees waits for anything:
 
-- this peer has not yet believed anybody to hold the fragment;
+- this peer has just come, or has believed nobody yet to hold the fragment;
 - the holder is gone or leaving, and the claimant is the next in rendezvous order, or has waited as long as
   `succession` says;
 - it renews the claimant's own lease;
@@ -22,8 +22,10 @@ anybody can connect again.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from diloco.protocol.actions import Action, Broadcast, Note, Release
-from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Waiting
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, Waiting
 from diloco.protocol.messages.control import Claim, Published, Vote
 from diloco.protocol.rendezvous import score
 from diloco.protocol.succession import patience_s, turn
@@ -36,8 +38,8 @@ CLAIMS_AGAINST_THE_LIVING = 8  # terms that one peer may claim of a fragment who
 SAME_TIME_S = 10.0  # Claims that are made at the same time arrive within this time.
 
 
-def believes(view: View, peer: str, claim: Claim, now: float, met: bool = False) -> bool:
-    """Whether this peer believes the claim of a peer now. `met`: it came in a hello."""
+def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
+    """Whether this peer believes the claim of a peer now."""
     fragment = view.fragments[claim.fragment]
     lease = fragment.lease
     if peer == view.me or (lease is not None and lease.holder == peer):
@@ -45,14 +47,14 @@ def believes(view: View, peer: str, claim: Claim, now: float, met: bool = False)
     member = view.members.get(peer)
     if member is None or not member.holds:
         return False
-    if decided(view, fragment, peer, claim, met):
+    if decided(view, fragment, peer, claim):
         return True
     if lease is None or view.vacant(fragment):
-        return not fragment.authors or _in_order(view, fragment, peer, now)
+        return not (view.opened and fragment.authors) or _in_order(view, fragment, peer, now)
     return claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S
 
 
-def decided(view: View, fragment: Fragment, peer: str, claim: Claim, met: bool) -> bool:
+def decided(view: View, fragment: Fragment, peer: str, claim: Claim) -> bool:
     """Whether others have decided that this peer holds the term: most of the living holders, or the holder itself."""
     lease = view.live_lease(fragment.index)
     if lease is not None and fragment.votes.get(lease.holder) == (claim.term, peer):
@@ -61,7 +63,7 @@ def decided(view: View, fragment: Fragment, peer: str, claim: Claim, met: bool) 
     if lease is not None and lease.holder == view.me:
         holders -= {view.me, peer}  # the others decide
     agree = [one for one in holders if one == peer or fragment.votes.get(one) == (claim.term, peer)]
-    return 2 * len(agree) > len(holders) or (met and gives_way(view, fragment, peer, claim))
+    return 2 * len(agree) > len(holders) or gives_way(view, fragment, peer, claim)
 
 
 def gives_way(view: View, fragment: Fragment, peer: str, claim: Claim) -> bool:
@@ -101,17 +103,17 @@ class Elector(View):
         if waiting is not None and vote.holder != peer and vote.term >= waiting.claim.term:
             del fragment.claims[peer]  # it claims that no more
 
-    def _heard_claim(self, peer: str, claim: Claim, now: float, met: bool = False) -> list[Action]:
-        """Take in a claim, or keep it for the moment at which this peer believes it. `met`: it came in a hello."""
+    def _heard_claim(self, peer: str, claim: Claim, now: float) -> list[Action]:
+        """Take in a claim, or keep it for the moment at which this peer believes it."""
         if claim.fragment >= len(self.fragments):
             return []
         fragment = self.fragments[claim.fragment]
         fragment.votes[peer] = (claim.term, peer)  # whatever it believed before
-        if believes(self, peer, claim, now, met):
-            return self._believe(peer, claim, now, met)
+        if believes(self, peer, claim, now):
+            return self._believe(peer, claim, now)
         before = fragment.claims.get(peer)
         new, terms = before is None or claim.term > before.claim.term, 0 if before is None else before.terms
-        fragment.claims[peer] = Waiting(claim, terms + new, met or (before is not None and before.met))
+        fragment.claims[peer] = Waiting(claim, terms + new)
         if new and terms >= CLAIMS_AGAINST_THE_LIVING:
             return self._penalise(peer, f"claims fragment {claim.fragment} again and again, and its syncer lives", now)
         named = {"fragment": claim.fragment, "peer": peer, "term": claim.term}
@@ -123,35 +125,35 @@ class Elector(View):
         for fragment in self.fragments:
             if not self.vacant(fragment):
                 fragment.vacant_since = None
-            elif fragment.vacant_since is None and self._opened:  # nobody is waited for before anybody may claim
+            elif fragment.vacant_since is None and self.opened:  # nobody is waited for before anybody may claim
                 fragment.vacant_since = now
             for peer, waiting in sorted(fragment.claims.items()):
-                if believes(self, peer, waiting.claim, now, waiting.met):
-                    actions += self._believe(peer, waiting.claim, now, waiting.met)
+                if believes(self, peer, waiting.claim, now):
+                    actions += self._believe(peer, waiting.claim, now)
         return actions
 
-    def _believe(self, peer: str, claim: Claim, now: float, met: bool = False) -> list[Action]:
+    def _believe(self, peer: str, claim: Claim, now: float) -> list[Action]:
         fragment = self.fragments[claim.fragment]
         before = fragment.lease
-        changed = self.leases.claim(peer, claim, peer != self.me and decided(self, fragment, peer, claim, met))
+        changed = self.leases.claim(peer, claim, peer != self.me and decided(self, fragment, peer, claim))
         lease = fragment.lease
         if lease is not None and lease.holder == peer:
             fragment.claims.pop(peer, None)
         elif peer != self.me:
-            fragment.claims.setdefault(peer, Waiting(claim, 0, met))  # another one ranks before it, which may change
+            fragment.claims.setdefault(peer, Waiting(claim, 0))  # another one ranks before it, which may change
         if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
             self.accounts.hear_data_cursor(claim)
         if not changed:
             return []
         if before is not None and before.holder not in (peer, self.me) and before.holder in self.members:
             # It may hold the fragment in the eyes of all others.
-            fragment.claims.setdefault(before.holder, Waiting(self.claim_of(before), 0, True))
+            fragment.claims.setdefault(before.holder, Waiting(self._claim_again(before), 0))
         actions: list[Action] = [
             Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
         ]
         if before is None or (before.holder, before.term) != (peer, claim.term):
             fragment.elected_at = now
-            if peer != self.me and claim.term > 1 and self.holds and not self.gone:
+            if peer != self.me and (claim.term > 1 or before is not None) and self.holds and not self.gone:
                 actions.append(Broadcast(Vote(fragment=claim.fragment, term=claim.term, holder=peer)))
         if before is not None and before.holder == self.me and peer != self.me:
             fragment.syncer = None
@@ -160,6 +162,15 @@ class Elector(View):
                 self.accounts.dealer.ledger = None
             actions.append(Release(claim.fragment))
         return actions
+
+    def _claim_again(self, lease: Lease) -> Claim:
+        """The claim from which this peer knows a lease, at the version that its holder published last."""
+        known = asdict(lease)
+        del known["holder"]
+        if lease.fragment == CONTROL_FRAGMENT:
+            cursor, open_ = self.accounts.dealer.cursor_at(lease.version)
+            known |= {"cursor": cursor, "open": [list(unit) for unit in open_]}
+        return Claim(**known)
 
     def _heard_pending(self, peer: str, message: Published) -> None:
         """A peer whose claim waits has published a version."""

@@ -47,11 +47,10 @@ class Lease:
 
 
 class Waiting(NamedTuple):
-    """A claim that is not believed: of how many terms of that peer it is the newest, and whether it came in a hello."""
+    """A claim that is not believed, and how many terms its sender has claimed in vain."""
 
     claim: Claim
     terms: int
-    met: bool
 
 
 class Busy(Enum):

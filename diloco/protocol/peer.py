@@ -67,7 +67,7 @@ class Peer(Elector):
         for vote in hello.votes:
             self._heard_vote(peer, vote)
         for claim in hello.claims:
-            actions += self._heard_claim(peer, claim, now, met=True)
+            actions += self._heard_claim(peer, claim, now)
         return actions + self.tick(now)
 
     def heard(self, peer: str, message: Message, now: float) -> list[Action]:
@@ -136,7 +136,7 @@ class Peer(Elector):
         actions += catch_ups(self)
         if (self.state == "starting" and not self.warming) or (self.state == "ready" and self.trains):
             agrees = all(self.near(fragment.index) for fragment in self.fragments)
-            state: State = "ready" if self._opened and agrees and self.in_step(now) else "starting"
+            state: State = "ready" if self.opened and agrees and self.in_step(now) else "starting"
             if state != self.state:
                 self.state = state
                 actions += self._tell(now, at_once=True)
@@ -328,8 +328,8 @@ class Peer(Elector):
 
     def _claim_vacant(self, now: float) -> list[Action]:
         enough = len(self.members) + 1 >= self.min_peers or self.under_way()
-        self._opened = self._opened or (not self.newcomer and enough)
-        if not (self._opened and self.holds) or self.gone:
+        self.opened = self.opened or (not self.newcomer and enough)
+        if not (self.opened and self.holds) or self.gone:
             return []
         return [action for fragment in to_claim(self, now) for action in self._take(fragment, now)]
 

@@ -89,7 +89,7 @@ class View:
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.liars: dict[str, Proof] = {}  # identities that are out for good, and why
         self.doubted: dict[tuple[int, str], int] = {}  # by fragment and peer: versions up to this are not believed
-        self._opened = False  # enough peers were connected once
+        self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)
         self._figures: dict[str, Any] = {}

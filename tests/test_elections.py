@@ -187,6 +187,17 @@ def test_a_holder_gives_way_to_a_lower_term_that_more_believe_and_its_followers_
     assert holder_of(peer) == ("h", 1)
 
 
+def test_a_claim_in_vain_is_answered_with_a_vote_and_withdrawn_by_one() -> None:
+    """Nobody tells votes for first terms, and two holders that meet count them."""
+    peer = follower("e", term=1)
+    told = [each for each in peer.heard("e", claim_of(2), LATER) if isinstance(each, Tell)]
+    assert [(each.peer, each.message) for each in told] == [("e", Vote(fragment=0, term=1, holder="h"))]
+    peer.heard("e", Vote(fragment=0, term=1, holder="h"), LATER)  # under a term below the one that it claimed
+    peer.lost("h", LATER, "reset")
+    peer.tick(LATER + 1)
+    assert holder_of(peer) != ("e", 2)
+
+
 def test_three_parts_of_a_swarm_end_with_one_holder() -> None:
     """Each of three holders has a follower, and hears all claims and votes, in any order."""
     names = ("h", "o", "x")

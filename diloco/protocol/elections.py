@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from diloco.protocol.actions import Action, Broadcast, Note, Release
+from diloco.protocol.actions import Action, Broadcast, Note, Release, Tell
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, Waiting
 from diloco.protocol.messages.control import Claim, Published, Vote
 from diloco.protocol.rendezvous import score
@@ -76,7 +76,7 @@ def gives_way(view: View, fragment: Fragment, peer: str, claim: Claim) -> bool:
     lease = fragment.lease
     if lease is None or lease.holder != view.me:
         return False
-    others = [one for one in view.able() if one not in (view.me, peer)]
+    others = [one.peer for one in view.members.all() if one.holds and one.peer != peer]  # also those that are done
     rivals = {(waiting.claim.term, one) for one, waiting in fragment.claims.items()} | {(claim.term, peer)}
     votes = [fragment.votes.get(one) for one in others]
     theirs, mine = votes.count((claim.term, peer)), sum(vote not in rivals for vote in votes)
@@ -99,9 +99,8 @@ class Elector(View):
             return
         fragment = self.fragments[vote.fragment]
         fragment.votes[peer] = (vote.term, vote.holder)
-        waiting = fragment.claims.get(peer)
-        if waiting is not None and vote.holder != peer and vote.term >= waiting.claim.term:
-            del fragment.claims[peer]  # it claims that no more
+        if vote.holder != peer:
+            fragment.claims.pop(peer, None)  # it claims that no more
 
     def _heard_claim(self, peer: str, claim: Claim, now: float) -> list[Action]:
         """Take in a claim, or keep it for the moment at which this peer believes it."""
@@ -117,7 +116,8 @@ class Elector(View):
         if new and terms >= CLAIMS_AGAINST_THE_LIVING:
             return self._penalise(peer, f"claims fragment {claim.fragment} again and again, and its syncer lives", now)
         named = {"fragment": claim.fragment, "peer": peer, "term": claim.term}
-        return [Note("claim_ignored", named)] if before is None else []
+        told = [Tell(peer, vote) for vote in self.vote(fragment)] if new else []  # of the first terms nobody told it
+        return [*told, Note("claim_ignored", named)] if before is None else [*told]
 
     def _reconsider(self, now: float) -> list[Action]:
         """Believe claims that waited until now."""

@@ -147,8 +147,14 @@ class View:
         """Whom this peer believes to hold which fragment, if it holds any itself."""
         if not self.holds or self.gone:
             return []
-        leases = [one.lease for one in self.fragments if one.lease is not None and one.lease.holder != self.me]
-        return [Vote(fragment=lease.fragment, term=lease.term, holder=lease.holder) for lease in leases]
+        return [vote for fragment in self.fragments for vote in self.vote(fragment)]
+
+    def vote(self, fragment: Fragment) -> list[Vote]:
+        """Whom this peer believes to hold that fragment; nothing when it holds it itself."""
+        lease = fragment.lease
+        if lease is None or lease.holder == self.me or not self.holds or self.gone:
+            return []
+        return [Vote(fragment=lease.fragment, term=lease.term, holder=lease.holder)]
 
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
@@ -327,7 +333,7 @@ class View:
         holder = self.members.get(lease.holder)
         if holder is None or holder.status.state == "leaving":
             return True  # A peer that is done keeps its fragments while it is connected: there is no next version.
-        term, other = fragment.votes.get(lease.holder, (lease.term, lease.holder))
+        _, other = fragment.votes.get(lease.holder, (lease.term, lease.holder))
         return other != lease.holder and other not in self.members  # it gave way to a peer that is gone
 
     def backs_up(self) -> set[int]:

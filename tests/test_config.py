@@ -79,12 +79,12 @@ HAND_WRITTEN = """{
 }"""
 CANONICAL = (
     '{"budget":{"outer_steps":16,"tokens":null},'
-    '"data":{"field":"text","holdout":0.02,"name":null,"sequence_length":128,"source":"stdlib","split":"train",'
-    '"subset":null,"tokenizer":"bytes"},'
+    '"data":{"field":"text","holdout":0.02,"name":null,"revision":null,"sequence_length":128,"source":"stdlib","split":"train",'
+    '"subset":null,"tokenizer":"bytes","tokenizer_revision":null},'
     '"inner":{"batch_size":8,"betas":[0.9,0.95],"clip":1.0,"final_lr_ratio":0.1,"lr":0.003,"muon_lr_ratio":1.0,'
     '"optimizer":"adamw","schedule":"cosine","warmup_steps":25,"weight_decay":0.1},'
     '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama","name":"tiny",'
-    '"path":null},'
+    '"path":null,"revision":null},'
     '"outer":{"clip_factor":3.0,"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,'
     '"eager":false,"error_feedback":0.0,"flatten":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
@@ -93,7 +93,7 @@ CANONICAL = (
     '"trim":0.25,"weights":"tokens"},'
     '"run":{"id":"golden","key":null,"seed":3},"wire_version":6}'
 )
-GOLDEN_HASH = "3f89c2f2bb6b318d2aaca54d4ee68649348bd0a81fc67ff1fab6c8d6aa603851"
+GOLDEN_HASH = "44f38fb055e9a04cb7ac28ea1b0c038bcedecad65a0179c7131922906ca619b7"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -639,8 +639,8 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
             "manifest has wire version true, this diloco speaks 6; install",
         ),
         (
-            edited(lambda it: it.update(wire_version=6.0)),
-            "manifest has wire version 6.0, this diloco speaks 6; install",
+            edited(lambda it: it.update(wire_version=5.0)),
+            "manifest has wire version 5.0, this diloco speaks 6; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),
         (

@@ -17,7 +17,7 @@ from diloco.protocol.actions import Action, Broadcast, Note
 from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
 from diloco.protocol.peer import Peer
 from diloco.rundir.checkpoint import Checkpoint
 from diloco.swarm.conversations.units import LeasedData
@@ -99,7 +99,7 @@ def follower(version: int = 0, **word: Any) -> Peer:
 
 def take_over(peer: Peer) -> Ledger:
     peer.lost("s", 1.0, "connection reset")
-    for now in (2.0, 6.0, 9.0):
+    for now in (2.0, 6.0, 9.0, 12.0):
         peer.heard("b", peer.members.get("b").status, now)  # type: ignore[union-attr]
         peer.tick(now)
     assert peer.accounts.dealer.ledger is not None
@@ -116,8 +116,8 @@ def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
     )  # fmt: skip
     assert peer.offer(sender, header).accepted
     syncer.folded(sender)
-    peer.arrived(sender, 0, 10.0)
-    return peer.published(0, digest_of(syncer.version + 1), {sender: 1}, 10.0)
+    peer.arrived(sender, 0, 13.0)
+    return peer.published(0, digest_of(syncer.version + 1), {sender: 1}, 13.0)
 
 
 def twice_noted(actions: list[Action]) -> list[object]:
@@ -145,6 +145,7 @@ def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> 
     assert peer.hello().claims[0].open == [[2, 8]]
     peer.heard("s2", Status(state="ready", versions=[1]), 10.0)
     claim = Claim(fragment=0, term=9, version=1, digest=peer.digests[0], cursor=9, open=[[2, 9]])
+    peer.heard("b", Vote(fragment=0, term=9, holder="s2"), 10.0)
     peer.connected("s2", hello_of("s2", 1).model_copy(update={"claims": [claim]}), 10.0)  # after a split
     assert peer.accounts.lease_units("b", 4, []) is None and peer.accounts.dealer.cursor_at(1) == (9, [(2, 9)])
 
@@ -221,7 +222,7 @@ def test_units_of_one_that_was_given_up_and_comes_back_are_its_again_or_counted(
 def test_one_message_does_not_use_up_the_list() -> None:
     peer = follower()
     take_over(peer)
-    peer.heard("b", Status(state="training", versions=[0], units=[[2**60, 2**61]]), 9.5)
+    peer.heard("b", Status(state="training", versions=[0], units=[[2**48, 2**49]]), 9.5)
     assert peer.accounts.lease_units("b", 4, []) == [(0, 4)]
     assert peer.accounts.dealer.ledger is not None and peer.accounts.dealer.ledger.cursor == 4
 

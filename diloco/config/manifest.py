@@ -75,9 +75,12 @@ class Manifest(RunOwned):
                 "install the same version on all peers"
             )
         try:
-            return cls.model_validate(content)
+            manifest = cls.model_validate(content)
         except ValidationError as error:
             raise ConfigError(f"manifest: {explain(error, cls)}") from None
+        if "${" in manifest.to_json():  # a configuration file that it is written to must not resolve it
+            raise ConfigError("manifest holds ${, which stands for a setting of this machine; no run needs that")
+        return manifest
 
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, 64 hexadecimal digits."""

@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 from diloco.protocol.messages import Message
 from diloco.protocol.syncer import Close
 
-__all__ = ["Action", "Broadcast", "CatchUp", "Disconnect", "Hold", "Merge", "Note", "Release", "Tell", "Wake"]
+__all__ = [
+    "Action",
+    "Broadcast",
+    "CatchUp",
+    "Condemn",
+    "Disconnect",
+    "Hold",
+    "Merge",
+    "Note",
+    "Release",
+    "Tell",
+    "Wake",
+]
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,14 @@ class Disconnect:
     """End the streams to and from a peer. It is no member (any more); if it is alive, it has to say hello again."""
 
     peer: str
+
+
+@dataclass(frozen=True)
+class Condemn:
+    """There is a proof against a peer: let it in no more, also after a restart, and report it by `Peer.lost`."""
+
+    peer: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -81,4 +101,4 @@ class Note:
     fields: dict[str, object] = field(default_factory=dict)
 
 
-Action = Broadcast | CatchUp | Disconnect | Hold | Merge | Note | Release | Tell | Wake
+Action = Broadcast | CatchUp | Condemn | Disconnect | Hold | Merge | Note | Release | Tell | Wake

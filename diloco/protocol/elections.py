@@ -26,14 +26,13 @@ from dataclasses import asdict
 
 from diloco.protocol.actions import Action, Broadcast, Note, Release, Tell
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, Waiting
+from diloco.protocol.limits import CLAIMS_AGAINST_THE_LIVING
 from diloco.protocol.messages.control import Claim, Published, Vote
 from diloco.protocol.rendezvous import score
 from diloco.protocol.succession import patience_s, turn
 from diloco.protocol.view import View
 
 __all__ = ["SAME_TIME_S", "Elector", "believes", "decided", "gives_way"]
-
-CLAIMS_AGAINST_THE_LIVING = 8  # terms that one peer may claim of a fragment whose syncer lives
 
 SAME_TIME_S = 10.0  # Claims that are made at the same time arrive within this time.
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.messages.heads import Record
+from diloco.protocol.numbers import LEAP, leaps_too_far
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
@@ -28,7 +29,6 @@ __all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable"
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
 AUTHORS = 64  # terms whose holders are remembered
-LEAP = 2**20  # No honest claim is this far above the known term, so one message cannot exhaust the terms.
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,8 @@ class LeaseTable:
         current = fragment.lease
         if claim.term - fragment.term > LEAP or (claim.term < fragment.term and not elected):
             return False
+        if leaps_too_far(fragment.version, claim.version):
+            return False
         elected = elected and current is not None and current.holder != peer
         if not elected and current is not None and claim.term == current.term:
             known = (score(current.holder, claim.fragment), current.holder, current.version)
@@ -192,6 +194,8 @@ class LeaseTable:
         """Note what the holder published; False when the term is not the lease's, or the version not newer."""
         lease = self.get(message.fragment)
         if lease is None or message.term != lease.term or message.version <= lease.version:
+            return False
+        if leaps_too_far(self._fragments[message.fragment].version, message.version):
             return False
         self._fragments[message.fragment].lease = replace(
             lease, version=message.version, digest=message.digest, applied_tokens=message.applied_tokens

@@ -15,7 +15,8 @@ from typing import Protocol
 import msgpack
 
 from diloco.protocol.messages.heads import Head, Line, Proof, Record
-from diloco.protocol.shares import OTHERS, Share, credited
+from diloco.protocol.numbers import MAX_TOKENS, at_most
+from diloco.protocol.shares import OTHERS, Share, clock_of, credited
 
 __all__ = [
     "Nobody", "Signer", "does_not_follow", "equivocates", "lines_digest", "shares_digest", "sign_head", "sign_line",
@@ -131,8 +132,9 @@ def does_not_follow(record: Record, version: int, digest: str, shares: Mapping[s
         return f"a record to version {head.version} of fragment {head.fragment} does not follow version {version}"
     for line in record.lines:
         known = shares[line.peer].tokens if line.peer in shares else 0
-        if line.total != known + line.tokens and OTHERS not in shares:
-            return f"{line.peer} signed {line.total} tokens, and has {known + line.tokens} with version {head.version}"
+        total = at_most(known + line.tokens, MAX_TOKENS)
+        if line.total != total and OTHERS not in shares:
+            return f"{line.peer} signed {line.total} tokens, and has {total} with version {head.version}"
     return wrong_shares(record, credited(shares, head.version, record.contributors, {}), clock)
 
 
@@ -140,7 +142,7 @@ def wrong_shares(record: Record, shares: Mapping[str, Share], clock: bool) -> st
     """Why these shares, or the swarm clock, are not those of the version."""
     if shares_digest(shares) != record.head.shares:
         return f"version {record.version} of fragment {record.fragment} is made of other contributions than it names"
-    applied = sum(share.tokens for share in shares.values()) if clock else 0
+    applied = clock_of(shares) if clock else 0
     if record.head.applied_tokens != applied:
         return f"the swarm clock of version {record.version} is {record.head.applied_tokens}, not {applied}"
     return None

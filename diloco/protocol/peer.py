@@ -19,9 +19,9 @@ act at once (`pace` says why).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
+from diloco.protocol.belief import donors
 from diloco.protocol.elections import Elector
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
 from diloco.protocol.ledger import Units, difference
@@ -30,6 +30,17 @@ from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
 from diloco.protocol.messages.heads import Head, Line, Proof, Record
+from diloco.protocol.numbers import (
+    MAX_BYTES,
+    MAX_COUNT,
+    MAX_LOSS,
+    MAX_RATE,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    MIN_RATE,
+    at_most,
+    within_bounds,
+)
 from diloco.protocol.proofs import convict, disagreements, hear_head
 from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
@@ -82,9 +93,9 @@ class Peer(Elector):
                     if told := disagreements(self, peer, message):
                         return told + self.tick(now)
             case Head():
-                return self._out(hear_head(self, message), now)
+                return hear_head(self, message) + self.tick(now)
             case Proof():
-                return self._out(convict(self, message), now)
+                return convict(self, message) + self.tick(now)
             case Claim():
                 return self._heard_claim(peer, message, now) + self.tick(now)
             case Vote():
@@ -112,15 +123,10 @@ class Peer(Elector):
             self.doubted.pop((fragment.index, peer), None)
             fragment.claims.pop(peer, None)
             fragment.votes.pop(peer, None)
+            fragment.told.pop(peer, None)
         self.accounts.dealer.give_back(peer)
         kind = "leave" if member.status.gone else "lost"
         return [Note(kind, {"peer": peer, "name": member.name, "why": why, "live": len(self.members) + 1})]
-
-    def _out(self, actions: list[Action], now: float) -> list[Action]:
-        """Whoever is disconnected is no member any more."""
-        for peer in [one.peer for one in actions if isinstance(one, Disconnect) and one.peer in self.members]:
-            actions += self._forget(peer, "proved")
-        return actions + self.tick(now)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -146,7 +152,8 @@ class Peer(Elector):
         """The owner calls this at the heartbeats of a small swarm; `traffic` is all bytes that it sent and received."""
         actions: list[Action] = []
         if self._pace.beats(now, len(self.members)):
-            self._figures |= {"bytes_sent": traffic[0], "bytes_received": traffic[1]}
+            sent, received = (at_most(nbytes, MAX_BYTES) for nbytes in traffic)
+            self._figures |= {"bytes_sent": sent, "bytes_received": received}
             actions.append(Broadcast(self.status(figures=True)))
         return actions + self.tick(now)
 
@@ -168,13 +175,18 @@ class Peer(Elector):
         return [*self._tell(now, at_once=not ordinary), *self.tick(now)]
 
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
-        """Figures for the next status."""
-        self._progress = (inner_step, target_steps, steps_per_s, tokens)
+        """Figures for the next status, cut to the bounds of their types."""
+        pace = within_bounds(steps_per_s, MAX_RATE, MIN_RATE)
+        self._progress = (at_most(inner_step), at_most(target_steps), pace, at_most(tokens, MAX_TOKENS))
 
     def measured(self, loss: float, rounds: int, seconds: Sequence[float], discarded: int = 0) -> None:
-        """Figures for watchers, with the next heartbeat; a loss that is negative or not finite is none."""
-        loss = loss if isfinite(loss) and loss > 0 else 0.0
-        self._figures |= {"loss": loss, "rounds": rounds, "seconds": list(seconds), "discarded": discarded}
+        """Figures for watchers, with the next heartbeat, cut to the bounds of their types."""
+        self._figures |= {
+            "loss": within_bounds(loss, MAX_LOSS),
+            "rounds": at_most(rounds),
+            "seconds": [within_bounds(spent, MAX_SECONDS) for spent in seconds],
+            "discarded": at_most(discarded, MAX_TOKENS),
+        }
 
     def has_units(self, units: Units, now: float) -> list[Action]:
         """All units that this peer has now. New ones are told at once: only its status tells the next syncer of the
@@ -220,12 +232,6 @@ class Peer(Elector):
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by the version that the syncer says it has
         return [*actions, *self.tick(now)]
-
-    def doubt(self, fragment: int, donor: str) -> None:
-        """What a donor has is not believed: its word about this version does not keep this peer from its own."""
-        member = self.members.get(donor)
-        if member is not None:
-            self.doubted[fragment, donor] = member.status.versions[fragment]
 
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
@@ -342,10 +348,12 @@ class Peer(Elector):
             fragment.busy = Busy.CATCHING_UP
             self.leases.vacate(index)  # its outer state is asked for once; if that fails, we go on without
             return [CatchUp(index, (lease.holder,), outer=True)]
-        if donors := self.donors(index, fragment.version + 1):
+        if ahead := donors(self, index, fragment.version + 1):
             fragment.busy = Busy.CATCHING_UP
-            return [CatchUp(index, tuple(donors), outer=False)]
+            return [CatchUp(index, tuple(ahead), outer=False)]
         term = max(fragment.term, fragment.floor) + 1
+        if term > MAX_COUNT:
+            return []
         if term > 1:
             self.takeovers += 1
         if index == CONTROL_FRAGMENT:

@@ -4,14 +4,15 @@
    its own, once for each peer and version, and gets the other's.
 2. Two heads of one author, fragment, term and version that differ are a *proof*: an honest author signs one. A peer
    that can show it tells everybody, and so does each peer that hears of it.
-3. Each checks the two signatures alone. The author is out: no stream of its is accepted, and its fragments are vacant.
+3. Each checks the two signatures alone. The author is out for good: no stream of its is accepted, also after a restart,
+   and its fragments are vacant.
 
 Two heads of different authors or terms prove nothing: a swarm was split, and went on as two histories.
 """
 
 from __future__ import annotations
 
-from diloco.protocol.actions import Action, Broadcast, Disconnect, Note, Tell
+from diloco.protocol.actions import Action, Broadcast, Condemn, Note, Tell
 from diloco.protocol.heads import equivocates, signed_head
 from diloco.protocol.messages.control import Status, mark
 from diloco.protocol.messages.heads import Head, Proof
@@ -35,6 +36,8 @@ def disagreements(view: View, peer: str, status: Status) -> list[Action]:
 
 def hear_head(view: View, head: Head) -> list[Action]:
     """A peer has this head of a version of which another anchor is here."""
+    if head.fragment >= len(view.fragments):
+        return []
     here = view.fragments[head.fragment]
     mine = None if here.record is None else here.record.head
     if mine is None or (head.author, head.term, head.version) != (mine.author, mine.term, mine.version):
@@ -45,11 +48,20 @@ def hear_head(view: View, head: Head) -> list[Action]:
 
 
 def convict(view: View, proof: Proof) -> list[Action]:
-    """An author that signed two heads of one version is out; nothing happens when that is not proved, or is known."""
+    """An author that signed two heads of one version is out; nothing happens when that is not proved, or is known.
+
+    Whoever was never in this swarm is let be: identities cost nothing, and a member may prove lies of its own ones.
+    """
     author = proof.one.author
-    if author in view.liars or not equivocates(view.signer, view.manifest_hash, proof):
+    if author in view.liars or not _known(view, author) or not equivocates(view.signer, view.manifest_hash, proof):
         return []
     view.liars[author] = proof
     named = {"peer": author, "fragment": proof.one.fragment, "version": proof.one.version, "term": proof.one.term}
-    why = "signed two anchors of one version"
-    return [Note("proved", {**named, "why": why}), Broadcast(proof), Disconnect(author)]
+    why = f"signed two anchors of version {proof.one.version} of fragment {proof.one.fragment}"
+    return [Note("proved", {**named, "why": why}), Broadcast(proof), Condemn(author, why)]
+
+
+def _known(view: View, peer: str) -> bool:
+    if peer in view.members:
+        return True
+    return any(peer in one.shares or peer in one.authors.values() for one in view.fragments)

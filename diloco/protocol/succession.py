@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diloco.protocol.actions import CatchUp
+from diloco.protocol.belief import donors
 from diloco.protocol.fragment import Busy, Fragment
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.rendezvous import assign, order
@@ -36,11 +37,13 @@ def to_claim(view: View, now: float) -> list[Fragment]:
 def _my_turn(view: View, fragment: Fragment, holder: str, able: list[str], now: float) -> bool:
     waited_s = now - (now if fragment.vacant_since is None else fragment.vacant_since)
     patience = patience_s(view)
-    if waited_s <= patience and _newest_is_missing(view, fragment):
-        return False
+    if _newest_is_missing(view, fragment):
+        waited_s -= patience  # everybody's turn comes later, the right holder's too
+        if waited_s <= 0.0:
+            return False
     if holder == view.me:
         return True
-    return waited_s > patience and waited_s > patience * (1 + order(able, fragment.index).index(view.me))
+    return waited_s > patience * (1 + order(able, fragment.index).index(view.me))
 
 
 def patience_s(view: View) -> float:
@@ -78,12 +81,12 @@ def catch_ups(view: View) -> list[CatchUp]:
         if lease is None or fragment.busy is not Busy.NO or view.vacant(fragment):
             continue
         if lease.holder == view.me:
-            donors = tuple(view.donors(fragment.index, fragment.version + 1))
+            able = tuple(donors(view, fragment.index, fragment.version + 1))
         elif lease.version < fragment.version or fragment.agrees() or (at_work and fragment.index not in view.followed):
             continue
         else:
-            donors = (lease.holder,)
-        if donors:
+            able = (lease.holder,)
+        if able:
             fragment.busy = Busy.CATCHING_UP
-            found.append(CatchUp(fragment.index, donors, outer=False))
+            found.append(CatchUp(fragment.index, able, outer=False))
     return found

@@ -23,6 +23,7 @@ from diloco.protocol.ledger import Units, union
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.heads import MAX_LINES, Line
+from diloco.protocol.numbers import MAX_TOKENS, at_most
 
 __all__ = ["SYNC", "Close", "Syncer"]
 
@@ -134,7 +135,8 @@ class Syncer:
         known = self._offers.get(peer)
         whole = known is not None and known.whole
         merged = self._merged.get(peer, -1) >= header.base_version
-        elsewhere = before is not None and header.total not in (0, before + header.tokens)
+        counted = at_most((before or 0) + header.tokens, MAX_TOKENS)
+        elsewhere = before is not None and header.total not in (0, counted)
         elsewhere = elsewhere and header.base_version <= self.version  # else the tokens in between are not here yet
         late = self._too_late(header.base_version) or elsewhere
         reason = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from statistics import median_low
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
@@ -11,17 +12,20 @@ from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, Le
 from diloco.protocol.heads import Nobody, Signer
 from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
-from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
+from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, Vote, mark
-from diloco.protocol.messages.heads import Proof, Record
+from diloco.protocol.messages.heads import Proof
+from diloco.protocol.numbers import MAX_COUNT, within_bounds
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties, implausible
-from diloco.protocol.rendezvous import assign
+from diloco.protocol.rendezvous import assign, score
 from diloco.protocol.states import STATES, State
 from diloco.protocol.syncer import SYNC, Syncer
 
 __all__ = ["View"]
+
+FASTEST = 4.0  # times the median pace: DyLU plans with no faster peer
 
 
 class View:
@@ -87,7 +91,7 @@ class View:
         self.heals = 0
         self.takeovers = 0
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
-        self.liars: dict[str, Proof] = {}  # identities that are out for good, and why
+        self.liars: dict[str, Proof] = {}  # identities that are out for good; the gate remembers them
         self.doubted: dict[tuple[int, str], int] = {}  # by fragment and peer: versions up to this are not believed
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
@@ -135,13 +139,20 @@ class View:
 
     def hello(self) -> Hello:
         """First message to a newly connected peer."""
-        peers = [member.peer for member in self.members.all()]
+        peers = self._named()
         return Hello(
             wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
             name=self.name, trains=self.trains, holds=self.holds, device=self.device,
             peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)], votes=self.votes(),
         )  # fmt: skip
+
+    def _named(self) -> list[str]:
+        """The peers that a hello names. In a large swarm each peer names others, so a newcomer hears of nearly all."""
+        peers = [member.peer for member in self.members.all()]
+        if len(peers) <= MAX_NAMED:
+            return peers
+        return sorted(peers, key=lambda peer: score(f"{self.me} {peer}", 0))[:MAX_NAMED]
 
     def votes(self) -> list[Vote]:
         """Whom this peer believes to hold which fragment, if it holds any itself."""
@@ -168,7 +179,8 @@ class View:
         return Published(
             fragment=fragment.index, term=syncer.term, version=fragment.version, digest=fragment.digest,
             contributors=sorted(contributors), applied_tokens=self.applied_tokens,
-            staleness=round(syncer.last_staleness, 3), **self.accounts.data_cursor(fragment.index),
+            staleness=round(within_bounds(syncer.last_staleness, MAX_COUNT), 3),
+            **self.accounts.data_cursor(fragment.index),
         )  # fmt: skip
 
     # -- what others say ----------------------------------------------------------------------------------------------
@@ -184,12 +196,6 @@ class View:
         if len(hello.status.versions) != len(self.fragments):
             return f"{len(hello.status.versions)} fragments there, {len(self.fragments)} here"
         return None
-
-    def shunned(self, peer: str, now: float) -> str | None:
-        """Why nothing of this peer is taken now: it is penalised, or a proof is known. None for all others."""
-        if peer in self.liars:
-            return "it is proved that this identity has signed two anchors of one version"
-        return self.penalties.refusal(peer, now)
 
     def impossible(self, message: Message) -> str | None:
         """Why no honest peer of this run says that on a control stream, in one line; None when one may.
@@ -210,46 +216,6 @@ class View:
         if fragment is not None and fragment.came_at is not None and member is not None:
             since_base_s = now - fragment.came_at if fragment.version == header.base_version else None
         return implausible(header, self.tokens_per_step, self.outer.sync_every, pace, since_base_s)
-
-    def unbelieved(self, record: Record, donor: str) -> str | None:
-        """Why this peer does not believe that a version is the swarm's, though its certificate is right; None when it
-        does.
-
-        It believes what the living syncer has, or has announced; what was authored under a term by whom it believed to
-        hold that; and, where it knows nothing of that, what most peers say they have.
-        """
-        head, here, lease = record.head, self.fragments[record.fragment], self.live_lease(record.fragment)
-        if lease is not None and lease.holder != self.me:
-            if donor == lease.holder or (head.version, head.digest) == (lease.version, lease.digest):
-                return None
-        newest = 0 if here.record is None else here.record.head.term
-        if here.authors.get(head.term) == head.author and head.term >= newest:
-            return None
-        if self.named_by_most(record.fragment, head.version, head.digest):
-            return None
-        return (
-            f"version {head.version} of fragment {record.fragment} is by {head.author} under term {head.term}, "
-            "which it did not hold, and few have it"
-        )
-
-    def donors(self, fragment: int, version: int) -> list[str]:
-        """Members that say they have that version or a later one, latest first; without those that had none that this
-        peer believes.
-        """
-        able = self.members.donors(fragment, version)
-        return [one for one in able if not self._doubted(fragment, one)]
-
-    def _doubted(self, fragment: int, peer: str) -> bool:
-        member = self.members.get(peer)
-        return member is None or member.status.versions[fragment] <= self.doubted.get((fragment, peer), -1)
-
-    def named_by_most(self, fragment: int, version: int, digest: str) -> bool:
-        """Whether most of the peers that are not past a version say that they have it, and that it is this one."""
-        members = [m for m in self.members.all() if not m.status.gone and m.status.versions[fragment] <= version]
-        named = [
-            m for m in members if m.status.versions[fragment] == version and m.status.mark(fragment) == mark(digest)
-        ]
-        return 2 * len(named) > len(members)
 
     # -- when to train ------------------------------------------------------------------------------------------------
 
@@ -298,8 +264,9 @@ class View:
         """
         if self.outer.quorum is not None:
             return 0
+        most = self.outer.sync_every  # whatever pace a peer claims
         ahead = [
-            m.status.inner_step + (0 if now is None else round((now - m.heard_at) * m.status.steps_per_s))
+            m.status.inner_step + (0 if now is None else round(min((now - m.heard_at) * m.status.steps_per_s, most)))
             for m in self.members.all()
             if m.trains and m.status.in_round and (not self.lockstep or m.status.versions == self.versions)
         ]
@@ -315,8 +282,14 @@ class View:
         return len(self.fragments[CONTROL_FRAGMENT].contributors())
 
     def fastest_steps_per_s(self, mine: float) -> float:
-        """The pace of the fastest peer that trains."""
-        return max([mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)])
+        """The pace of the fastest peer that trains, this one included.
+
+        Nobody counts as more than `FASTEST` times as fast as the median: a peer that claims any pace must not make the
+        others take hardly any steps.
+        """
+        paces = [mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)]
+        measured = [pace for pace in paces if pace > 0]
+        return min(max(measured), FASTEST * median_low(measured)) if measured else 0.0
 
     # -- who holds what -----------------------------------------------------------------------------------------------
 
@@ -346,6 +319,15 @@ class View:
         if self._heirs[0] != depends_on:
             self._heirs = (depends_on, self._find_heirs())
         return self._heirs[1]
+
+    def may_inherit(self, peer: str, fragment: int) -> bool:
+        """Whether a peer gets the outer state of a fragment: its heir, or while this peer leaves, whoever may claim it.
+
+        Peers that know different members may name different heirs for a moment. The one that is refused asks again.
+        """
+        if self.state == "leaving":
+            return peer in self.able()
+        return self.heirs().get(fragment) == peer
 
     def able(self) -> list[str]:
         """Peers that can hold fragments; this one comes last."""

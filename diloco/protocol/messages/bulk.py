@@ -14,17 +14,27 @@ from pydantic import AfterValidator, FailFast, Field, model_validator
 from diloco.protocol.messages.base import (
     MEMBERS,
     WORKERS,
-    Count,
     Digest,
     FewUnits,
     Index,
     Message,
     Name,
     Place,
-    Rate,
+    Said,
     Units,
+    at_most_keys,
 )
 from diloco.protocol.messages.heads import Delay, Line, Record, check_window
+from diloco.protocol.numbers import (
+    MAX_COUNT,
+    Count,
+    Seconds,
+    SomeSteps,
+    SomeTokens,
+    Term,
+    Tokens,
+    Version,
+)
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
 __all__ = [
@@ -45,7 +55,7 @@ def _sound(share: Share) -> Share:
     return share
 
 
-Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], Field(max_length=MAX_SHARES)]
+Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], at_most_keys(MAX_SHARES)]
 
 
 class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORKERS):
@@ -59,13 +69,13 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
 
     manifest_hash: Digest
     fragment: Index
-    term: Annotated[int, Field(ge=1, lt=2**62)]
-    base_version: Count
+    term: Term
+    base_version: Version
     base_digest: Digest
-    steps: Annotated[int, Field(ge=1, lt=2**40)]
-    tokens: Annotated[int, Field(ge=1, lt=2**48)]
-    total: Count = 0
-    age_s: Rate = 0.0
+    steps: SomeSteps
+    tokens: SomeTokens
+    total: Tokens = 0
+    age_s: Seconds = 0.0
     units: Units = Field(default_factory=list)
 
 
@@ -84,8 +94,8 @@ class Verdict(Message, kind="verdict"):
     late: bool = False
     record_follows: bool = False
     merged: bool = False
-    reason: Annotated[str, Field(max_length=512)] = ""
-    version: Count = 0
+    reason: Annotated[Said, Field(max_length=512)] = ""
+    version: Version = 0
     term: Count = 0
 
 
@@ -111,7 +121,7 @@ class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEM
 
     manifest_hash: Digest
     fragment: Index
-    have_version: Annotated[int, Field(ge=-1, lt=2**62)] = -1
+    have_version: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = -1
     outer: bool = False
     in_parts: bool = False
 
@@ -157,7 +167,7 @@ class PartRequest(Message, kind="part_request", place=Place.REQUEST, roles=MEMBE
     manifest_hash: Digest
     fragment: Index
     digest: Digest
-    part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
+    part: Annotated[int, Field(ge=0, le=MAX_PARTS - 1)]
 
 
 class StateHeader(Anchor, kind="state"):
@@ -207,4 +217,4 @@ class InnerHeader(Message, kind="inner"):
 
     names: Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=MAX_MOMENTS), FailFast()]
     numels: Annotated[list[Count], Field(max_length=MAX_MOMENTS), FailFast()]
-    steps: Annotated[list[Annotated[int, Field(ge=1, lt=2**40)]], Field(max_length=MAX_MOMENTS), FailFast()]
+    steps: Annotated[list[SomeSteps], Field(max_length=MAX_MOMENTS), FailFast()]

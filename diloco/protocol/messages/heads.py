@@ -13,7 +13,18 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
-from diloco.protocol.messages.base import Count, Digest, Index, Message, Name, Place, Rate, Units
+from diloco.protocol.messages.base import Digest, Index, Message, Name, Place, Units
+from diloco.protocol.numbers import (
+    MAX_COUNT,
+    Count,
+    Norm,
+    Sequence,
+    SomeSteps,
+    SomeTokens,
+    Term,
+    Tokens,
+    Version,
+)
 
 __all__ = ["MAX_LINES", "MAX_RECORDS", "Delay", "Head", "Line", "Proof", "Record", "Signature", "check_window"]
 
@@ -23,7 +34,6 @@ MAX_LINES = 256  # contributions to one version; their lines fit into a frame
 Raw = Annotated[bytes, Field(min_length=32, max_length=32)]
 Signature = Annotated[bytes, Field(max_length=1024)]
 Delay = Annotated[int, Field(ge=1, le=100_000)]
-Term = Annotated[int, Field(ge=1, lt=2**62)]
 
 
 def check_window(pushes: int, delay: int) -> None:
@@ -46,12 +56,12 @@ class Line(NamedTuple):
     """
 
     peer: Name
-    base_version: Count
+    base_version: Version
     base: Raw
-    steps: Annotated[int, Field(ge=1, lt=2**40)]
-    tokens: Annotated[int, Field(ge=1, lt=2**48)]
-    total: Count
-    norm: Rate
+    steps: SomeSteps
+    tokens: SomeTokens
+    total: Tokens
+    norm: Norm
     root: Raw
     signature: Signature = b""
 
@@ -70,7 +80,7 @@ class Head(Message, kind="head", place=Place.CONTROL):
 
     fragment: Index
     term: Term
-    version: Annotated[int, Field(ge=1, lt=2**62)]
+    version: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     author: Name
     digest_before: Digest
     digest: Digest
@@ -79,8 +89,8 @@ class Head(Message, kind="head", place=Place.CONTROL):
     state: Raw
     pushes: Count = 0
     delay: Delay = 1
-    applied_tokens: Count = 0
-    cursor: Count = 0
+    applied_tokens: Tokens = 0
+    cursor: Sequence = 0
     open: Units = Field(default_factory=list)
     signature: Signature = b""
 

@@ -1,7 +1,7 @@
 """What comes from a donor with a certificate, checked as it arrives: nothing is adopted on hearsay.
 
     is it signed, and does it add up?     else the donor is an offender: no honest peer passes such a thing on
-    did its author hold that term?        else it is not believed: `View.unbelieved` says what counts
+    did its author hold that term?        else it is not believed: `protocol.belief` says what counts
 
 Whether it follows what is here is asked again when it is adopted, because the anchor may move meanwhile.
 """
@@ -9,6 +9,7 @@ Whether it follows what is here is asked again when it is adopted, because the a
 from __future__ import annotations
 
 from diloco.errors import PayloadError
+from diloco.protocol.belief import unbelieved
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.heads import does_not_follow, wrong_record, wrong_shares
 from diloco.protocol.messages.bulk import PartList, StateHeader
@@ -28,7 +29,7 @@ def check_record(protocol: Peer, record: Record, donor: str) -> None:
     why = wrong_record(protocol.signer, protocol.manifest_hash, record)
     if why is not None:
         raise Offence(why)
-    if (why := protocol.unbelieved(record, donor)) is not None:
+    if (why := unbelieved(protocol, record, donor)) is not None:
         raise Unbelieved(why)
 
 

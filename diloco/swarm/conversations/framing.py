@@ -98,20 +98,21 @@ async def receive_records(
     Raises `PayloadError` when one is of another fragment, or does not follow the one before it, and what `check` raises
     of a header.
     """
-    check(header)
-    records = [await _receive_record(stream, replica, fragment, header)]
+    records = [await _receive_record(stream, replica, fragment, header, check)]
     while header.more:
         last, header = header, expect(await stream.receive(), Record)
         if (header.version, header.more, header.digest_before) != (last.version + 1, last.more - 1, last.digest):
             raise PayloadError(f"a record to version {header.version} does not follow one to version {last.version}")
-        check(header)
-        records.append(await _receive_record(stream, replica, fragment, header))
+        records.append(await _receive_record(stream, replica, fragment, header, check))
     return records
 
 
-async def _receive_record(stream: Stream, replica: Replica, fragment: int, header: Record) -> UpdateRecord:
+async def _receive_record(
+    stream: Stream, replica: Replica, fragment: int, header: Record, check: Callable[[Record], None]
+) -> UpdateRecord:
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got a record of fragment {header.fragment}")
+    check(header)
     update = short_lived(replica.update_nbytes(fragment))
     for payload in _payloads(update, replica, fragment):
         await stream.receive_payload(payload)

@@ -9,7 +9,19 @@ import asyncio
 from collections.abc import Sequence
 
 from diloco.errors import SwarmError
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Tell, Wake
+from diloco.protocol.actions import (
+    Action,
+    Broadcast,
+    CatchUp,
+    Condemn,
+    Disconnect,
+    Hold,
+    Merge,
+    Note,
+    Release,
+    Tell,
+    Wake,
+)
 from diloco.protocol.messages import encode
 from diloco.protocol.messages.control import Revocations
 from diloco.swarm.conversations.answer import BulkServer
@@ -50,6 +62,9 @@ class Actions:
                 self._mesh.tell(action.peer, action.message)
             case Disconnect():
                 self._mesh.disconnect(action.peer)
+            case Condemn():
+                context.gate.condemn(action.peer, action.why)
+                self.expel()
             case Note():
                 context.note(action.kind, **action.fields)
             case Hold():

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
+from diloco.protocol.belief import doubt
 from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.limits import LONGEST_DOUBT_S
 from diloco.protocol.messages.heads import Record
+from diloco.protocol.numbers import leaps_too_far
 from diloco.protocol.penalties import Offence
 from diloco.protocol.shares import Share
 from diloco.swarm.conversations.anchor import AnchorFetcher
@@ -28,8 +31,6 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BROKEN
 
 __all__ = ["Anchors"]
-
-LONGEST_WAIT_S = 60.0  # before a donor is asked again whose version was not believed
 
 
 class Anchors:
@@ -155,10 +156,10 @@ class Anchors:
                     if isinstance(error, Offence):
                         self._context.do(self._protocol.offence(donor, str(error), self._context.now()))
                     if isinstance(error, Unbelieved):
-                        wait_s = min(LONGEST_WAIT_S, 2 * self._refused.get((fragment, donor), (0.0, 0.5))[1])
+                        wait_s = min(LONGEST_DOUBT_S, 2 * self._refused.get((fragment, donor), (0.0, 0.5))[1])
                         self._refused[fragment, donor] = (self._context.now() + wait_s, wait_s)
                         dishonest.add(donor)
-                        self._protocol.doubt(fragment, donor)
+                        doubt(self._protocol, fragment, donor)
                     why = str(error) or type(error).__name__
                     self._context.note("fetch_failed", fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):
@@ -218,6 +219,8 @@ class Anchors:
             self._check_free(fragment)
             if version < here.version + (here.syncer is not None):
                 raise PayloadError(f"version {version} is not newer than what is here")
+            if leaps_too_far(here.version, version):
+                raise PayloadError(f"no run gets from version {here.version} to version {version}")
             await self._context.tasks.complete(self._replace(state))
 
     async def _replace(self, state: FragmentState) -> None:

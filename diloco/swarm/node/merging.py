@@ -12,6 +12,7 @@ from diloco.outer.robust import Judgement
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.heads import lines_digest, shares_digest, sign_head
 from diloco.protocol.messages.heads import Head, Record
+from diloco.protocol.shares import clock_of
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
@@ -93,7 +94,7 @@ class Merging:
             fragment=fragment.index, term=syncer.term, version=version, author=protocol.me,
             digest_before=fragment.digest, digest=digest, lines=lines_digest(lines), shares=shares_digest(shares),
             state=root, pushes=step.pushes, delay=step.delay,
-            applied_tokens=sum(share.tokens for share in shares.values()) if control else 0,
+            applied_tokens=clock_of(shares) if control else 0,
             **cursor,
         )  # fmt: skip
         return Record(head=sign_head(protocol.signer, protocol.manifest_hash, head), lines=lines)

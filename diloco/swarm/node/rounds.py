@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import DivergedError, PayloadError
+from diloco.protocol.belief import donors
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
 from diloco.protocol.messages.bulk import Contribution
@@ -101,8 +102,8 @@ class Rounds:
         """
         for fragment in fragments:
             if self._protocol.behind(fragment):
-                donors = self._protocol.donors(fragment, self._protocol.fragments[fragment].version + 1)
-                await self._anchors.catch_up(fragment, donors)
+                able = donors(self._protocol, fragment, self._protocol.fragments[fragment].version + 1)
+                await self._anchors.catch_up(fragment, able)
 
     # -- flights ------------------------------------------------------------------------------------------------------
 
@@ -213,8 +214,8 @@ class Rounds:
                 case Step.WAIT:
                     await self._context.tasks.pause(RETRY_S)
                 case Step.CATCH_UP:
-                    donors = protocol.donors(fragment, exchange.base_version + 1)
-                    await self._anchors.catch_up(fragment, donors)
+                    able = donors(protocol, fragment, exchange.base_version + 1)
+                    await self._anchors.catch_up(fragment, able)
                     if protocol.fragments[fragment].version == version:
                         await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other
                 case Step.CONTRIBUTE:

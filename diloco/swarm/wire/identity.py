@@ -6,18 +6,45 @@ So anybody can check a signature alone, and nobody has to vouch for a key.
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgpack
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from hivemind.p2p.p2p_daemon import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hivemind.proto import crypto_pb2
 
-__all__ = ["Identity", "verified", "verify"]
+from diloco.admission.keys import check_private
+from diloco.errors import ConfigError
+
+__all__ = ["MAX_KEY_BYTES", "Identity", "read_key", "verified", "verify"]
 
 MAX_KEY_BYTES = 1024
+
+
+def read_key(path: Path) -> bytes:
+    """The private key in this file, which is made when it is missing. `ConfigError` when it cannot be used."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _make_identity(path)
+        with path.open("rb") as file:
+            check_private(file, path, "swarm.identity_path")
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
+
+
+def _make_identity(path: Path) -> None:
+    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment before its `chmod`."""
+    with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
+        P2P.generate_identity(str(Path(private, "key")))
+        os.replace(Path(private, "key"), path)
 
 
 class Identity:

@@ -24,12 +24,12 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.config import SwarmConfig
-from diloco.config.address import Address, problem, scope
+from diloco.config.address import Address, problem, same_subnet, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
 from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
-from diloco.swarm.wire.identity import Identity, verify
+from diloco.swarm.wire.identity import Identity, read_key, verify
 from diloco.swarm.wire.streams import BROKEN, CONTROL
 from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Transport, Writer
 
@@ -85,20 +85,9 @@ async def _appears(path: Path) -> list[str]:
     return path.read_text().split()
 
 
-def _identity(path: Path) -> bytes:
-    """The private key in this file; it is made when it is missing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            P2P.generate_identity(str(path))
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
-
-
 def own_id(path: Path) -> str:
     """The peer id of the key in this file, which is made when it is missing; `ConfigError` when it holds no key."""
-    key = _identity(path)
+    key = read_key(path)
     try:
         return str(PeerID.from_identity(key).to_base58())
     except Exception:  # protobuf or the library for keys raises it
@@ -182,6 +171,7 @@ class Libp2p:
         self.reachable = True
         self.advice = ""  # what would make this peer reachable
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
+        self._ranges = {"public"}  # scopes of addresses that anybody may name
         self._p2p = p2p
         self._dht: DHTNode | None = None
         self._identity: Identity | None = None
@@ -212,7 +202,8 @@ class Libp2p:
             )
         p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
-        self._identity = Identity(_identity(identity_path))
+        self._identity = Identity(read_key(identity_path))
+        self._ranges |= {scope(seed) for seed in seeds}
         try:
             await self._greet_seeds()
             if network.reachable != "no":
@@ -240,13 +231,13 @@ class Libp2p:
         # Both import torch or all of hivemind, which takes longer than a visit.
         from hivemind.dht.node import DHTNode
 
-        from diloco.swarm.wire.dht_records import OwnedRecords
+        from diloco.swarm.wire.dht_records import BoundedStorage, OwnedRecords
 
-        records = OwnedRecords(run_id, _identity(identity_path))
-        records.on_refused = self._gate.refused
+        records = OwnedRecords(run_id, read_key(identity_path), self._gate)
         self._dht = await DHTNode.create(
             p2p=self._p2p, initial_peers=_multiaddrs(seeds), record_validator=records, client_mode=not self.reachable
         )
+        self._dht.protocol.storage, self._dht.protocol.cache = BoundedStorage(), BoundedStorage()
 
     @classmethod
     async def visit(
@@ -369,6 +360,12 @@ class Libp2p:
             return outcome
         finally:
             await visitor.shutdown()
+
+    def may_call(self, address: str) -> bool:
+        """As in `Transport`. Without a seed in a LAN, this is the subnet of an address of this peer itself."""
+        if scope(address) in self._ranges:
+            return True
+        return any(same_subnet(address, own) for own in self.addresses)
 
     async def failed(self) -> None:
         """As in `Transport`. Without its daemon a peer would train on alone and not know it."""

@@ -1,0 +1,54 @@
+"""Which versions one peer believes to be the swarm's. Their certificates are right; only their authors are in doubt.
+
+A peer believes what the living syncer has, or has announced; what was authored under a term by whom it believed to hold
+that; and, where it knows nothing of that, what most peers say they have.
+"""
+
+from __future__ import annotations
+
+from diloco.protocol.messages.control import mark
+from diloco.protocol.messages.heads import Record
+from diloco.protocol.view import View
+
+__all__ = ["donors", "doubt", "unbelieved"]
+
+
+def unbelieved(view: View, record: Record, donor: str) -> str | None:
+    """Why this peer does not believe that a version is the swarm's; None when it does."""
+    head, here, lease = record.head, view.fragments[record.fragment], view.live_lease(record.fragment)
+    if lease is not None and lease.holder != view.me:
+        if donor == lease.holder or (head.version, head.digest) == (lease.version, lease.digest):
+            return None
+    newest = 0 if here.record is None else here.record.head.term
+    if here.authors.get(head.term) == head.author and head.term >= newest:
+        return None
+    if _named_by_most(view, record.fragment, head.version, head.digest):
+        return None
+    return (
+        f"version {head.version} of fragment {record.fragment} is by {head.author} under term {head.term}, "
+        "which it did not hold, and few have it"
+    )
+
+
+def _named_by_most(view: View, fragment: int, version: int, digest: str) -> bool:
+    """Whether most of the peers that are not past a version say that they have it, and that it is this one."""
+    members = [m for m in view.members.all() if not m.status.gone and m.status.versions[fragment] <= version]
+    named = [m for m in members if m.status.versions[fragment] == version and m.status.mark(fragment) == mark(digest)]
+    return 2 * len(named) > len(members)
+
+
+def donors(view: View, fragment: int, version: int) -> list[str]:
+    """Members that say they have that version or a later one, latest first; without those whose version is doubted."""
+    return [one for one in view.members.donors(fragment, version) if not _doubted(view, fragment, one)]
+
+
+def doubt(view: View, fragment: int, donor: str) -> None:
+    """What a donor has is not believed: its word about this version does not keep this peer from its own."""
+    member = view.members.get(donor)
+    if member is not None:
+        view.doubted[fragment, donor] = member.status.versions[fragment]
+
+
+def _doubted(view: View, fragment: int, peer: str) -> bool:
+    member = view.members.get(peer)
+    return member is None or member.status.versions[fragment] <= view.doubted.get((fragment, peer), -1)

@@ -276,7 +276,7 @@ def test_a_list_that_the_syncer_never_published_is_not_believed(village: Village
     joiner = village.joiner()
     village.run(asyncio.sleep(5))
     assert joiner.node.protocol.versions == [0] and not village.came
-    why = [str(event["why"]) for event in joiner.said("fetch_failed") if event["donor"] == other.node.protocol.me]
+    why = [str(event["why"]) for event in joiner.said("unbelieved") if event["donor"] == other.node.protocol.me]
     assert why and f"is by {other.node.protocol.me} under term 1, which it did not hold" in why[0]
 
 

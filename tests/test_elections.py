@@ -292,6 +292,22 @@ def believed_at_once(peer: Peer, name: str) -> bool:
     return believes(peer, name, claim_of(4), LATER)
 
 
+def test_nobody_waits_for_a_peer_that_contributes_to_another_syncer() -> None:
+    peer = Peer("me", "me", "run", MANIFEST, [ZERO], signer=Keys("me"))
+    peer.tick(0.0)
+    for name in ("x", "y", "z", "w"):
+        peer.connected(name, hello_of(), 1.0)
+    mine = peer.fragments[0]
+    assert holder_of(peer) == ("me", 1) and not peer.contributes_elsewhere(mine, "x"), "it has not voted"
+    peer.heard("x", claim_of(2), 2.0)
+    peer.heard("y", Vote(fragment=0, term=2, holder="x"), 2.0)
+    peer.tick(LATER)
+    assert holder_of(peer) == ("me", 1), "one of three others"
+    assert [name for name in "xyzw" if peer.contributes_elsewhere(mine, name)] == ["x", "y"]
+    peer.lost("x", LATER, "connection reset")
+    assert not peer.contributes_elsewhere(mine, "y"), "it will come back"
+
+
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ CAUSED_BY_OTHERS: Mapping[str, str] = {
     "claim": "peer", "claim_ignored": "peer", "contribution_broke": "syncer", "digest_mismatch": "",
     "fetch_failed": "donor", "handover_refused": "peer", "inner_state_failed": "donor", "join": "peer", "leave": "peer",
     "lost": "peer", "lying_donor": "peer", "missing": "", "penalty": "peer", "proved": "peer", "refused": "peer",
-    "refused_us": "peer",
+    "refused_us": "peer", "unbelieved": "donor",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
 

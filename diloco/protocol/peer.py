@@ -313,7 +313,8 @@ class Peer(Elector):
             if waited_for is None:
                 everyone = (*self.members.all(), self._myself)
                 waited_for = {m.peer: m for m in everyone if m is not None and not self.penalties.refusal(m.peer, now)}
-            close = syncer.poll(waited_for, now, self.sync_s)
+            here = {peer: one for peer, one in waited_for.items() if not self.contributes_elsewhere(fragment, peer)}
+            close = syncer.poll(here, now, self.sync_s)
             if close is not None:
                 fragment.busy, fragment.closed_at = Busy.MERGING, now
                 if close.missing:

@@ -309,6 +309,12 @@ class View:
         _, other = fragment.votes.get(lease.holder, (lease.term, lease.holder))
         return other != lease.holder and other not in self.members  # it gave way to a peer that is gone
 
+    def contributes_elsewhere(self, fragment: Fragment, peer: str) -> bool:
+        """Whether a peer believes that another one, which lives, is syncer of a fragment that this peer holds."""
+        _, holder = fragment.votes.get(peer, (0, self.me))
+        other = self.members.get(holder)
+        return holder != self.me and other is not None and not other.status.gone
+
     def backs_up(self) -> set[int]:
         """Fragments that this peer would claim if their syncers died, one syncer at a time."""
         return {fragment for fragment, heir in self.heirs().items() if heir == self.me}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from _attacks.arena import Arena
+from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.outer.held import Held
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment, Lease
@@ -54,6 +55,7 @@ class Attacker:
         self.arena, self.loop, self.index = arena, arena.loop, index
         self.me, self.others = (names[0], names[1:]) if names else ("", [])
         self.traffic = Traffic()
+        self._merged = 0  # tokens of what was contributed by `contribute`
 
     @property
     def node(self) -> Node:
@@ -203,7 +205,18 @@ class Attacker:
                 garble(payload)
             return payload
 
+        def values(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def any_values(payload: Tensor, numel: int) -> Tensor:
+                try:
+                    return honest(payload, numel)
+                except PayloadError:
+                    return torch.ones(numel)  # what it signs about them is no matter
+
+            return any_values
+
         bend(replica, "encode", lambda _: encode)
+        replica.up = copy.copy(replica.up)
+        bend(replica.up, "values", values)
 
     def learned(self, fragment: int, chunk: int) -> list[Tensor]:
         """The same chunk of what each honest peer that trains has learned since its anchor."""
@@ -233,9 +246,11 @@ class Attacker:
         )
         header = header.model_copy(update=fields)
         had = self.fragment.shares.get(self.me)
-        total = header.tokens + (0 if had is None else had.tokens)
-        header = header.model_copy(update={"total": total})
-        return await contribution.contribute(self.node.context, lease, header)
+        self._merged = max(self._merged, 0 if had is None else had.tokens)
+        header = header.model_copy(update={"total": self._merged + header.tokens})
+        answered = await contribution.contribute(self.node.context, lease, header)
+        self._merged += header.tokens * answered.verdict.accepted
+        return answered
 
     # -- as syncer ----------------------------------------------------------------------------------------------------
 

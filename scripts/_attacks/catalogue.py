@@ -12,25 +12,13 @@ __all__ = ["ATTACKS", "OPEN"]
 
 assert all((floods, lies, payloads)), "importing them registers their attacks"
 
-HEARSAY = "a version is believed on any member's word"
-CLAIMS = "any member may claim a fragment that a living peer holds"
 SYNCER = "nobody checks what a syncer publishes"
 WEIGHTS = "tokens are claimed freely, and weigh"
 
 OPEN = {
-    "higher-version": HEARSAY,
-    "false-clock": HEARSAY,
-    "forged-record": HEARSAY,
-    "takes-a-fragment": CLAIMS,
-    "claims-an-anchor": CLAIMS,
-    "ends-the-run": CLAIMS,
-    "flood-of-claims": CLAIMS,
     "publishes-anything": SYNCER,
-    "equivocates": SYNCER,
     "biased-chunk": SYNCER,
     "reversed-update": SYNCER,
-    "false-master": "master and momentum are taken from a leaver as they come",
-    "false-shares": "shares are believed of any donor",
     "false-publication": "a syncer that publishes what nobody has keeps its lease",
     "claims-eightfold": WEIGHTS,
     "free-versions": WEIGHTS,

@@ -161,7 +161,8 @@ class Anchors:
                         dishonest.add(donor)
                         doubt(self._protocol, fragment, donor)
                     why = str(error) or type(error).__name__
-                    self._context.note("fetch_failed", fragment=fragment, donor=donor, why=why)
+                    kind = "unbelieved" if isinstance(error, Unbelieved) else "fetch_failed"
+                    self._context.note(kind, fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):
                         break
         self._protocol.catch_up_failed(fragment)

@@ -27,7 +27,10 @@ MAX_PEERS = 4096  # whose addresses are kept
 
 @dataclass
 class Member:
-    """Another peer: its last status, when it was heard of last, and when it made progress last."""
+    """Another peer: its last status, when it was heard of last, and when it made progress last.
+
+    `ended_cycle` tells whether its inner steps have begun again with 0 since it was `starting`.
+    """
 
     peer: str
     name: str
@@ -38,6 +41,7 @@ class Member:
     progress_at: float
     device: str = ""
     interval_s: float = 0.0
+    ended_cycle: bool = False
     round_versions: list[int] | None = None  # its anchors when it began the round that it is in
 
     def __post_init__(self) -> None:
@@ -51,6 +55,8 @@ class Member:
         if moved != (self.status.state, self.status.versions, self.status.inner_step):
             self.progress_at = now
         self.heard_at = now
+        begins_again = self.ended_cycle or status.inner_step < self.status.inner_step
+        self.ended_cycle = begins_again and status.state != "starting"
         if status.figures is None and self.status.figures is not None:
             status = status.model_copy(update={"figures": self.status.figures})
         self.status = status

@@ -339,7 +339,8 @@ class Syncer:
         known = member.peer in self.last_contributors
         if base == self.version:
             may_be_late = self._settings.staggered and self.last_contributors
-            return known or not may_be_late or self._about_to_send(member, now)
+            sends = offer is not None and offer.base_version == base
+            return known or sends or not may_be_late or self._about_to_send(member, now)
         # Right after a publication the contributors' statuses still name the version before.
         return known and base == self.version - 1
 
@@ -348,12 +349,16 @@ class Syncer:
 
         With staggered fragments a newcomer may be too late for this version, and is expected only after its first
         contribution. A newcomer that is a step behind the others would never deliver one in time; so this syncer waits
-        for it as long as the overlap hides.
+        for it as long as the overlap hides. It does not while the newcomer waits for the update of a fragment before
+        this one: that one's syncer may wait for contributors to this one.
         """
         status, settings = member.status, self._settings
-        due_at = -(-(self.fragment + 1) * status.target_steps // settings.fragments)
-        left = due_at - status.inner_step - (now - member.heard_at) * status.steps_per_s
-        return status.steps_per_s > 0 and abs(left) <= settings.overlap + 1
+        exchanges = status.state == "exchanging"
+        inner_step = status.inner_step + (0.0 if exchanges else (now - member.heard_at) * status.steps_per_s)
+        left = -(-(self.fragment + 1) * status.target_steps // settings.fragments) - inner_step
+        if member.ended_cycle and 2 * left > status.target_steps:  # it was due before the steps began again with 0
+            left -= status.target_steps
+        return status.steps_per_s > 0 and abs(left) <= settings.overlap + 1 and not (exchanges and left > 0)
 
     def advance(self, version: int, merged: Mapping[str, int] | None = None) -> None:
         """The next version is published, or a later one was fetched: forget what is in it, collect the one after it.

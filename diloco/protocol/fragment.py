@@ -32,7 +32,8 @@ LEAP = 2**20  # No honest claim is this far above the known term, so one message
 class Lease:
     """The claim on a fragment that this peer believes in, and the version and digest that the syncer published last.
 
-    `applied_tokens` is the swarm clock at that version, for the control fragment.
+    `applied_tokens` is the swarm clock at that version, for the control fragment. `skipped` of the numbers up to it
+    were given to no version.
     """
 
     fragment: int
@@ -41,6 +42,7 @@ class Lease:
     version: int
     digest: str
     applied_tokens: int = 0
+    skipped: int = 0
 
 
 class Busy(Enum):
@@ -66,6 +68,10 @@ class Fragment:
         busy: what is being done to the anchor.
         handed_over: this peer leaves and gave the outer state away; a later version would be missing from that.
         closed_at: when the merge that is under way was decided.
+        skipped: numbers up to `version` that were given to no version of this history (see `forks`).
+        lighter: digest of the syncer's anchor, if its history has less work than the one here.
+        disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
+        outweighed: by peer, the digest of the anchor here when its other history was found to have less work.
     """
 
     index: int
@@ -80,6 +86,10 @@ class Fragment:
     busy: Busy = Busy.NO
     handed_over: bool = False
     closed_at: float | None = None
+    skipped: int = 0
+    lighter: str = ""
+    disputed_since: float | None = None
+    outweighed: dict[str, str] = field(default_factory=dict)
 
     def move(self, version: int, digest: str, now: float) -> None:
         """The anchor is at that version now."""
@@ -98,6 +108,16 @@ class Fragment:
         """Peers whose contributions made the version here."""
         made = (peer for peer, share in self.shares.items() if share.last_version == self.version and peer != OTHERS)
         return tuple(sorted(made)) if self.version else ()
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to the anchor here."""
+        return self.version - self.skipped
+
+    @property
+    def disputed(self) -> bool:
+        """Whether the fragment's syncer goes on from a history with less work than the one here."""
+        return self.lease is not None and self.lighter == self.lease.digest != self.digest
 
     def agrees(self) -> bool:
         """Whether the anchor here is the one that the syncer published last."""
@@ -154,7 +174,9 @@ class LeaseTable:
             self.vacate(claim.fragment)
             self._held.setdefault(peer, {})[claim.fragment] = None
             self.generation += 1
-        fragment.lease = Lease(claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens)
+        fragment.lease = Lease(
+            claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens, claim.skipped
+        )
         return True
 
     def published(self, message: Published) -> bool:

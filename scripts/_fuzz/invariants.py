@@ -94,14 +94,12 @@ class Watch:
                 self._made(digest, Made(before, index, syncer.version, peer.me, syncer.term, made))
             return actions
 
-        def moves(
-            index: int, version: int, digest: str, now: float, contributors: Any = None, shares: Any = None
-        ) -> Any:
+        def moves(index: int, version: int, digest: str, now: float, contributors: Any = None, *rest: Any) -> Any:
             before = peer.digests[index]
             if contributors is not None and digest not in self.lineage.made:  # made here, for a lease that was lost
                 made = tuple((Contributed(name, version - 1), tokens) for name, tokens in sorted(contributors.items()))
                 self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
-            return adopted(index, version, digest, now, contributors, shares)
+            return adopted(index, version, digest, now, contributors, *rest)
 
         def hears(peer_id: str, header: Contribution, now: float = 0.0) -> Verdict:
             verdict = offer(peer_id, header, now)

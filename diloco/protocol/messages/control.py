@@ -84,6 +84,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
         units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
+        disputed: fragments whose syncer goes on from a history with less work than the one here (see `forks`).
         figures: only in a heartbeat; None says that those of the last heartbeat still hold.
     """
 
@@ -94,6 +95,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
     steps_per_s: Rate = 0.0
     tokens: Count = 0
     units: FewUnits = Field(default_factory=list)
+    disputed: Annotated[list[Index], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
     figures: Figures | None = None
 
     @property
@@ -139,9 +141,13 @@ class _AboutFragment(Message):
 
 
 class Claim(_AboutFragment, kind="claim", place=Place.CONTROL):
-    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from."""
+    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from.
+
+    `skipped` of the numbers up to `version` were given to no version of its history (see `forks`).
+    """
 
     applied_tokens: Count = 0
+    skipped: Count = 0
 
 
 class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):

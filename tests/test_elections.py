@@ -330,7 +330,7 @@ def test_a_word_in_a_heartbeat_moves_nothing() -> None:
         syncer.connected(name, hello_of(), 1.0)
     syncer.heard("e", status_of(2**40, TWO), 2.0)
     assert "few have it" in str(unbelieved(syncer, record("e", 9, 2**40, TWO), "e"))
-    doubt(syncer, 0, "e")
+    doubt(syncer, 0, "e", 1)
     syncer.catch_up_failed(0)
     assert donors(syncer, 0, 1) == [] and syncer.versions == [0], "nor is it asked again"
 

@@ -233,7 +233,8 @@ def test_a_peer_that_always_comes_too_late_is_told() -> None:
         host = StubHost(ME)
         await host.anchors.load()
         for version in range(1, 7):
-            host.client.answers = {version - 1: host.state(version, torch.full((6,), float(version)))}
+            shares = {OTHER: Share(version, 100 * version, 1, version)}
+            host.client.answers = {version - 1: host.state(version, torch.full((6,), float(version)), **shares)}
             await host.anchors.catch_up(0, [OTHER])
             assert (await host.exchange())[0] == 10
         assert host.notes.count("always_late") == 2
@@ -270,7 +271,7 @@ def test_what_was_learned_from_an_anchor_that_was_replaced_is_discarded() -> Non
         host = StubHost(ME)
         await host.anchors.load()
         host.parameters["w"].sub_(1.0)
-        host.client.answers = {0: host.state(1, torch.full((6,), 3.0))}
+        host.client.answers = {0: host.state(1, torch.full((6,), 3.0), **{OTHER: Share(1, 10, 1, 1)})}
         await host.anchors.catch_up(0, [OTHER])
         assert await host.exchange() == (10, 1)
         assert torch.equal(host.replica.anchors[0], torch.full((6,), 3.0))

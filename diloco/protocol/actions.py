@@ -17,6 +17,7 @@ __all__ = [
     "Merge",
     "Note",
     "Release",
+    "Renumber",
     "Tell",
     "Wake",
 ]
@@ -87,6 +88,16 @@ class CatchUp:
 
 
 @dataclass(frozen=True)
+class Renumber:
+    """Give the fragment's anchor, which this peer's history goes on from, a number above this one, and report it by
+    `Peer.adopted`.
+    """
+
+    fragment: int
+    above: int
+
+
+@dataclass(frozen=True)
 class Wake:
     """Call `Peer.tick` at this time, in seconds of the clock that `now` comes from."""
 
@@ -101,4 +112,4 @@ class Note:
     fields: dict[str, object] = field(default_factory=dict)
 
 
-Action = Broadcast | CatchUp | Condemn | Disconnect | Hold | Merge | Note | Release | Tell | Wake
+Action = Broadcast | CatchUp | Condemn | Disconnect | Hold | Merge | Note | Release | Renumber | Tell | Wake

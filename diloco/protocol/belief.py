@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from diloco.protocol.messages.control import mark
 from diloco.protocol.messages.heads import Record
+from diloco.protocol.numbers import LEAP
 from diloco.protocol.view import View
 
-__all__ = ["donors", "doubt", "unbelieved"]
+__all__ = ["donors", "doubt", "number_to_pass", "unbelieved"]
 
 
 def unbelieved(view: View, record: Record, donor: str) -> str | None:
@@ -42,13 +43,24 @@ def donors(view: View, fragment: int, version: int) -> list[str]:
     return [one for one in view.members.donors(fragment, version) if not _doubted(view, fragment, one)]
 
 
-def doubt(view: View, fragment: int, donor: str) -> None:
-    """What a donor has is not believed: its word about this version does not keep this peer from its own."""
+def doubt(view: View, fragment: int, donor: str, version: int) -> None:
+    """What a donor has, with a certificate of that version, is not what goes on: it is not asked again until it says
+    that it has a later one.
+    """
     member = view.members.get(donor)
     if member is not None:
-        view.doubted[fragment, donor] = member.status.versions[fragment]
+        view.doubted[fragment, donor] = (member.status.versions[fragment], version)
+
+
+def number_to_pass(view: View, fragment: int) -> int:
+    """The highest number of a version of which a member has a certificate, and which is not what goes on; 0 if there
+    is none near.
+    """
+    here = view.fragments[fragment].version
+    found = [certified for (index, peer), (_, certified) in view.doubted.items() if index == fragment]
+    return max((number for number in found if here <= number <= here + LEAP), default=0)
 
 
 def _doubted(view: View, fragment: int, peer: str) -> bool:
     member = view.members.get(peer)
-    return member is None or member.status.versions[fragment] <= view.doubted.get((fragment, peer), -1)
+    return member is None or member.status.versions[fragment] <= view.doubted.get((fragment, peer), (-1, 0))[0]

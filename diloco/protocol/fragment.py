@@ -35,7 +35,8 @@ AUTHORS = 64  # terms whose holders are remembered
 class Lease:
     """The claim on a fragment that this peer believes in, and the version and digest that the syncer published last.
 
-    `applied_tokens` is the swarm clock at that version, for the control fragment.
+    `applied_tokens` is the swarm clock at that version, for the control fragment. `skipped` of the numbers up to it
+    were given to no version (see `forks`).
     """
 
     fragment: int
@@ -44,6 +45,7 @@ class Lease:
     version: int
     digest: str
     applied_tokens: int = 0
+    skipped: int = 0
 
 
 class Waiting(NamedTuple):
@@ -123,6 +125,16 @@ class Fragment:
         made = (peer for peer, share in self.shares.items() if share.last_version == self.version and peer != OTHERS)
         return tuple(sorted(made)) if self.version else ()
 
+    @property
+    def skipped(self) -> int:
+        """Numbers up to `version` that were given to no version of this history (see `forks`)."""
+        return 0 if self.record is None else self.record.head.skipped
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to the anchor here."""
+        return self.version - self.skipped
+
     def agrees(self) -> bool:
         """Whether the anchor here is the one that the syncer published last."""
         lease = self.lease
@@ -187,7 +199,9 @@ class LeaseTable:
             self.vacate(claim.fragment)
             self._held.setdefault(peer, {})[claim.fragment] = None
             self.generation += 1
-        fragment.lease = Lease(claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens)
+        fragment.lease = Lease(
+            claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens, claim.skipped
+        )
         return True
 
     def published(self, message: Published) -> bool:

@@ -122,13 +122,18 @@ def wrong_record(signer: Signer, manifest: str, record: Record) -> str | None:
     return None
 
 
-def does_not_follow(record: Record, version: int, digest: str, shares: Mapping[str, Share], clock: bool) -> str | None:
-    """Why a certificate is not that of the next version after this one, which is here with these shares.
+def does_not_follow(
+    record: Record, version: int, digest: str, shares: Mapping[str, Share], clock: bool, skipped: int = 0
+) -> str | None:
+    """Why a certificate is not that of the next version after this one, which is here with these shares, and which
+    skipped so many numbers.
 
     `clock`: the swarm clock is in versions of this fragment.
     """
     head = record.head
-    if (head.version, head.digest_before) != (version + 1, digest):
+    if _renumbers(head, version, digest, skipped) and not record.lines:
+        return wrong_shares(record, shares, clock)
+    if (head.version, head.digest_before, head.skipped) != (version + 1, digest, skipped):
         return f"a record to version {head.version} of fragment {head.fragment} does not follow version {version}"
     for line in record.lines:
         known = shares[line.peer].tokens if line.peer in shares else 0
@@ -136,6 +141,12 @@ def does_not_follow(record: Record, version: int, digest: str, shares: Mapping[s
         if line.total != total and OTHERS not in shares:
             return f"{line.peer} signed {line.total} tokens, and has {total} with version {head.version}"
     return wrong_shares(record, credited(shares, head.version, record.contributors, {}), clock)
+
+
+def _renumbers(head: Head, version: int, digest: str, skipped: int) -> bool:
+    """Whether a head gives the anchor that is here a higher number, and says nothing else."""
+    same = head.digest_before == head.digest == digest
+    return same and head.version > version and head.skipped == skipped + head.version - version
 
 
 def wrong_shares(record: Record, shares: Mapping[str, Share], clock: bool) -> str | None:

@@ -228,7 +228,7 @@ class Peer(Elector):
             fragment.busy = Busy.NO
             if index == CONTROL_FRAGMENT:
                 self.accounts.deal()
-            claim = self.claim_of(Lease(index, self.me, syncer.term, version, digest))
+            claim = self.claim_of(Lease(index, self.me, syncer.term, version, digest, skipped=fragment.skipped))
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by the version that the syncer says it has
         return [*actions, *self.tick(now)]
@@ -359,7 +359,7 @@ class Peer(Elector):
             self.takeovers += 1
         if index == CONTROL_FRAGMENT:
             self.accounts.deal()
-        claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest))
+        claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest, skipped=fragment.skipped))
         actions = self._believe(self.me, claim, now)
         made_by, merged = fragment.contributors(), fragment.merged()
         fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diloco.protocol.actions import CatchUp
-from diloco.protocol.belief import donors
+from diloco.protocol.actions import CatchUp, Renumber
+from diloco.protocol.belief import donors, number_to_pass
 from diloco.protocol.fragment import Busy, Fragment
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.rendezvous import assign, order
@@ -66,8 +66,9 @@ def _newest_is_missing(view: View, fragment: Fragment) -> bool:
     return lease is not None and lease.holder not in view.members and lease.version > have
 
 
-def catch_ups(view: View) -> list[CatchUp]:
-    """Fetch the anchors that differ from the syncers'; each such fragment is `CATCHING_UP` from then on.
+def catch_ups(view: View) -> list[CatchUp | Renumber]:
+    """Fetch the anchors that differ from the syncers', or as their syncer, pass the numbers of histories that do not go
+    on. Each such fragment is `CATCHING_UP` from then on.
 
     While the training loop is at work this peer fetches nothing: the loop notices at its exchange. Only as a backup,
     where a contribution may be late, it fetches each version, as the syncer's own anchor moves while it trains.
@@ -75,13 +76,17 @@ def catch_ups(view: View) -> list[CatchUp]:
     # Done, and in lockstep everybody is done with the same version; else the others' last versions are followed.
     ended = view.state == "done" and view.lockstep
     at_work = view.trains and (view.state in ("training", "exchanging", "leaving") or ended)
-    found = []
+    found: list[CatchUp | Renumber] = []
     for fragment in view.fragments:
         lease = fragment.lease
         if lease is None or fragment.busy is not Busy.NO or view.vacant(fragment):
             continue
         if lease.holder == view.me:
             able = tuple(donors(view, fragment.index, fragment.version + 1))
+            if not able and (number := number_to_pass(view, fragment.index)):
+                fragment.busy = Busy.CATCHING_UP
+                found.append(Renumber(fragment.index, number))
+                continue
         elif lease.version < fragment.version or fragment.agrees() or (at_work and fragment.index not in view.followed):
             continue
         else:

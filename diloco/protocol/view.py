@@ -92,7 +92,8 @@ class View:
         self.takeovers = 0
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.liars: dict[str, Proof] = {}  # identities that are out for good; the gate remembers them
-        self.doubted: dict[tuple[int, str], int] = {}  # by fragment and peer: versions up to this are not believed
+        # By fragment and peer: versions up to the first number are not believed; the second one has a certificate.
+        self.doubted: dict[tuple[int, str], tuple[int, int]] = {}
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)
@@ -104,6 +105,11 @@ class View:
     def versions(self) -> list[int]:
         """Anchor version of each fragment here."""
         return [fragment.version for fragment in self.fragments]
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to the anchors here, to that with the fewest."""
+        return min(fragment.steps for fragment in self.fragments)
 
     @property
     def digests(self) -> list[str]:
@@ -171,7 +177,8 @@ class View:
         """What this peer says of a lease that it holds."""
         return Claim(
             fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest,
-            applied_tokens=0 if lease.fragment else self.applied_tokens, **self.accounts.data_cursor(lease.fragment),
+            applied_tokens=0 if lease.fragment else self.applied_tokens, skipped=lease.skipped,
+            **self.accounts.data_cursor(lease.fragment),
         )  # fmt: skip
 
     def publication(self, fragment: Fragment, syncer: Syncer, contributors: Collection[str]) -> Published:
@@ -365,8 +372,10 @@ class View:
         return not self.near(fragment)
 
     def swarm_clock(self) -> tuple[int, int]:
-        """Lowest version of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
-        newest = (f.version if f.lease is None else max(f.version, f.lease.version) for f in self.fragments)
+        """Fewest outer steps of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
+        newest = (
+            f.steps if f.lease is None else max(f.steps, f.lease.version - f.lease.skipped) for f in self.fragments
+        )
         control = self.fragments[CONTROL_FRAGMENT].lease
         return min(newest), max(self.applied_tokens, 0 if control is None else control.applied_tokens)
 

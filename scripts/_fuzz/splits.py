@@ -21,7 +21,7 @@ __all__ = ["FLAP_S", "SHAPES", "pairs", "split_scenario"]
 
 SHAPES = ("lone", "halves", "thirds", "one_way", "flap", "election")
 FLAP_S = 3.0
-WORK_WINS = False
+WORK_WINS = True
 """Whether `fuzz_protocol --splits` demands that the history with more work wins. Today the higher version wins."""
 
 

@@ -184,9 +184,13 @@ class Vote(Message, kind="vote", place=Place.CONTROL):
 
 
 class Claim(_AboutFragment, kind="claim", place=Place.CONTROL):
-    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from."""
+    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from.
+
+    `skipped` of the numbers up to `version` were given to no version of its history (see `forks`).
+    """
 
     applied_tokens: Tokens = 0
+    skipped: Count = 0
 
 
 class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):

@@ -76,6 +76,7 @@ class Head(Message, kind="head", place=Place.CONTROL):
         state: Merkle root over the syncer's master, momentum and window after this version.
         pushes, delay: `pushes` of the `delay` contributions of a window are in earlier versions (see `OuterStep`).
         applied_tokens: of the control fragment, the swarm clock after this version. cursor, open: its data cursor.
+        skipped: numbers up to this one that were given to no version of this history (see `forks`).
     """
 
     fragment: Index
@@ -92,6 +93,7 @@ class Head(Message, kind="head", place=Place.CONTROL):
     applied_tokens: Tokens = 0
     cursor: Sequence = 0
     open: Units = Field(default_factory=list)
+    skipped: Count = 0
     signature: Signature = b""
 
     @model_validator(mode="after")

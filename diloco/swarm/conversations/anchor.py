@@ -112,7 +112,7 @@ class AnchorFetcher:
 
     async def _here_already(self, listed: PartList) -> PartialAnchor:
         """What an earlier attempt left; otherwise a copy of the anchor here if it is of that version, for most of it is
-        right then.
+        right then, or if it is that anchor under another number.
 
         An update leaves hardly any part as it was, so an anchor of another version is not worth its digests.
         """
@@ -120,7 +120,8 @@ class AnchorFetcher:
         unfinished = self.unfinished.pop(fragment, None)
         if unfinished is not None:
             return unfinished
-        if context.protocol.fragments[fragment].version != listed.version:
+        here = context.protocol.fragments[fragment]
+        if here.version != listed.version and here.digest != listed.digest:
             return PartialAnchor(torch.empty(context.replica.fragments[fragment].numel), [])
         async with context.locks[fragment].reading():
             anchor = await in_thread(context.replica.anchors[fragment].clone)

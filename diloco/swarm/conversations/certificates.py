@@ -23,6 +23,10 @@ __all__ = ["Unbelieved", "check_anchor", "check_follows", "check_record"]
 class Unbelieved(PayloadError):
     """A version with a certificate that is right, of an author that this peer does not take for one."""
 
+    def __init__(self, why: str, version: int) -> None:
+        super().__init__(why)
+        self.version = version
+
 
 def check_record(protocol: Peer, record: Record, donor: str) -> None:
     """Raises `Offence` for a certificate that is wrong, and `Unbelieved` for one that this peer does not believe."""
@@ -30,7 +34,7 @@ def check_record(protocol: Peer, record: Record, donor: str) -> None:
     if why is not None:
         raise Offence(why)
     if (why := unbelieved(protocol, record, donor)) is not None:
-        raise Unbelieved(why)
+        raise Unbelieved(why, record.version)
 
 
 def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> None:
@@ -55,6 +59,6 @@ def check_follows(protocol: Peer, record: Record) -> None:
     """`PayloadError` when a certificate is not that of the version after the one that is here."""
     here = protocol.fragments[record.fragment]
     control = record.fragment == CONTROL_FRAGMENT
-    why = does_not_follow(record, here.version, here.digest, here.shares, control)
+    why = does_not_follow(record, here.version, here.digest, here.shares, control, here.skipped)
     if why is not None:
         raise PayloadError(why)

@@ -125,7 +125,7 @@ class Download:
         header = StateHeader(
             fragment=listed.fragment, digest=listed.digest, record=listed.record, shares=listed.shares, outer=False
         )
-        return FragmentState(header, self._anchor)
+        return FragmentState(header, self._anchor, donor=self._donor)
 
     def _donors(self) -> list[str]:
         able = [self._donor, *announcing(self._context, self._list.fragment, self._list.version)]

@@ -19,6 +19,7 @@ from diloco.protocol.actions import (
     Merge,
     Note,
     Release,
+    Renumber,
     Tell,
     Wake,
 )
@@ -77,6 +78,8 @@ class Actions:
                 context.tasks.spawn(self._merging.merge(action.close))
             case Wake():
                 asyncio.get_running_loop().call_at(action.at, self._wake)
+            case Renumber():
+                context.tasks.spawn(self._anchors.renumber(action.fragment, action.above))
             case CatchUp():
                 context.tasks.spawn(self._anchors.catch_up(action.fragment, action.donors, action.outer))
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
+from diloco.outer.state import state_root
 from diloco.protocol.belief import doubt
-from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.forks import outweighs, renumbered
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.limits import LONGEST_DOUBT_S
 from diloco.protocol.messages.heads import Record
 from diloco.protocol.numbers import leaps_too_far
@@ -159,7 +161,7 @@ class Anchors:
                         wait_s = min(LONGEST_DOUBT_S, 2 * self._refused.get((fragment, donor), (0.0, 0.5))[1])
                         self._refused[fragment, donor] = (self._context.now() + wait_s, wait_s)
                         dishonest.add(donor)
-                        doubt(self._protocol, fragment, donor)
+                        doubt(self._protocol, fragment, donor, error.version)
                     why = str(error) or type(error).__name__
                     kind = "unbelieved" if isinstance(error, Unbelieved) else "fetch_failed"
                     self._context.note(kind, fragment=fragment, donor=donor, why=why)
@@ -213,7 +215,10 @@ class Anchors:
         return digest
 
     async def adopt_state(self, state: FragmentState) -> None:
-        """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer."""
+        """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer.
+
+        A syncer takes one of another history over if that has more work than its own (see `protocol.forks`).
+        """
         fragment, version = state.header.fragment, state.header.version
         here = self._protocol.fragments[fragment]
         async with self._context.locks[fragment].writing():
@@ -222,10 +227,50 @@ class Anchors:
                 raise PayloadError(f"version {version} is not newer than what is here")
             if leaps_too_far(here.version, version):
                 raise PayloadError(f"no run gets from version {here.version} to version {version}")
+            if here.syncer is not None and not outweighs(
+                state.header.shares, here.shares, (state.header.digest, here.digest)
+            ):
+                self._context.note("lighter_history", fragment=fragment, peer=state.donor, version=version)
+                doubt(self._protocol, fragment, state.donor, version)
+                self._protocol.catch_up_failed(fragment)
+                return
             await self._context.tasks.complete(self._replace(state))
+
+    async def renumber(self, fragment: int, above: int) -> None:
+        """As syncer, give the anchor that is here a number above that one: its history goes on (see `forks`)."""
+        here = self._protocol.fragments[fragment]
+        async with self._context.locks[fragment].writing():
+            held, syncer = self._replica.held.get(fragment), here.syncer
+            if held is None or syncer is None or here.version > above or self._protocol.merging(fragment):
+                self._protocol.catch_up_failed(fragment)
+                return
+            self._replica.renumber(fragment, above + 1)
+            held.restart(above + 1)
+            held.root = await in_thread(state_root, held.master, held.state)
+            if not self._context.holds(syncer):
+                self._protocol.catch_up_failed(fragment)
+                return
+            window = (held.root, held.state.pushes, held.state.delay)
+            record = renumbered(self._protocol, here, syncer.term, above + 1, window)
+            self._context.records.pop(fragment, None)
+            self._renumbered(here, record)
+        self._context.note("renumbered", fragment=fragment, version=here.version, skipped=here.skipped)
+
+    def _renumbered(self, here: Fragment, record: Record) -> None:
+        """The anchor that is here has a higher number. The lock is held."""
+        if self.loaded[here.index] == (here.version, here.digest):
+            self.loaded[here.index] = (record.version, here.digest)
+        self._replica.renumber(here.index, record.version)
+        self._protocol.accounts.hear_data_cursor(record.head)
+        now = self._context.now()
+        self._context.do(self._protocol.adopted(here.index, record.version, here.digest, now, record=record))
 
     async def _replace(self, state: FragmentState) -> None:
         header, fragment = state.header, state.header.fragment
+        here = self._protocol.fragments[fragment]
+        if header.digest == here.digest and header.record is not None and state.outer is None and here.syncer is None:
+            self._renumbered(here, header.record)
+            return
         await self.about_to_move(fragment)
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
         outer = state.outer if await in_thread(intact, state) else None

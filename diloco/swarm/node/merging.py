@@ -93,6 +93,7 @@ class Merging:
         head = Head(
             fragment=fragment.index, term=syncer.term, version=version, author=protocol.me,
             digest_before=fragment.digest, digest=digest, lines=lines_digest(lines), shares=shares_digest(shares),
+            skipped=fragment.skipped,
             state=root, pushes=step.pushes, delay=step.delay,
             applied_tokens=clock_of(shares) if control else 0,
             **cursor,

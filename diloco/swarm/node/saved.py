@@ -40,6 +40,12 @@ class Saved:
     applied: Mapping[int, int] = field(default_factory=dict)
     records: Sequence[Record | None] = ()
 
+    @property
+    def steps(self) -> int:
+        """Outer steps of the control fragment."""
+        record = self.records[0] if self.records else None
+        return self.versions[0] - (0 if record is None else record.head.skipped)
+
     def load_(self, replica: Replica) -> None:
         """Copy the anchors, the outer states and the residuals into a new replica; it shares no memory with them."""
         for fragment, anchor in enumerate(self.anchors):

@@ -220,7 +220,7 @@ MUTANTS = [
         "record-of-another-version",
         "An update is applied to an anchor that it does not follow.",
         "diloco.protocol.heads",
-        "if (head.version, head.digest_before) != (version + 1, digest):",
+        "if (head.version, head.digest_before, head.skipped) != (version + 1, digest, skipped):",
         "if False:",
         first=360,
     ),

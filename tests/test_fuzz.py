@@ -21,7 +21,7 @@ from _fuzz.crowd import Crowd, Life, Member
 from _fuzz.faults import Fault, Scenario, scenario
 from _fuzz.invariants import Violation, Watch, check_end
 from _fuzz.lineage import Contributed, Lineage, Made, Total
-from _fuzz.splits import SHAPES, WORK_WINS, pairs, split_scenario
+from _fuzz.splits import SHAPES, pairs, split_scenario
 from _fuzz.stage import Outcome, play, shrink
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.exchange import Exchange, Step
@@ -124,10 +124,8 @@ LONE = Scenario(
 
 
 def test_a_fast_peer_that_was_alone_does_not_overwrite_the_work_of_the_others() -> None:
-    """It makes more versions, of less work. While the higher version wins, the check has to find that."""
-    violation = play(LONE).violation
-    assert (violation is None) == WORK_WINS
-    assert violation is None or "tokens of work in fragment 0" in violation
+    """It makes more versions, of less work."""
+    assert play(LONE).violation is None
 
 
 def test_the_work_in_an_anchor_is_its_tokens_each_capped_at_twice_the_median_of_its_version() -> None:

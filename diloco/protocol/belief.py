@@ -1,13 +1,15 @@
 """Which versions one peer believes to be the swarm's. Their certificates are right; only their authors are in doubt.
 
 A peer believes what the living syncer has, or has announced; what was authored under a term by whom it believed to hold
-that; and, where it knows nothing of that, what most peers say they have.
+that; and, where it knows nothing of that, what most peers say they have, or what the peer authored in whom most
+believed when they met. Of another history the syncer believes older terms as well, because it weighs the two (`forks`).
 """
 
 from __future__ import annotations
 
+from diloco.protocol.fragment import Fragment
 from diloco.protocol.messages.control import mark
-from diloco.protocol.messages.heads import Record
+from diloco.protocol.messages.heads import Head, Record
 from diloco.protocol.numbers import LEAP
 from diloco.protocol.view import View
 
@@ -21,9 +23,12 @@ def unbelieved(view: View, record: Record, donor: str) -> str | None:
         if donor == lease.holder or (head.version, head.digest) == (lease.version, lease.digest):
             return None
     newest = 0 if here.record is None else here.record.head.term
-    if here.authors.get(head.term) == head.author and head.term >= newest:
+    weighed = here.syncer is not None and head.digest_before != here.digest
+    if here.authors.get(head.term) == head.author and (head.term >= newest or weighed):
         return None
     if _named_by_most(view, record.fragment, head.version, head.digest):
+        return None
+    if weighed and _backed_by_most(view, here, head):
         return None
     return (
         f"version {head.version} of fragment {record.fragment} is by {head.author} under term {head.term}, "
@@ -36,6 +41,14 @@ def _named_by_most(view: View, fragment: int, version: int, digest: str) -> bool
     members = [m for m in view.members.all() if not m.status.gone and m.status.versions[fragment] <= version]
     named = [m for m in members if m.status.versions[fragment] == version and m.status.mark(fragment) == mark(digest)]
     return 2 * len(named) > len(members)
+
+
+def _backed_by_most(view: View, here: Fragment, head: Head) -> bool:
+    """Whether most of the other peers took the author of a head for the syncer when they met this peer, or do now."""
+    term = (head.term, head.author)
+    others = [m.peer for m in view.members.all() if m.holds and not m.status.gone]
+    backers = [one for one in others if one == head.author or term in (here.votes.get(one), here.met.get(one))]
+    return 2 * len(backers) > len(others)
 
 
 def donors(view: View, fragment: int, version: int) -> list[str]:

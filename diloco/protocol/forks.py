@@ -24,11 +24,12 @@ from statistics import median
 
 from diloco.protocol.fragment import Fragment
 from diloco.protocol.heads import lines_digest, shares_digest, sign_head
+from diloco.protocol.messages.bulk import Anchor
 from diloco.protocol.messages.heads import Head, Record
 from diloco.protocol.shares import Share
 from diloco.protocol.view import View
 
-__all__ = ["CAP", "outweighs", "renumbered"]
+__all__ = ["CAP", "goes_on", "outweighs", "renumbered"]
 
 CAP = 2.0  # times the median
 
@@ -47,6 +48,17 @@ def outweighs(theirs: Mapping[str, Share], mine: Mapping[str, Share], digests: t
     lead = sum(max(-most, min(most, lead)) for lead in leads)
     ahead = sum((lead > 0) - (lead < 0) for lead in leads)
     return (lead, ahead, digests[1]) > (0, 0, digests[0])
+
+
+def goes_on(theirs: Anchor, here: Fragment) -> bool:
+    """Whether the syncer takes their anchor over. One of an older term must be of a history that parted, because
+    nobody goes on from the newest version after another peer was elected.
+    """
+    newest = 0 if here.record is None else here.record.head.term
+    older = theirs.record is not None and theirs.record.head.term < newest
+    if older and all(_tokens(theirs.shares, peer) >= _tokens(here.shares, peer) for peer in here.shares):
+        return False
+    return outweighs(theirs.shares, here.shares, (theirs.digest, here.digest))
 
 
 def renumbered(view: View, here: Fragment, term: int, version: int, state: tuple[bytes, int, int]) -> Record:

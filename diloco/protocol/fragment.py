@@ -77,7 +77,7 @@ class Fragment:
         elected_at: when this peer began to believe it.
         told: the version of which each peer was sent the head here, because it has another anchor.
         claims: of peers that this one does not believe, by peer.
-        votes: whom each peer believes to hold the fragment, with the term.
+        votes: whom each peer believes to hold the fragment, with the term. met: whom it believed in its hello.
         term: the highest term that was ever seen.
         floor: this peer claims above it: it may have signed versions under lower terms, in a life before this one.
         vacant_since: since when the fragment has had no living syncer; None while it has one.
@@ -99,6 +99,7 @@ class Fragment:
     elected_at: float = 0.0
     claims: dict[str, Waiting] = field(default_factory=dict)
     votes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    met: dict[str, tuple[int, str]] = field(default_factory=dict)
     term: int = 0
     floor: int = 0
     vacant_since: float | None = None

@@ -73,10 +73,13 @@ class Peer(Elector):
                 self.leases.vacate(lease.fragment)  # the peer restarted and does not know of its lease
         for fragment in self.fragments:
             fragment.votes.pop(peer, None)
+            fragment.met.pop(peer, None)
             if (waiting := fragment.claims.get(peer)) and (fragment.index, waiting.claim.term) not in claimed:
                 del fragment.claims[peer]
         for vote in hello.votes:
             self._heard_vote(peer, vote)
+            if vote.fragment < len(self.fragments):
+                self.fragments[vote.fragment].met[peer] = (vote.term, vote.holder)
         for claim in hello.claims:
             actions += self._heard_claim(peer, claim, now)
         return actions + self.tick(now)
@@ -124,6 +127,7 @@ class Peer(Elector):
             fragment.claims.pop(peer, None)
             fragment.votes.pop(peer, None)
             fragment.told.pop(peer, None)
+            fragment.met.pop(peer, None)
         self.accounts.dealer.give_back(peer)
         kind = "leave" if member.status.gone else "lost"
         return [Note(kind, {"peer": peer, "name": member.name, "why": why, "live": len(self.members) + 1})]

@@ -16,7 +16,7 @@ from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.state import state_root
 from diloco.protocol.belief import doubt
-from diloco.protocol.forks import outweighs, renumbered
+from diloco.protocol.forks import goes_on, renumbered
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.limits import LONGEST_DOUBT_S
 from diloco.protocol.messages.heads import Record
@@ -227,9 +227,7 @@ class Anchors:
                 raise PayloadError(f"version {version} is not newer than what is here")
             if leaps_too_far(here.version, version):
                 raise PayloadError(f"no run gets from version {here.version} to version {version}")
-            if here.syncer is not None and not outweighs(
-                state.header.shares, here.shares, (state.header.digest, here.digest)
-            ):
+            if here.syncer is not None and not goes_on(state.header, here):
                 self._context.note("lighter_history", fragment=fragment, peer=state.donor, version=version)
                 doubt(self._protocol, fragment, state.donor, version)
                 self._protocol.catch_up_failed(fragment)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from diloco.config import WIRE_VERSION
-from diloco.protocol.actions import Action, Broadcast, Condemn, Note, Release, Tell
-from diloco.protocol.belief import donors, doubt, unbelieved
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Condemn, Note, Release, Renumber, Tell
+from diloco.protocol.belief import donors, doubt, number_to_pass, unbelieved
 from diloco.protocol.elections import believes
 from diloco.protocol.limits import CLAIMS_AGAINST_THE_LIVING
 from diloco.protocol.messages.control import Claim, Hello, Status, Vote, mark
 from diloco.protocol.messages.heads import Proof, Record
+from diloco.protocol.numbers import LEAP
 from diloco.protocol.peer import Peer
 from diloco.protocol.succession import CLAIM_PATIENCE_S
 from tests.protocol_helpers import MANIFEST, Keys, digest_of, record_of
@@ -341,6 +342,36 @@ def test_a_peer_that_was_away_believes_what_most_have() -> None:
         peer.connected(name, hello_of(status=status_of(1, digest)), 0.0)
     assert unbelieved(peer, record("gone", 7), "a") is None
     assert unbelieved(peer, record("gone", 7, digest=TWO), "e") is not None
+
+
+def test_a_syncer_passes_the_number_of_a_history_that_does_not_go_on() -> None:
+    syncer = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
+    syncer.tick(0.0)
+    for name in ("e", "x", "y"):
+        syncer.connected(name, hello_of(), 1.0)
+    syncer.heard("e", status_of(7, TWO), 2.0)
+    assert [each.donors for each in syncer.tick(LATER) if isinstance(each, CatchUp)] in ([("e",)], [])
+    doubt(syncer, 0, "e", 7)
+    syncer.catch_up_failed(0)
+    assert [each for each in syncer.tick(2 * LATER) if isinstance(each, Renumber)] == [Renumber(0, 7)]
+    syncer.catch_up_failed(0)
+    doubt(syncer, 0, "e", LEAP + 1)
+    assert number_to_pass(syncer, 0) == 0, "nobody makes so many versions; one member does not use up the numbers"
+    syncer.lost("e", 3 * LATER, "connection reset")
+    assert number_to_pass(syncer, 0) == 0
+
+
+def test_of_another_history_a_syncer_believes_the_author_whom_most_backed() -> None:
+    syncer = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
+    syncer.tick(0.0)
+    syncer.adopted(0, 1, ONE, 1.0, contributors={"h": 10}, record=record("h", 1))
+    parted = record_of(3, TWO, TWO, {"a": 10}, author="e", term=5)
+    for name in ("e", "x"):
+        syncer.connected(name, hello_of(votes=(Vote(fragment=0, term=5, holder="e"),)), LATER)
+    syncer.connected("y", hello_of(), LATER)
+    assert unbelieved(syncer, parted, "x") is None, "two of three others"
+    syncer.connected("z", hello_of(), LATER)
+    assert "few have it" in str(unbelieved(syncer, parted, "x")), "two of four"
 
 
 # -- proofs -----------------------------------------------------------------------------------------------------------

@@ -103,6 +103,25 @@ def test_a_line_of_an_earlier_version_is_not_counted_again() -> None:
     assert "a signed 30 tokens, and has 60" in str(does_not_follow(again, 1, ONE, shares, clock=True))
 
 
+def test_a_head_without_contributions_gives_the_same_anchor_a_higher_number() -> None:
+    shares = credited({}, 1, TOKENS, {})
+    empty: dict[str, Any] = {"shares": shares, "author": "s", "skipped": 8}
+    moved = certified([], 9, ONE, ONE, **empty)
+    assert wrong_record(ANYBODY, MANIFEST, moved) is None
+    assert does_not_follow(moved, 1, ONE, shares, clock=True) is None
+    after = record_of(10, ONE, TWO, {"a": 5}, shares=shares, skipped=8)
+    assert does_not_follow(after, 9, ONE, shares, clock=True, skipped=8) is None
+    for wrong in (
+        certified([], 9, ONE, ONE, **{**empty, "skipped": 7}),
+        certified([], 9, ONE, TWO, **empty),
+        certified([line_of("a", 0, ZERO, 5, before=30)], 9, ONE, ONE, **empty),
+        certified([], 1, ONE, ONE, **{**empty, "skipped": 0}),
+        record_of(10, ONE, TWO, {"a": 5}, shares=shares, skipped=9),
+    ):
+        version, skipped = (9, 8) if wrong.version == 10 else (1, 0)
+        assert "does not follow" in str(does_not_follow(wrong, version, ONE, shares, clock=True, skipped=skipped))
+
+
 @given(st.binary(max_size=700))
 def test_any_bytes_are_a_signature_or_none(signature: bytes) -> None:
     assert "not signed" in str(wrong_record(ANYBODY, MANIFEST, altered(first(), signature=signature)))

@@ -5,8 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.forks import outweighs
+from diloco.protocol.forks import goes_on, outweighs
+from diloco.protocol.fragment import Fragment
+from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.shares import Share
+from tests.protocol_helpers import digest_of, record_of
+
+ZERO, ONE, TWO = (digest_of(version) for version in range(3))
 
 
 def shares(**tokens: int) -> dict[str, Share]:
@@ -49,6 +54,17 @@ def test_a_peer_that_was_alone_and_fast_does_not_outweigh_the_others() -> None:
 @given(st.integers(1, 2**61))
 def test_no_number_of_tokens_that_one_peer_claims_outweighs_three_others(claimed: int) -> None:
     assert outweighs(shares(b=100, c=100, d=100), shares(a=claimed))
+
+
+def test_nobody_goes_on_from_the_newest_version_under_an_older_term() -> None:
+    here = Fragment(0, 2, ONE, shares=shares(a=10, b=10), record=record_of(2, ZERO, ONE, {"a": 5}, term=3))
+
+    def theirs(term: int, **tokens: int) -> StateHeader:
+        record = record_of(5, ONE, TWO, {"a": 5}, term=term, author="a")
+        return StateHeader(fragment=0, digest=TWO, record=record, shares=shares(**tokens), outer=False)
+
+    assert goes_on(theirs(3, a=20, b=10), here) and not goes_on(theirs(2, a=20, b=10), here)
+    assert goes_on(theirs(2, a=30, b=5), here), "it parted from this one earlier"
 
 
 def test_of_two_peers_that_parted_the_one_that_did_more_goes_on() -> None:

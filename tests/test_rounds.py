@@ -21,6 +21,7 @@ from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Hold, Merge, Release
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
+from diloco.protocol.heads import wrong_record
 from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
 from diloco.protocol.peer import Peer
@@ -262,6 +263,25 @@ def test_a_donor_that_cannot_be_reached_is_asked_once_and_the_next_one_then() ->
         host.client.answers = {0: ConnectionError("gone")}
         await host.anchors.catch_up(0, [OTHER, "third"])
         assert host.client.asked == [0, 0] and host.notes.count("fetch_failed") == 2
+
+    run(scene)
+
+
+def test_a_higher_number_moves_neither_the_anchor_nor_what_is_learned_from_it() -> None:
+    async def scene() -> None:
+        host, follower = StubHost(ME), StubHost(OTHER)
+        for one in (host, follower):
+            await one.anchors.load()
+        host.parameters["w"].sub_(1.0)
+        await host.anchors.renumber(0, 5)
+        here = host.protocol.fragments[0]
+        assert (here.version, here.steps, here.digest) == (6, 0, follower.protocol.digests[0])
+        assert wrong_record(Keys(OTHER), MANIFEST, here.record) is None and here.record.head.author == ME
+        header = StateHeader(fragment=0, digest=here.digest, record=here.record, outer=False)
+        await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
+        assert follower.protocol.versions == [6] and follower.protocol.steps == 0
+        assert await host.exchange() == (0, 7), "a contribution from the anchor that has the number 6 now"
+        assert host.protocol.steps == 1
 
     run(scene)
 

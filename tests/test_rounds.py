@@ -280,6 +280,11 @@ def test_a_higher_number_moves_neither_the_anchor_nor_what_is_learned_from_it() 
         header = StateHeader(fragment=0, digest=here.digest, record=here.record, outer=False)
         await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
         assert follower.protocol.versions == [6] and follower.protocol.steps == 0
+        shares = {OTHER: Share(1, 10, 1, 7)}
+        record = record_of(7, here.digest, here.digest, {}, shares=shares, author=ME)
+        header = StateHeader(fragment=0, digest=here.digest, record=record, shares=shares, outer=False)
+        await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
+        assert follower.protocol.fragments[0].shares == shares, "of the same anchor, made in another way"
         assert await host.exchange() == (0, 7), "a contribution from the anchor that has the number 6 now"
         assert host.protocol.steps == 1
 

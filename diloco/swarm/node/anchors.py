@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from diloco.outer.state import state_root
 from diloco.protocol.belief import doubt
 from diloco.protocol.forks import goes_on, renumbered
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
+from diloco.protocol.heads import shares_digest
 from diloco.protocol.limits import LONGEST_DOUBT_S
 from diloco.protocol.messages.heads import Record
 from diloco.protocol.numbers import leaps_too_far
@@ -266,7 +268,7 @@ class Anchors:
     async def _replace(self, state: FragmentState) -> None:
         header, fragment = state.header, state.header.fragment
         here = self._protocol.fragments[fragment]
-        if header.digest == here.digest and header.record is not None and state.outer is None and here.syncer is None:
+        if here.syncer is None and state.outer is None and _only_renumbers(header.record, here):
             self._renumbered(here, header.record)
             return
         await self.about_to_move(fragment)
@@ -326,6 +328,11 @@ class Anchors:
             note("applied_after_all", tokens=tokens, base_version=base_version, why=why)
         if recount.lost:
             note("discarded", tokens=sum(recount.lost.values()), base_version=min(recount.lost), why=why)
+
+
+def _only_renumbers(record: Record | None, here: Fragment) -> TypeGuard[Record]:
+    """Whether a certificate names the anchor and the contributions that are here, maybe under another number."""
+    return record is not None and (record.digest, record.head.shares) == (here.digest, shares_digest(here.shares))
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -58,6 +58,12 @@ class Anchors:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
+    @property
+    def steps(self) -> int:
+        """The fewest outer steps that led to what the local parameters started from."""
+        loaded = zip(self.loaded, self._protocol.fragments, strict=True)
+        return max(0, min(version - fragment.skipped for (version, _), fragment in loaded))
+
     async def load(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
         """The local parameters of these fragments (all by default) become the anchors as they are now."""
         for fragment in range(len(self.loaded)) if fragments is None else fragments:

@@ -341,14 +341,8 @@ class Node:
         """The lowest version that the local parameters started from."""
         return min(version for version, _ in self._anchors.loaded)
 
-    @property
-    def _steps(self) -> int:
-        """The fewest outer steps that led to what the local parameters started from."""
-        loaded = zip(self._anchors.loaded, self.protocol.fragments, strict=True)
-        return max(0, min(version - fragment.skipped for (version, _), fragment in loaded))
-
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        clock = self._steps, self.protocol.applied_tokens
+        clock = self._anchors.steps, self.protocol.applied_tokens
         if not self.replica.settings.barrier:  # the others went on while this peer exchanged
             clock = self.protocol.swarm_clock()
         return Exchanged(*clock, discarded, seconds, position)
@@ -382,7 +376,7 @@ class Node:
     async def load_anchors(self) -> int:
         """At the very end, the local parameters become the anchors; returns how many outer steps led to them."""
         await self._anchors.load()
-        return self._steps
+        return self._anchors.steps
 
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""

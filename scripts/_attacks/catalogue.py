@@ -29,5 +29,4 @@ OPEN = {
     "seems-to-get-on": "a peer's own word says that it gets on",
     "false-moments": "moments are believed",
     "all-data": "any data may be named as applied or had",
-    "lone-fast-peer": "the history with the higher version wins",
 }

@@ -331,11 +331,9 @@ class Attachment:
         self.island.share_(self.parameters.values())
         self.discarded_tokens += adopted.discarded_tokens
         self.exchanged |= adopted.version > self.version or not outer.barrier
-        if outer.barrier and adopted.version < self.version:  # another history won, which has had fewer outer steps
-            self.version = self._round_version = adopted.version
-        self.version = max(adopted.version, self.version)
-        self.applied_tokens = adopted.applied_tokens  # less than before when another history won
-        if self.version > self._round_version:
+        self.version = adopted.version if outer.barrier else max(adopted.version, self.version)
+        self.applied_tokens = adopted.applied_tokens  # both are less than before when another history won
+        if self.version != self._round_version:
             self._round_version = self.version
             own.end_round()
             self.report(own.loss)

@@ -125,8 +125,8 @@ MUTANTS = [
         "successor-merges-again",
         "A successor does not know what is in its anchor, and merges a contribution that is in it.",
         "diloco.protocol.peer",
-        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)",
-        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by)",
+        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged, opened_at)",
+        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, now=opened_at)",
         first=447,
     ),
     Mutant(
@@ -236,8 +236,8 @@ MUTANTS = [
         "late-offer-survives-a-fetched-version",
         "A contribution on its way is in the version that its syncer fetched, and is merged once more.",
         "diloco.protocol.syncer",
-        "if self.folds_whole and not offer.whole and offer.base_version > self._merged.get(peer, -1)",
-        "if self.folds_whole and not offer.whole",
+        "if self.collects(peer) and not offer.whole and offer.base_version > self._merged.get(peer, -1)",
+        "if self.collects(peer) and not offer.whole",
         test="tests/test_protocol_syncer.py::test_what_is_on_its_way_is_dropped_when_the_version_that_was_caught_up_with_holds_it",
     ),
     Mutant(

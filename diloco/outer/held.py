@@ -87,10 +87,10 @@ class Held:
         self._clips = settings.judging == "recent"
         self._update_at = self.down.offsets(fragment.numel)
 
-    def take(self, chunk: int, peer: str, payload: Tensor, weight: float) -> None:
-        """Stage or fold a received chunk, as the merge rule needs it."""
+    def take(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
+        """Stage or fold a received chunk, as the merge rule needs it; `judge` is told the discount of what is staged."""
         if self.staged is None:
-            self.fold(chunk, payload, weight)
+            self.fold(chunk, payload, weight, discount)
         else:
             self.staged.put(peer, chunk, payload)
 
@@ -128,14 +128,14 @@ class Held:
             self.average.add_(into, values, weight * discount, scale)
         into.weight += weight
 
-    def judge(self, weights: Mapping[str, float]) -> Judged:
-        """What the staged contributions of these peers count; fewer than `MIN_JUDGED` count their weights."""
+    def judge(self, weights: Mapping[str, float], discounts: Mapping[str, float] = MappingProxyType({})) -> Judged:
+        """What the staged contributions of these peers count, those that are late at a discount."""
         assert self.rule is not None and self.staged is not None, "contributions are folded in as they arrive"
         peers = sorted(weights)
         by_peer = [weights[peer] for peer in peers]
-        if len(peers) < MIN_JUDGED:
-            return peers, Judgement.plain(by_peer)
-        return peers, self.rule.judge(self.staged, peers, by_peer)
+        few = len(peers) < MIN_JUDGED
+        judged = Judgement.plain(by_peer) if few else self.rule.judge(self.staged, peers, by_peer)
+        return peers, judged.discounted([discounts.get(peer, 1.0) for peer in peers])
 
     def merge_(self, step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
         """Make the next version: fill its `update` (uint8), move the anchor, and return its digest.

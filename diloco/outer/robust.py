@@ -24,7 +24,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,11 @@ class Judgement:
     def plain(cls, weights: Sequence[float]) -> Judgement:
         """Every contribution counts its weight."""
         return cls(tuple(weights), tuple(weights))
+
+    def discounted(self, discounts: Sequence[float]) -> Judgement:
+        """The same with coefficients that are multiplied by these factors; a factor below 1 shrinks the step."""
+        coefficients = tuple(one * factor for one, factor in zip(self.coefficients, discounts, strict=True))
+        return replace(self, coefficients=coefficients)
 
     @property
     def scales(self) -> list[float]:

@@ -25,6 +25,7 @@ from diloco.protocol.syncer import Syncer
 __all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable"]
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
+REMEMBERED = 128  # versions whose digests are kept: so late a contribution may be
 LEAP = 2**20  # No honest claim is this far above the known term, so one message cannot exhaust the terms.
 
 
@@ -66,6 +67,7 @@ class Fragment:
         busy: what is being done to the anchor.
         handed_over: this peer leaves and gave the outer state away; a later version would be missing from that.
         closed_at: when the merge that is under way was decided.
+        past: digests of the versions before this one, as far as they were here in a row.
     """
 
     index: int
@@ -80,9 +82,14 @@ class Fragment:
     busy: Busy = Busy.NO
     handed_over: bool = False
     closed_at: float | None = None
+    past: dict[int, str] = field(default_factory=dict)
 
-    def move(self, version: int, digest: str, now: float) -> None:
-        """The anchor is at that version now."""
+    def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
+        """The anchor is at that version now: the next one of its history, or by a `leap` one of any history."""
+        past = {} if leap else {**self.past, self.version: self.digest}
+        while len(past) > REMEMBERED:
+            del past[next(iter(past))]
+        self.past = past
         self.version, self.digest, self.came_at = version, digest, now
 
     def ended(self, work: Busy) -> None:

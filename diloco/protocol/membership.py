@@ -38,9 +38,11 @@ class Member:
     device: str = ""
     interval_s: float = 0.0
     round_versions: list[int] | None = None  # its anchors when it began the round that it is in
+    began_at: float = 0.0  # when it was heard to begin that round
+    pace: float = 0.0  # inner steps per second, as it said when it took steps last; lower while it saves or evaluates
 
     def __post_init__(self) -> None:
-        self._note_round()
+        self._note_round(begins=True)
 
     def hear(self, status: Status, now: float) -> None:
         """Take in a status; the interval between statuses is measured as a moving average."""
@@ -49,15 +51,19 @@ class Member:
         moved = (status.state, status.versions, status.inner_step)
         if moved != (self.status.state, self.status.versions, self.status.inner_step):
             self.progress_at = now
+        if status.inner_step != self.status.inner_step and status.steps_per_s > 0:
+            self.pace = status.steps_per_s
+        begins = self.status.state != "training" or status.inner_step < self.status.inner_step
         self.heard_at = now
         if status.figures is None and self.status.figures is not None:
             status = status.model_copy(update={"figures": self.status.figures})
         self.status = status
-        self._note_round()
+        self._note_round(begins)
 
-    def _note_round(self) -> None:
-        if self.status.state == "training":
-            self.round_versions = self.status.versions
+    def _note_round(self, begins: bool) -> None:
+        """A syncer's anchors may move on while it trains, if it is too slow for the others."""
+        if self.status.state == "training" and begins:
+            self.began_at, self.round_versions = self.heard_at, self.status.versions
 
     def silence_s(self) -> float:
         """Seconds of silence after which this peer counts as gone, from its own measured heartbeat."""

@@ -198,13 +198,13 @@ class Peer(View):
             self.accounts.credit(fragment, version, contributors)
         if version == fragment.version and digest != fragment.digest and version > 0:
             self.heals += 1
-        fragment.move(version, digest, now)
+        fragment.move(version, digest, now, leap=contributors is None)
         fragment.closed_at = None  # of a version that was made here
         actions = self._tell(now)
         syncer = fragment.syncer
         if syncer is not None and version >= syncer.version:
             # The contributions that were collected refer to the anchor that was replaced.
-            syncer.advance(version, fragment.merged())
+            syncer.advance(version, fragment.merged(), now)
             fragment.busy = Busy.NO
             if index == CONTROL_FRAGMENT:
                 self.accounts.deal()
@@ -236,7 +236,8 @@ class Peer(View):
         if header.base_version == fragment.version and header.base_digest != fragment.digest:
             reason = f"version {fragment.version} of fragment {header.fragment} is another anchor here"
             return Verdict(accepted=False, reason=reason, version=syncer.version, term=syncer.term)
-        verdict = syncer.offer(peer, header, self.num_trainers(), now)
+        carried = fragment.past.get(header.base_version) == header.base_digest and not self.over()
+        verdict = syncer.offer(peer, header, self.num_trainers(), now, self.fill_rate(peer), carried)
         if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
             self.accounts.dealer.offered(peer, header.units)
         return verdict
@@ -251,8 +252,9 @@ class Peer(View):
     def arrived(self, peer: str, fragment: int, now: float) -> list[Action]:
         """The whole payload of a contribution is folded in."""
         syncer = self.fragments[fragment].syncer
+        member = self.members.get(peer)
         if syncer is not None:
-            syncer.arrived(peer)
+            syncer.arrived(peer, now, 0.0 if member is None else member.began_at)
         return self.tick(now)
 
     def published(self, index: int, digest: str, contributors: Mapping[str, int], now: float) -> list[Action]:
@@ -264,7 +266,7 @@ class Peer(View):
             return []
         took_s = 0.0 if fragment.closed_at is None else now - fragment.closed_at
         self.sync_s = max(took_s, self.sync_s)
-        syncer.advance(syncer.version + 1)
+        syncer.advance(syncer.version + 1, now=now)
         fragment.move(syncer.version, digest, now)
         self.accounts.credit(fragment, syncer.version, contributors)
         twice = self.accounts.apply_units(syncer.version, contributors) if index == CONTROL_FRAGMENT else []
@@ -286,6 +288,8 @@ class Peer(View):
         grace_ends = []
         for fragment in self.fragments:
             syncer = fragment.syncer
+            if syncer is not None and self.lockstep and self.over():
+                syncer.drop_late()
             if syncer is None or fragment.busy is not Busy.NO or fragment.handed_over or not syncer.may_close(now):
                 continue
             if waited_for is None:
@@ -315,9 +319,9 @@ class Peer(View):
         self._opened = self._opened or (not self.newcomer and enough)
         if not (self._opened and self.holds) or self.gone:
             return []
-        return [action for fragment in to_claim(self, now) for action in self._take(fragment)]
+        return [action for fragment in to_claim(self, now) for action in self._take(fragment, now)]
 
-    def _take(self, fragment: Fragment) -> list[Action]:
+    def _take(self, fragment: Fragment, now: float) -> list[Action]:
         """Claim a vacant fragment, or first catch up with the highest version that anyone has."""
         index, lease = fragment.index, fragment.lease
         if fragment.busy is not Busy.NO:
@@ -337,5 +341,6 @@ class Peer(View):
         claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest))
         actions = self._heard_claim(self.me, claim)
         made_by, merged = fragment.contributors(), fragment.merged()
-        fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)
+        opened_at = now if fragment.came_at is None else fragment.came_at
+        fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged, opened_at)
         return [*actions, Hold(index, term), Broadcast(claim)]

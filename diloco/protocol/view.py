@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import inf
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
@@ -14,10 +15,11 @@ from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
 from diloco.protocol.pace import Pace
-from diloco.protocol.penalties import Penalties, implausible
+from diloco.protocol.penalties import Penalties
 from diloco.protocol.rendezvous import assign
 from diloco.protocol.states import STATES, State
 from diloco.protocol.syncer import SYNC, Syncer
+from diloco.protocol.work import fill_rate, impossible
 
 __all__ = ["View"]
 
@@ -175,15 +177,17 @@ class View:
             return f"a control stream does not carry {type(message).__name__}"
         return message.misfit(len(self.fragments))
 
-    def implausible(self, peer: str, header: Contribution, now: float) -> str | None:
+    def implausible(self, header: Contribution) -> str | None:
         """What cannot be true of a contribution's claims, in one line; None when they can be."""
-        member = self.members.get(peer)
-        pace = 0.0 if member is None else member.status.steps_per_s
-        fragment = self.fragments[header.fragment] if header.fragment < len(self.fragments) else None
-        since_base_s = None
-        if fragment is not None and fragment.came_at is not None and member is not None:
-            since_base_s = now - fragment.came_at if fragment.version == header.base_version else None
-        return implausible(header, self.tokens_per_step, self.outer.sync_every, pace, since_base_s)
+        return impossible(header, self.tokens_per_step, self.outer.sync_every)
+
+    def fill_rate(self, peer: str) -> float:
+        """How many inner steps per second a peer may claim, by the paces of the others; this peer believes itself."""
+        if peer == self.me:
+            return inf
+        others = (member for member in self.members.all() if member.trains and member.status.counted_in)
+        mine = [self._myself.pace] if self.trains and self._myself is not None else []
+        return fill_rate([*mine, *(member.pace for member in others if member.peer != peer)])
 
     # -- when to train ------------------------------------------------------------------------------------------------
 
@@ -304,6 +308,10 @@ class View:
         newest = (f.version if f.lease is None else max(f.version, f.lease.version) for f in self.fragments)
         control = self.fragments[CONTROL_FRAGMENT].lease
         return min(newest), max(self.applied_tokens, 0 if control is None else control.applied_tokens)
+
+    def over(self) -> bool:
+        """Whether a peer is done with training, so that in lockstep there is no next version."""
+        return "done" in (self.state, *(member.status.state for member in self.members.all()))
 
     def ended_as_one(self) -> bool:
         """Whether all peers that train are done, and (where they do not end in lockstep) all have the same anchors."""

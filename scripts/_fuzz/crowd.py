@@ -254,7 +254,8 @@ class Crowd:
         if life.leaving:
             return
         with sync:
-            life.checkpoint = life.checkpoint or self._checkpoint(sync, sync.saved(), optimizer)
+            with sync.checkpointing() as live:
+                life.checkpoint = life.checkpoint or self._checkpoint(sync, live, optimizer)
             while not sync.interrupted and sync.version < self.goal:
                 life.lockstep.call(asyncio.sleep(member.step_s * r.uniform(0.9, 1.1)))
                 if take is not None:

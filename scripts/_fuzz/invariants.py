@@ -147,8 +147,8 @@ class Watch:
         taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; a few values, or zeros, may be those of others
         folded: list[bytes] = []
 
-        def takes(chunk: int, peer: str, payload: Tensor, weight: float) -> None:
-            take(chunk, peer, payload, weight)
+        def takes(chunk: int, peer: str, payload: Tensor, *counts: float) -> None:
+            take(chunk, peer, payload, *counts)
             taken.setdefault(peer, []).append(payload.numpy().tobytes())
 
         def folds(payloads: Sequence[Tensor], *rest: Any) -> None:

@@ -3,7 +3,7 @@
 1. Contributor: header. Syncer: verdict, which says from which chunk on it wants the payload.
 2. Contributor: payload chunk by chunk, each encoded just before it is sent. At a barrier the syncer validates each
    chunk on arrival and folds it in. With a quorum it collects the whole payload first, because the version may close
-   at any moment.
+   at any moment; so it does at a barrier with what comes late.
 3. Syncer: receipt. Both wait for the version to close.
 4. Syncer: the update record, or several in a row if other versions were published meanwhile, or the state if that is
    smaller. The contributor adopts what comes once it is whole.
@@ -13,6 +13,7 @@ The syncer's own contribution takes the same way through `fold_chunk` or `fold_w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
     version closed without this contribution, or the fragment got another syncer.
     """
     protocol, fragment = context.protocol, header.fragment
-    claim = protocol.implausible(stream.peer, header, context.now())
+    claim = protocol.implausible(header)
     if claim is not None:
         raise Offence(claim)
     verdict = protocol.offer(stream.peer, header, context.now())
@@ -97,17 +98,24 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
     syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
     assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
     await stream.send(verdict)
+    collects = syncer.collects(stream.peer)
     if verdict.first_chunk < len(context.replica.chunks[fragment]):  # else it is here, from a stream that broke later
-        if syncer.folds_whole:
+        if collects:
             before = await _collect(context, stream, syncer, header.base_version)
         else:
             await _fold_on_arrival(context, stream, syncer, header.base_version, verdict.first_chunk)
     await stream.send(Receipt())
-    await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not context.holds(syncer))
+    await context.tasks.until(
+        lambda: (
+            protocol.fragments[fragment].version > before
+            or not context.holds(syncer)
+            or not syncer.keeps(stream.peer, header.base_version)
+        )
+    )
     closed_at = protocol.fragments[fragment].closed_at
     if records := context.records_since(fragment, header.base_version):
         await framing.send_records(stream, records, context.replica)
-    elif syncer.folds_whole and context.holds(syncer):
+    elif collects and context.holds(syncer):
         await framing.send_state(stream, await copy_state(context, fragment), context.replica)
     else:
         raise _another_syncer(fragment)
@@ -138,10 +146,14 @@ async def _fold_on_arrival(
 
 
 async def _collect(context: Context, stream: Stream, syncer: Syncer, base_version: int) -> int:
-    """With a quorum: receive a contribution whole and fold it in; returns the version that it was not in yet."""
+    """Receive a contribution whole and fold it in; returns the version that it was not in yet.
+
+    It is folded in as soon as the steps that it claims are paid for, and not while the version is closing.
+    """
     fragment = syncer.fragment
     chunks = range(len(context.replica.chunks[fragment]))
     payloads = [await _receive_chunk(context, stream, fragment, chunk) for chunk in chunks]
+    await asyncio.sleep(max(0.0, syncer.counts_at(stream.peer) - context.now()))
     async with context.locks[fragment].writing():
         with offences():
             before = await fold_whole(context, syncer, stream.peer, base_version, payloads)
@@ -190,6 +202,12 @@ async def fold_whole(
     if not context.holds(syncer) or not syncer.wants(peer, 0, base_version):
         return None
     weight, discount = syncer.weight(peer), syncer.discount(peer)
+    if context.protocol.outer.barrier:  # the others' chunks go into the same sums in this thread
+        for chunk, payload in enumerate(payloads):
+            held.take(chunk, peer, payload, weight, discount)
+            syncer.folded(peer)
+        context.do(context.protocol.arrived(peer, syncer.fragment, context.now()))
+        return before
     for _ in payloads:
         syncer.folded(peer)
     context.do(context.protocol.arrived(peer, syncer.fragment, context.now()))

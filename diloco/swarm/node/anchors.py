@@ -6,7 +6,7 @@ reads or moves an anchor holds the fragment's lock until the thread has ended an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.shares import Share
+from diloco.protocol.states import STATES
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
@@ -38,8 +39,7 @@ class Anchors:
         self._context = context
         self._protocol = context.protocol
         self._replica = context.replica
-        outer = context.replica.settings
-        self._keeps_bases = context.protocol.trains and (outer.staleness_limit > 0 or outer.round_late)
+        self._outer = context.replica.settings
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
         self.own_tokens = own_tokens
@@ -186,7 +186,7 @@ class Anchors:
 
     async def _apply(self, record: UpdateRecord) -> str:
         header = record.header
-        await self.about_to_move(header.fragment)
+        await self.about_to_move(header.fragment, header.contributors)
         self._protocol.accounts.hear_data_cursor(header)
         step = OuterStep(header.version - 1, len(header.contributors), header.pushes, header.delay)
         digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
@@ -205,7 +205,8 @@ class Anchors:
 
     async def _replace(self, state: FragmentState) -> None:
         header, fragment = state.header, state.header.fragment
-        await self.about_to_move(fragment)
+        base, _ = self.loaded[fragment]
+        await self.about_to_move(fragment, [peer for peer, share in header.shares.items() if share.last_version > base])
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
         if state.outer is not None:
             self._replica.hold(fragment, header.version, *state.outer)
@@ -214,11 +215,15 @@ class Anchors:
             self._protocol.accounts.hear_data_cursor(header)
         self.moved(fragment, header.version, header.digest, state.outer is not None, shares=header.shares)
 
-    async def about_to_move(self, fragment: int) -> None:
+    async def about_to_move(self, fragment: int, contributors: Collection[str]) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
         the next version is there. The lock is held.
+
+        At one barrier of all, nothing of it is needed once this peer is among the contributors.
         """
-        if self._keeps_bases:
+        outer, protocol = self._outer, self._protocol
+        settled = outer.lockstep and (protocol.me in contributors or not STATES[protocol.state].in_round)
+        if protocol.trains and (outer.carries_late or outer.round_late) and not settled:
             await in_thread(self._replica.keep_base, fragment)
 
     def moved(

@@ -137,7 +137,7 @@ class Rounds:
         steps, tokens = count
         exchange = Exchange(
             fragment, *self._anchors.loaded[fragment], steps, tokens, self._protocol.manifest_hash,
-            may_be_late=self._settings.staleness_limit > 0, begun_at=self._context.now(),
+            may_be_late=self._settings.carries_late, begun_at=self._context.now(),
         )  # fmt: skip
         if fragment == CONTROL_FRAGMENT:
             exchange.units = self._units.data.send()
@@ -285,11 +285,12 @@ class Rounds:
             if not verdict.late:
                 await self._context.tasks.pause(RETRY_S)
             return
+        whole = True
         try:
             if verdict.first_chunk == len(self._replica.chunks[fragment]):
                 pass  # it is here, and its flight was interrupted
-            elif not syncer.folds_whole:
-                await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
+            elif not syncer.collects(me):
+                whole = await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
             elif (folded_before := await self._fold_whole(syncer, exchange.base_version)) is not None:
                 before = folded_before
             else:
@@ -301,27 +302,32 @@ class Rounds:
             raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None
         waiting_since = self._context.now()
         await self._context.tasks.until(
-            lambda: protocol.fragments[fragment].version > before or not self._context.holds(syncer)
+            lambda: (
+                protocol.fragments[fragment].version > before
+                or not self._context.holds(syncer)
+                or (whole and not syncer.keeps(me, exchange.base_version))
+            )
         )
         seconds.wait += self._context.now() - waiting_since
-        if syncer.version == before + 1:
+        if whole and syncer.version == before + 1:  # else it is late now
             exchange.recorded(syncer.last_contributors, me)
 
     async def _fold_whole(self, syncer: Syncer, base_version: int) -> int | None:
-        """With a quorum: fold in all of it. Returns the version that it was not in yet; None when it is not wanted."""
+        """Fold in all of it at once. Returns the version that it was not in yet; None when it is not wanted."""
         fragment = syncer.fragment
         async with self._context.locks[fragment].writing():
             chunks = range(len(self._replica.chunks[fragment]))
             payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
             return await fold_whole(self._context, syncer, self._protocol.me, base_version, payloads)
 
-    async def _fold_chunks(self, syncer: Syncer, base_version: int, first_chunk: int) -> None:
-        """At a barrier: fold in chunk by chunk, until the version closes without this peer."""
+    async def _fold_chunks(self, syncer: Syncer, base_version: int, first_chunk: int) -> bool:
+        """At a barrier: fold in chunk by chunk; False when the version closes meanwhile, without this peer."""
         me, fragment = self._protocol.me, syncer.fragment
         for chunk in range(first_chunk, len(self._replica.chunks[fragment])):
             if not self._context.holds(syncer) or not syncer.wants(me, chunk, base_version):
-                return
+                return False
             fold_chunk(self._context, syncer, me, chunk, self._replica.encode(fragment, chunk))
             if chunk + 1 < len(self._replica.chunks[fragment]):
                 await asyncio.sleep(0)  # lets the others' chunks in
         self._context.do(self._protocol.arrived(me, fragment, self._context.now()))
+        return True

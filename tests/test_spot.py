@@ -81,7 +81,7 @@ class Version:
         close = Close(self.syncer.fragment, 0, dict.fromkeys(self.peers, 1), ())
         held = self.replica.held[self.syncer.fragment]
         assert held.staged is not None
-        judged = held.judge(self.syncer.weights(self.peers))
+        judged = held.judge(*self.syncer.counted(self.peers))
         return asyncio.run(self.checks.failing(self, close, self.syncer, held.staged, judged))  # type: ignore[arg-type]
 
 

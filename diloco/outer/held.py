@@ -88,7 +88,7 @@ class Held:
         self._update_at = self.down.offsets(fragment.numel)
 
     def take(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
-        """Stage or fold a received chunk, as the merge rule needs it; `judge` is told the discount of what is staged."""
+        """Stage or fold a received chunk, as the merge rule needs it; `judge` gets the discounts of staged ones."""
         if self.staged is None:
             self.fold(chunk, payload, weight, discount)
         else:

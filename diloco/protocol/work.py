@@ -1,34 +1,30 @@
-"""Claims of work: what a contribution may claim, weigh and delay, by what others do. Sans-IO; pure but for `Credit`.
+"""Claims of work: what a contribution may claim and weigh, by what the other peers do. Sans-IO.
 
-    steps, tokens of a header -> `impossible`          no honest peer claims that, whatever happened to it
-    steps             -> `Credit` -> when they count   a bucket per peer, filled at the pace of the other peers
-    weights           -> `capped`                      at most twice the median
-    seconds of rounds -> `too_long`                    a peer for which nobody waits
-    arrivals          -> `patience_ends`               until when a version waits for those that are missing
+    header  -> `impossible`   no honest peer claims that, whatever happened to it
+    steps   -> `Credit`       a bucket per peer, filled at the pace of the others, says when they count
+    weights -> `Weights`      at most twice the median of their version
 
-A peer's word decides nothing about the peer itself: its pace, its round and its weight are compared with the others'.
+A peer's word decides nothing about the peer itself.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from diloco.config import OuterConfig
 from diloco.protocol.messages.bulk import Contribution
 
-__all__ = [
-    "MULTIPLE", "PATIENCE", "PATIENCE_FLOOR_S", "Credit", "capped", "fill_rate", "impossible", "patience_ends",
-    "too_long",
-]  # fmt: skip
+__all__ = ["MULTIPLE", "Credit", "Weights", "capped", "fill_rate", "impossible"]
 
 MULTIPLE = 4.0  # times the pace of the others at which a peer's claims may grow
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
 HEAVIEST = 2.0  # times the median weight
-PATIENCE = 3.0  # c: median rounds of the contributors for which a version waits
-PATIENCE_FLOOR_S = 20.0
-ROUND_FLOOR_S = 5.0  # Rounds are noisy: latencies, streams that broke, a first batch.
+KNOWN = 4  # Fewer weights of earlier contributions say nothing of another one.
+MEMORY = 8  # weights that are remembered
 MAX_PEERS = 4096  # whose credit is remembered
 
 
@@ -97,23 +93,56 @@ def capped(weights: Mapping[str, float]) -> dict[str, float]:
     return {peer: min(weight, most) for peer, weight in weights.items()}
 
 
-def too_long(round_s: float, others: Sequence[float]) -> bool:
-    """Whether a round of so many seconds is too long to wait for, beside the newest rounds of the other peers."""
-    return bool(others) and round_s > max(ROUND_FLOOR_S, PATIENCE * statistics.median_low(others))
+class Weights:
+    """What contributions to one fragment weigh (`outer.weights`), and the newest weights, for those folded in early.
 
-
-def patience_ends(arrivals: Sequence[tuple[float, float]], expected: int) -> float:
-    """Until when a version waits for the rest of so many `expected` contributions; inf while fewer than half are there.
-
-    The peer in the middle has arrived after a round of r seconds, so the rest has (c - 1) r seconds more: c rounds in
-    all. (Backup workers, arXiv 1604.00981, drop the last ones at once; here they are merged later.)
-
-    Args:
-        arrivals: for each contribution when it arrived, and after a round of how many seconds.
+    Equal contributions have weight 1, so that sums of 4- and 8-bit payloads are exact in fp32, in any order of arrival.
     """
-    half = (expected + 1) // 2
-    if not half or len(arrivals) < half:
-        return math.inf
-    in_order = sorted(arrivals)
-    round_s = statistics.median_low([seconds for _, seconds in arrivals])
-    return in_order[half - 1][0] + max(PATIENCE_FLOOR_S, (PATIENCE - 1) * round_s)
+
+    def __init__(self, settings: OuterConfig) -> None:
+        self._kind = settings.weights
+        self._recent: deque[float] = deque(maxlen=MEMORY)
+        self._unit = 0.0
+
+    def offered(self, tokens: int, steps: int) -> None:
+        """The first contribution to a version has the weight 1, if it is folded in as it arrives."""
+        self._unit = self._unit or self._alone(tokens, steps)
+
+    def on_arrival(self, tokens: int, steps: int) -> float:
+        """The weight of a contribution while the others to its version are not known.
+
+        It is over that of the first one offered. The cap is twice the median of the newest weights before the version.
+        """
+        self.offered(tokens, steps)  # it is unset if this one was offered for the version before
+        return self._alone(tokens, steps) / self._unit
+
+    def _alone(self, tokens: int, steps: int) -> float:
+        raw = self._raw(tokens, steps)
+        return raw if len(self._recent) < KNOWN else min(raw, HEAVIEST * statistics.median(self._recent))
+
+    def together(self, counts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+        """The weights of all contributions to a version, of so many tokens and steps, at most twice their median.
+
+        They are over the weight of the first peer by name, independent of the order of arrival.
+        """
+        weights = capped({peer: self._raw(*counts[peer]) for peer in sorted(counts)})
+        unit = next(iter(weights.values()))
+        return {peer: weight / unit for peer, weight in weights.items()}
+
+    def published(self, counts: Iterable[tuple[int, int]]) -> None:
+        """A version of these contributions is made."""
+        weights = {str(number): self._raw(*each) for number, each in enumerate(counts)}
+        self._recent.extend(capped(weights).values() if weights else ())
+
+    def restart(self) -> None:
+        """The next version collects from now on."""
+        self._unit = 0.0
+
+    def _raw(self, tokens: int, steps: int) -> float:
+        match self._kind:
+            case "tokens":
+                return float(tokens)
+            case "tokens2_per_step":  # Decoupled DiLoCo, arXiv 2604.21428
+                return tokens**2 / steps
+            case _:
+                return 1.0

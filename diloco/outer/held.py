@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +27,22 @@ from diloco.outer.merging import AVERAGES, JUDGES, Staged, Sum
 from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterStep, Transition
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
-from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
+from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, clip_few, norm_of, opposes
 from diloco.outer.spectrum import flatten_, matrices
 from diloco.outer.state import OuterState, adopt_
 
-__all__ = ["Held", "Judged"]
+__all__ = ["Held", "Judged", "Seen"]
 
 Judged = tuple[list[str], Judgement]
 """Contributors in the order of their names, and what each contribution counts."""
+
+
+class Seen(NamedTuple):
+    """What is seen of a chunk before it is folded in: its norm, that of the momentum there, whether it opposes it."""
+
+    norm: float
+    momentum: float
+    opposes: bool
 
 
 class Held:
@@ -94,48 +103,69 @@ class Held:
         else:
             self.staged.put(peer, chunk, payload)
 
-    def norms_of(self, payloads: Sequence[Tensor]) -> list[float]:
-        """L2 norms of the chunks of a whole contribution; `PayloadError` if `fold` would refuse one of them."""
-        norms = []
+    def seen(self, payloads: Sequence[Tensor]) -> list[Seen]:
+        """Norms and directions of the chunks of a whole contribution; `PayloadError` if `fold` would refuse one."""
+        found = []
         for chunk, payload in enumerate(payloads):
-            norms.append(norm_of(self.up.values(payload, self._numels[chunk])))
+            found.append(self._see(chunk, self.up.values(payload, self._numels[chunk])))
             if self._clips:
-                self.norms.check(chunk, norms[chunk])
-        return norms
+                self.norms.check(chunk, found[chunk].norm)
+        return found
 
-    def fold_whole(self, payloads: Sequence[Tensor], norms: Sequence[float], weight: float, discount: float) -> None:
-        """Fold in a whole contribution, with the norms that `norms_of` gave."""
-        for chunk, (payload, norm) in enumerate(zip(payloads, norms, strict=True)):
-            self.fold(chunk, payload, weight, discount, norm)
+    def _see(self, chunk: int, values: Tensor) -> Seen:
+        norm = norm_of(values)
+        if not self._clips:
+            return Seen(norm, 0.0, False)
+        momentum = self.state.momentum[slice(*self.chunks[chunk])]
+        length = norm_of(momentum)
+        return Seen(norm, length, opposes(values, norm, momentum, length))
 
-    def fold(
-        self, chunk: int, payload: Tensor, weight: float, discount: float = 1.0, norm: float | None = None
-    ) -> None:
+    def fold_whole(self, payloads: Sequence[Tensor], seen: Sequence[Seen], weight: float, discount: float) -> None:
+        """Fold in a whole contribution, with what `seen` said of it."""
+        for chunk, (payload, known) in enumerate(zip(payloads, seen, strict=True)):
+            self.fold(chunk, payload, weight, discount, known)
+
+    def fold(self, chunk: int, payload: Tensor, weight: float, discount: float = 1.0, seen: Seen | None = None) -> None:
         """Add weight * discount times a received chunk to the sum.
 
-        The average divides by the weights alone, so a discount shrinks the step. `norm` is the chunk's, if known.
+        The average divides by the weights alone, so a discount shrinks the step. `seen` is the chunk's, if known.
         """
         assert self.rule is None, f"outer.robust={self.settings.robust} stages contributions"
         into, scale, values = self.sums[chunk], 1.0, None
         if self._clips:
-            if norm is None:
+            if seen is None:
                 values = self.up.values(payload, self._numels[chunk])
-                norm = norm_of(values)
-            scale = self.norms.see(chunk, norm, self.settings.clip_factor)
+                seen = self._see(chunk, values)
+            scale = self.norms.see(chunk, seen.norm, self.settings.clip_factor, seen.opposes, seen.momentum)
         if values is None:
             self.average.add_encoded_(into, self.up, payload, weight * discount, scale)
         else:
             self.average.add_(into, values, weight * discount, scale)
         into.weight += weight
 
-    def judge(self, weights: Mapping[str, float], discounts: Mapping[str, float] = MappingProxyType({})) -> Judged:
-        """What the staged contributions of these peers count, those that are late at a discount."""
+    def judge(
+        self, weights: Mapping[str, float], discounts: Mapping[str, float] = MappingProxyType({}), me: str = ""
+    ) -> Judged:
+        """What the staged contributions of these peers count, those that are late at a discount; `me` is this peer."""
         assert self.rule is not None and self.staged is not None, "contributions are folded in as they arrive"
         peers = sorted(weights)
         by_peer = [weights[peer] for peer in peers]
-        few = len(peers) < MIN_JUDGED
-        judged = Judgement.plain(by_peer) if few else self.rule.judge(self.staged, peers, by_peer)
+        if len(peers) < MIN_JUDGED:
+            judged = self._judge_few(self.staged, peers, by_peer, me)
+        else:
+            judged = self.rule.judge(self.staged, peers, by_peer)
+        norms = zip(peers, self.staged.norms(peers), judged.scales, strict=True)
+        self.norms.whole.extend(norm * min(scale, 1.0) for _, norm, scale in norms if scale)
         return peers, judged.discounted([discounts.get(peer, 1.0) for peer in peers])
+
+    def _judge_few(self, staged: Staged, peers: list[str], weights: Sequence[float], me: str) -> Judgement:
+        gram, numel = staged.cosines(peers)
+        momentum, own = self.state.momentum, peers.index(me) if me in peers else None
+        references = [] if own is None else [gram[own]]
+        if momentum.any():
+            references.append(staged.cosines_with(momentum, peers))
+        usual = self.norms.usual(momentum)
+        return clip_few(staged.norms(peers), weights, usual, references, numel, self.settings.clip_factor, own)
 
     def merge_(self, step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
         """Make the next version: fill its `update` (uint8), move the anchor, and return its digest.

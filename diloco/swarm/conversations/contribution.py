@@ -198,7 +198,7 @@ async def fold_whole(
     held, before = context.replica.held.get(syncer.fragment), context.protocol.fragments[syncer.fragment].version
     if held is None or not context.holds(syncer):
         return None
-    norms = await in_thread(held.norms_of, payloads)
+    seen = await in_thread(held.seen, payloads)
     if not context.holds(syncer) or not syncer.wants(peer, 0, base_version):
         return None
     weight, discount = syncer.weight(peer), syncer.discount(peer)
@@ -211,5 +211,5 @@ async def fold_whole(
     for _ in payloads:
         syncer.folded(peer)
     context.do(context.protocol.arrived(peer, syncer.fragment, context.now()))
-    await in_thread(held.fold_whole, payloads, norms, weight, discount)
+    await in_thread(held.fold_whole, payloads, seen, weight, discount)
     return before

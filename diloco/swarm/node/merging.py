@@ -83,7 +83,7 @@ class Merging:
 
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""
-        judged = await in_thread(held.judge, *syncer.counted(close.contributors))
+        judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         close = self._without_opposed(close, syncer, *judged)
         if not self._replica.settings.spot_check:
             return close, judged
@@ -91,7 +91,7 @@ class Merging:
         if not failing or not self._context.holds(syncer):
             return close, judged
         close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
-        judged = await in_thread(held.judge, *syncer.counted(close.contributors))
+        judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         return self._without_opposed(close, syncer, *judged), judged
 
     def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:

@@ -92,6 +92,10 @@ class Fragment:
         self.past = past
         self.version, self.digest, self.came_at = version, digest, now
 
+    def follows(self, version: int, digest: str) -> bool:
+        """Whether the anchor here is that one, or came from it version by version."""
+        return digest == (self.digest if version == self.version else self.past.get(version))
+
     def ended(self, work: Busy) -> None:
         """That work on the anchor is over, if it was under way."""
         if self.busy is work:

@@ -236,7 +236,7 @@ class Peer(View):
         if header.base_version == fragment.version and header.base_digest != fragment.digest:
             reason = f"version {fragment.version} of fragment {header.fragment} is another anchor here"
             return Verdict(accepted=False, reason=reason, version=syncer.version, term=syncer.term)
-        carried = fragment.past.get(header.base_version) == header.base_digest and not self.over()
+        carried = fragment.follows(header.base_version, header.base_digest) and not self.over()
         verdict = syncer.offer(peer, header, self.num_trainers(), now, self.fill_rate(peer), carried)
         if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
             self.accounts.dealer.offered(peer, header.units)

@@ -205,6 +205,9 @@ class Rounds:
         while True:
             lease, version = protocol.live_lease(fragment), protocol.fragments[fragment].version
             merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
+            if protocol.lockstep:  # an anchor that was fetched may be of another history
+                here = protocol.fragments[fragment]
+                exchange.may_be_late = here.follows(exchange.base_version, exchange.base_digest)
             match exchange.next_step(lease, version, self._context.now(), retry_at, merged):
                 case Step.DONE:
                     return

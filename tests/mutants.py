@@ -149,8 +149,8 @@ MUTANTS = [
         "caught-up-syncer-forgets-what-is-merged",
         "A syncer that caught up does not know what is in the version that it fetched.",
         "diloco.protocol.peer",
-        "syncer.advance(version, fragment.merged())",
-        "syncer.advance(version)",
+        "syncer.advance(version, fragment.merged(), now)",
+        "syncer.advance(version, now=now)",
         test="tests/test_protocol_peer.py::test_a_syncer_that_caught_up_takes_nothing_that_is_in_the_version_it_fetched",
     ),
     Mutant(

@@ -288,7 +288,7 @@ class Peer(View):
         grace_ends = []
         for fragment in self.fragments:
             syncer = fragment.syncer
-            if syncer is not None and self.lockstep and self.over():
+            if syncer is not None and self.lockstep and syncer.has_late and self.over():
                 syncer.drop_late()
             if syncer is None or fragment.busy is not Busy.NO or fragment.handed_over or not syncer.may_close(now):
                 continue

@@ -120,8 +120,8 @@ class Syncer:
         self.grace_until: float | None = None
         self._settings = settings
         self._offers: dict[str, _Offer] = {}
-        self._merged = dict(merged)  # peer -> base version of its newest merged contribution
-        self._spent: dict[str, int] = {}  # peer -> base version of a contribution that was left out, or is half merged
+        # By peer: base version of its newest contribution that is merged; that was left out, or is half merged.
+        self._merged, self._spent = dict(merged), dict[str, int]()
         # Contributions merged until each version; of versions that others made one is counted each.
         self._pushed, self._pushed_at = version, {version: version}
         self._active = 1  # peers that train
@@ -255,6 +255,11 @@ class Syncer:
             offer.arrival = self._patience.arrived(peer, offer.base_version, offer.late, now, began_at)
         offer.whole = True
 
+    @property
+    def has_late(self) -> bool:
+        """Whether a contribution is here that missed its version."""
+        return any(offer.late for offer in self._offers.values())
+
     def drop_late(self) -> None:
         """No later version will be made for those that missed theirs: the others are done."""
         if not self._closing:
@@ -333,15 +338,13 @@ class Syncer:
             missing = {*self.last_contributors, *begun} - whole
             could_come = [peer for peer, member in members.items() if peer not in whole and self._could_come(member)]
             self._patience.closed(could_come, members)
-            self._spent |= {peer: o.base_version for peer, o in self._offers.items() if self._is_half_merged(o)}
+            if not self._settings.judged_together:  # what has arrived of these is in the sum
+                half = {peer: o for peer, o in self._offers.items() if o.chunks and not (o.whole or o.collects)}
+                self._spent |= {peer: offer.base_version for peer, offer in half.items()}
         contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
         delay = (self._settings.delay or active(members)) if self._settings.windowed else 1
         self._closing = Close(self.fragment, self.version, contributors, tuple(sorted(missing)), delay)
         return self._closing
-
-    def _is_half_merged(self, offer: _Offer) -> bool:
-        """Whether a part of this contribution is in the sum, and the rest comes too late for that."""
-        return not (offer.whole or offer.collects or self._settings.judged_together) and offer.chunks > 0
 
     def _could_come(self, member: Member) -> bool:
         """Whether a peer trains from this version, as far as it says."""

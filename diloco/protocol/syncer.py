@@ -35,8 +35,7 @@ COUNTED = 1024  # versions since each of which contributions are counted
 WAITING_S = 5.0  # A peer that has waited longer than this may wait for ever.
 LATE_EXPONENT = 0.5  # at a barrier: a contribution that is s rounds late counts (1 + s) ** -LATE_EXPONENT
 
-SYNC = OuterConfig(method="diloco", sync_every=1)
-"""All expected peers at a barrier, and a Nesterov step per version."""
+SYNC = OuterConfig(method="diloco", sync_every=1)  # all expected peers at a barrier, a Nesterov step per version
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What training a model takes, and what this machine has: device, precision, threads, memory, seconds per inner step.
 
 Memory is computed before anything is allocated. Per parameter, the device needs 16 bytes (fp32 weights, gradients and
-AdamW's two moments); main memory needs 4 for the anchor, and 12 more in fragments held here (master, momentum, sum).
-With a quorum it needs 4 more there for update records, and 4 for the anchor from which this peer trains.
+AdamW's two moments); main memory needs 4 for the anchor, and 16 more in fragments held here (master, momentum, sum,
+update records). There `outer.flatten` needs 4 more, a quorum 4 more for the anchor from which this peer trains, and a
+windowed optimizer 4 more. A fragment that is backed up needs 4 for the momentum, and 4 for the window.
 Each sequence adds the activations that autograd keeps; a forward pass over tensors without values adds them up.
 """
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diloco import model as models
-from diloco.config import Config, ModelConfig
+from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.errors import ConfigError
 from diloco.model.files import one_line, transformers
 from diloco.train.island import Island
@@ -31,8 +32,7 @@ __all__ = ["GIB", "Machine", "fit_micro_batch", "inspect_machine", "memory_need"
 
 TRAINED_BYTES = 16  # per parameter: weights, gradients, two moments
 ANCHOR_BYTES = 4
-HELD_BYTES = 12
-QUORUM_BYTES = 8  # more in a fragment held: its last update records, and a base
+VECTOR_BYTES = 4
 LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
 ACTIVATION_SLACK = 1.5  # for gradients of activations and for the allocator's fragmentation
 WARMUP_STEPS, TIMED_STEPS = 2, 5
@@ -115,13 +115,19 @@ def memory_need(config: Config, machine: Machine) -> MemoryNeed:
     Raises `ConfigError` as `diloco.model.build` does.
     """
     parameters = parameters_of(config.model)
-    held_bytes = HELD_BYTES + (0 if config.outer.barrier else QUORUM_BYTES)
-    main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + held_bytes / config.outer.fragments)  # with one held
+    outer_bytes = VECTOR_BYTES * _outer_vectors(config.outer) / config.outer.fragments  # one held, one backed up
+    main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + outer_bytes)
     need = MemoryNeed(parameters, parameters * TRAINED_BYTES, main, _rough_bytes(config))
     roomy = need.device_bytes + need.main_bytes + config.inner.batch_size * need.sequence_bytes
     if roomy < min(machine.device_bytes, machine.main_bytes) / 2:
         return need
     return replace(need, sequence_bytes=sequence_bytes(config))
+
+
+def _outer_vectors(outer: OuterConfig) -> int:
+    """Vectors of a fragment's length for one fragment that is held and one that is backed up."""
+    held = 4 + (outer.flatten > 0) + (not outer.barrier) + outer.windowed
+    return held + 1 + outer.windowed
 
 
 def _rough_bytes(config: Config) -> float:

@@ -142,7 +142,7 @@ def test_one_whose_chunks_arrive_is_getting_on(syncer: Syncer) -> None:
 
 def trains(peer: str, now: float, version: int = VERSION) -> Member:
     """A member that has just made progress, at a pace that it says is slow."""
-    status = Status(state="training", versions=[version], steps_per_s=1e-9)
+    status = Status(state="training", versions=[version], steps_per_s=1e-6)
     return Member(peer, peer, True, True, status, now, now)
 
 

@@ -94,6 +94,7 @@ class Held:
         else:
             self.staged = Staged(self._numels, self.up, self.norms, rng)
         self._clips = settings.judging == "recent"
+        self._sums_means = self.optimizer.can_follow  # another momentum may be far shorter than what it is made of
         self._update_at = self.down.offsets(fragment.numel)
 
     def take(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
@@ -118,7 +119,7 @@ class Held:
             return Seen(norm, 0.0, False)
         momentum = self.state.momentum[slice(*self.chunks[chunk])]
         length = norm_of(momentum)
-        return Seen(norm, length, opposes(values, norm, momentum, length))
+        return Seen(norm, length if self._sums_means else 0.0, opposes(values, norm, momentum, length))
 
     def fold_whole(self, payloads: Sequence[Tensor], seen: Sequence[Seen], weight: float, discount: float) -> None:
         """Fold in a whole contribution, with what `seen` said of it."""
@@ -164,7 +165,7 @@ class Held:
         references = [] if own is None else [gram[own]]
         if momentum.any():
             references.append(staged.cosines_with(momentum, peers))
-        usual = self.norms.usual(momentum)
+        usual = self.norms.usual(momentum if self._sums_means else None)
         return clip_few(staged.norms(peers), weights, usual, references, numel, self.settings.clip_factor, own)
 
     def merge_(self, step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:

@@ -205,8 +205,8 @@ def norm_of(x: Tensor) -> float:
 class Norms:
     """Norms of recent contributions to one fragment, chunk by chunk; clips contributions that are folded in on arrival.
 
-    A new syncer knows no norms. Until it knows `MIN_JUDGED`, the norm of the momentum takes their place, which is
-    longer. At version 0 there is none, and contributions pass as they are.
+    A new syncer knows no norms. Until it knows `MIN_JUDGED`, the norm of the momentum takes their place. A momentum
+    that sums means is longer than these. Without one, as at version 0, contributions pass as they are.
 
     Attributes:
         whole: norms of whole contributions, as they were merged.
@@ -216,9 +216,11 @@ class Norms:
         self.whole: deque[float] = deque(maxlen=MEMORY)
         self._recent: dict[int, deque[float]] = {}
 
-    def usual(self, momentum: Tensor) -> float:
+    def usual(self, momentum: Tensor | None) -> float:
         """The norm that a whole contribution may be expected to have; 0 if nothing says it."""
-        return statistics.median_low(self.whole) if len(self.whole) >= MIN_JUDGED else norm_of(momentum)
+        if len(self.whole) >= MIN_JUDGED:
+            return statistics.median_low(self.whole)
+        return 0.0 if momentum is None else norm_of(momentum)
 
     def see(self, chunk: int, norm: float, factor: float, opposes: bool = False, momentum: float = 0.0) -> float:
         """Remember the norm of a chunk, and return what the chunk is multiplied with, 1 unless it is too long.

@@ -5,6 +5,7 @@ hellos and heartbeats in -> live members and addresses out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,8 @@ class Member:
     interval_s: float = 0.0
     round_versions: list[int] | None = None  # its anchors when it began the round that it is in
     began_at: float = 0.0  # when it was heard to begin that round
-    pace: float = 0.0  # inner steps per second, as it said when it took steps last; lower while it saves or evaluates
+    pace: float = 0.0  # inner steps per second, as it said when it took steps last
+    paused_at: float = -math.inf  # when it was heard last to save or to evaluate: it takes no steps, and says less pace
 
     def __post_init__(self) -> None:
         self._note_round(begins=True)
@@ -51,8 +53,10 @@ class Member:
         moved = (status.state, status.versions, status.inner_step)
         if moved != (self.status.state, self.status.versions, self.status.inner_step):
             self.progress_at = now
-        if status.inner_step != self.status.inner_step and status.steps_per_s > 0:
-            self.pace = status.steps_per_s
+        if (status.inner_step, status.tokens) == (self.status.inner_step, self.status.tokens):
+            self.paused_at = now if status.steps_per_s < self.pace else self.paused_at
+        else:
+            self.pace = status.steps_per_s or self.pace
         begins = self.status.state != "training" or status.inner_step < self.status.inner_step
         self.heard_at = now
         if status.figures is None and self.status.figures is not None:

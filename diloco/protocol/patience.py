@@ -1,9 +1,11 @@
 """How long a version waits for whom, by what the other peers do. Sans-IO.
 
-    opens -> arrived, arrived, ... -> `ends` says until when the version waits for the rest -> closed without some
-    arrived -> how long was its round, beside the others'? -> `slow`: nobody waits for that peer until it is quicker
+    opens -> arrived, arrived, ... -> `waits` says whether the version waits for the rest -> closed, perhaps without some
+    closed -> how long was each round, beside the others'? -> `slow`: nobody waits for that peer until it is quicker
 
-A slow peer's own word counts for nothing. All times are seconds of one monotonic clock, the syncer's.
+A slow peer's own word counts for nothing, with one exception: a peer may say that it evaluates or saves a checkpoint.
+What this makes the others wait is taken from the peer's bucket, which fills slowly, so it cannot hold a swarm up by
+saying it. All times are seconds of one monotonic clock, the syncer's.
 """
 
 from __future__ import annotations
@@ -14,21 +16,42 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from diloco.config import OuterConfig
+from diloco.protocol.buckets import Buckets
 from diloco.protocol.membership import Member
 
-__all__ = ["FLOOR_S", "ROUNDS", "Arrival", "Patience", "about_to_send", "active", "grace_s", "patience_ends"]
+__all__ = [
+    "FLOOR_S",
+    "PAUSE_LIMIT_S",
+    "ROUNDS",
+    "Arrival",
+    "Patience",
+    "about_to_send",
+    "active",
+    "grace_s",
+    "patience_ends",
+]
 
 ROUNDS = 3.0  # c: median rounds of the contributors for which a version waits
 FLOOR_S = 20.0
 NOISE_S = 5.0  # latencies, streams that broke, a first batch: no round is too long because of these
+PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
+PAUSE_RATE = 0.05  # of all time: what one peer may make the others wait in the long run
 REMEMBERED = 1024  # versions
 
 
 class Arrival(NamedTuple):
-    """When the payload of a contribution was whole, and after a round of how many seconds."""
+    """When the payload of a contribution was whole, and how long that took.
+
+    Attributes:
+        round_s: since the peer began its round, as it says, and not before contributors could have its base version.
+        base_s: since contributors could have its base version; inf if that is too long ago to be known.
+        late: the contribution missed its version.
+    """
 
     at: float
     round_s: float
+    base_s: float
+    late: bool
 
 
 def patience_ends(arrivals: Sequence[Arrival], expected: int) -> float:
@@ -46,19 +69,19 @@ def patience_ends(arrivals: Sequence[Arrival], expected: int) -> float:
 
 
 class Patience:
-    """The rounds of the contributors to one fragment, as their syncer sees them.
+    """For whom the versions of one fragment wait, and for how long, as its syncer sees it.
 
-    A syncer that is new knows no rounds. It waits for everybody once more, and learns them from the first arrivals.
+    A syncer that is new waits for everybody once more.
 
     Attributes:
-        slow: peers for which nobody waits. Each was missing from a version, or its round took longer than `ROUNDS` of
-            the others', and no contribution arrived since that took no longer.
+        slow: peers for which nobody waits. Each was missing from a version, or took longer than `ROUNDS` of the median
+            round of its version, and no contribution of it was quicker since.
     """
 
     def __init__(self, version: int, now: float) -> None:
         self.slow: set[str] = set()
         self._opened = {version: now}  # when contributors could have each version
-        self._rounds: dict[str, float] = {}  # seconds of the newest round of each peer
+        self._pauses = Buckets(PAUSE_LIMIT_S, PAUSE_LIMIT_S)  # seconds for which the others wait beyond their patience
 
     def opens(self, version: int, now: float) -> None:
         """Contributors can have this version from now on."""
@@ -66,27 +89,46 @@ class Patience:
         while len(self._opened) > REMEMBERED:
             del self._opened[next(iter(self._opened))]
 
-    def arrived(self, peer: str, base_version: int, late: bool, now: float, began_at: float) -> Arrival:
+    def arrival(self, base_version: int, late: bool, now: float, began_at: float) -> Arrival:
         """The payload of a contribution is whole. The peer says that it began its round at `began_at`."""
-        opened_at = self._opened.get(base_version)
-        others = [seconds for other, seconds in self._rounds.items() if other != peer]
-        if opened_at is None or not others:
-            too_long = late
-        else:
-            too_long = now - opened_at > max(NOISE_S, ROUNDS * statistics.median_low(others))
-        if opened_at is None:
-            return self._judged(peer, too_long, Arrival(now, 0.0))
-        self._rounds[peer] = now - opened_at
-        return self._judged(peer, too_long, Arrival(now, now - max(opened_at, began_at)))
+        opened_at = self._opened.get(base_version, -math.inf)
+        return Arrival(now, now - max(opened_at, began_at), now - opened_at, late)
 
-    def _judged(self, peer: str, too_long: bool, arrival: Arrival) -> Arrival:
-        (self.slow.add if too_long else self.slow.discard)(peer)
-        return arrival
+    def waits(self, version: int, arrivals: Collection[Arrival], rest: Collection[Member], now: float) -> bool:
+        """Whether a version that is made from this one waits for the rest of its expected contributors."""
+        timely = [arrival for arrival in arrivals if not arrival.late]
+        ends_at = patience_ends(timely, len(timely) + len(rest))
+        return any(now < ends_at + self._pause_s(version, member, now) for member in rest)
 
-    def closed(self, missing: Collection[str], live: Collection[str]) -> None:
-        """A version closes without peers that could have come; of the others that are not `live` nothing is kept."""
-        self.slow |= set(missing)
-        self._rounds = {peer: seconds for peer, seconds in self._rounds.items() if peer in live}
+    def closed(
+        self, version: int, arrivals: Mapping[str, Arrival], missing: Collection[str], members: Mapping[str, Member],
+        now: float,
+    ) -> None:  # fmt: skip
+        """A version is made from this one, without peers that could have come. Who took too long pays, or is slow.
+
+        Rounds of one version are compared, so a pause that all make at the same time costs nobody anything.
+        """
+        timely = [arrival.base_s for arrival in arrivals.values() if not arrival.late]
+        longest_s = max(NOISE_S, ROUNDS * statistics.median_low(timely)) if timely else 0.0
+        took_s = {peer: arrival.base_s for peer, arrival in arrivals.items()}
+        took_s |= dict.fromkeys(missing, now - self._opened[version])
+        for peer, seconds in took_s.items():
+            unpaid_s = self._pay(version, members.get(peer), seconds - longest_s, now)
+            (self.slow.add if unpaid_s > 0 or peer in missing else self.slow.discard)(peer)
+
+    def _pause_s(self, version: int, member: Member | None, now: float) -> float:
+        """Seconds for which a peer may still pause, if it has said since this version opened that it does."""
+        if member is None or member.peer in self.slow or member.paused_at < self._opened[version]:
+            return 0.0
+        return max(0.0, self._pauses.left(member.peer, PAUSE_RATE, now))
+
+    def _pay(self, version: int, member: Member | None, over_s: float, now: float) -> float:
+        """Pay for seconds that were too long; returns those for which the peer has nothing."""
+        paid_s = min(over_s, self._pause_s(version, member, now))
+        if member is not None and paid_s > 0:
+            self._pauses.take(member.peer, paid_s, PAUSE_RATE, now)
+            return over_s - paid_s
+        return over_s
 
 
 def grace_s(

@@ -26,7 +26,7 @@ from diloco.config import OuterConfig
 from diloco.protocol.ledger import Units, union
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Contribution, Verdict
-from diloco.protocol.patience import Arrival, Patience, about_to_send, active, grace_s, patience_ends
+from diloco.protocol.patience import Arrival, Patience, about_to_send, active, grace_s
 from diloco.protocol.work import Credit, Weights
 
 __all__ = ["SYNC", "Close", "Syncer"]
@@ -251,7 +251,7 @@ class Syncer:
         if offer is None or self._closing:
             return
         if not offer.whole:
-            offer.arrival = self._patience.arrived(peer, offer.base_version, offer.late, now, began_at)
+            offer.arrival = self._patience.arrival(offer.base_version, offer.late, now, began_at)
         offer.whole = True
 
     @property
@@ -288,11 +288,14 @@ class Syncer:
         if not self._enough(whole, members, now, sync_s):
             return None
         if self.grace_until is None or now < self.grace_until:
-            rest = sum(peer not in whole and self._expected(member, now) for peer, member in members.items())
-            there = [offer.arrival for offer in self._offers.values() if offer.arrival and not offer.late]
-            if rest and (now < patience_ends(there, len(there) + rest) or not self._settings.barrier):
+            rest = [m for peer, m in members.items() if peer not in whole and self._expected(m, now)]
+            arrivals = self._arrivals().values()
+            if rest and (not self._settings.barrier or self._patience.waits(self.version, arrivals, rest, now)):
                 return None
-        return self._close(whole, members)
+        return self._close(whole, members, now)
+
+    def _arrivals(self) -> dict[str, Arrival]:
+        return {peer: offer.arrival for peer, offer in self._offers.items() if offer.arrival is not None}
 
     def _enough(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> bool:
         """Whether the quorum is there; its grace period begins then. Without a quorum, only expected peers count."""
@@ -330,13 +333,13 @@ class Syncer:
         """Whether that version is still to be made. It is not once another anchor was adopted, at any version."""
         return self._closing is close
 
-    def _close(self, whole: set[str], members: Mapping[str, Member]) -> Close:
+    def _close(self, whole: set[str], members: Mapping[str, Member], now: float) -> Close:
         missing: set[str] = set()
         if self._settings.barrier:
             begun = {peer for peer, o in self._offers.items() if not o.collects}
             missing = {*self.last_contributors, *begun} - whole
             could_come = [peer for peer, member in members.items() if peer not in whole and self._could_come(member)]
-            self._patience.closed(could_come, members)
+            self._patience.closed(self.version, self._arrivals(), could_come, members, now)
             if not self._settings.judged_together:  # what has arrived of these is in the sum
                 half = {peer: o for peer, o in self._offers.items() if o.chunks and not (o.whole or o.collects)}
                 self._spent |= {peer: offer.base_version for peer, offer in half.items()}

@@ -13,9 +13,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from diloco.config import OuterConfig
+from diloco.protocol.buckets import MAX_PEERS, Buckets
 from diloco.protocol.messages.bulk import Contribution
 
 __all__ = ["MULTIPLE", "Credit", "Weights", "capped", "fill_rate", "impossible"]
@@ -25,7 +25,6 @@ MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step send
 HEAVIEST = 2.0  # times the median weight
 KNOWN = 4  # Fewer weights of earlier contributions say nothing of another one.
 MEMORY = 8  # weights that are remembered
-MAX_PEERS = 4096  # whose credit is remembered
 
 
 def impossible(header: Contribution, tokens_per_step: int | None, sync_every: int) -> str | None:
@@ -52,39 +51,27 @@ def fill_rate(paces: Collection[float]) -> float:
     return MULTIPLE * known[-1 - len(known) // 4] if known else math.inf
 
 
-@dataclass
-class _Bucket:
-    steps: float  # that may be claimed now; negative while in debt
-    filled_at: float
-    base_version: int = -1  # of the contribution that was paid last
-    paid: float = 0.0  # for that one
-
-
 class Credit:
-    """When the claimed steps of each peer count: a token bucket per peer, which begins with H steps.
+    """When the claimed steps of each peer count: a bucket of steps per peer, which begins with H.
 
     It never refuses. A peer that claims more than its bucket holds is in debt, and its contribution counts only when
     that is paid. A retry of the same contribution costs nothing. All times are seconds of one monotonic clock.
     """
 
     def __init__(self, sync_every: int) -> None:
-        self._sync_every = sync_every
-        self._buckets: dict[str, _Bucket] = {}
+        # Two cycles: after a pause, and for what could not be sent.
+        self._buckets = Buckets(float(sync_every), 2.0 * sync_every)
+        self._paid: dict[str, tuple[int, float]] = {}  # base version of the newest contribution, and what it has cost
 
     def counts_at(self, peer: str, base_version: int, steps: float, rate: float, now: float) -> float:
         """From when on these steps count, if the bucket fills with `rate` steps per second."""
-        bucket = self._buckets.pop(peer, None) or _Bucket(self._sync_every, now)
-        self._buckets[peer] = bucket  # moved to the end: the order is that of the last claim
-        while len(self._buckets) > MAX_PEERS:
-            del self._buckets[next(iter(self._buckets))]
-        most = 2.0 * self._sync_every  # after a pause, and for what could not be sent
-        grown = math.inf if rate == math.inf else bucket.steps + (now - bucket.filled_at) * rate
-        bucket.steps, bucket.filled_at = min(grown, most), now
-        if base_version != bucket.base_version:
-            bucket.base_version, bucket.paid = base_version, 0.0
-        bucket.steps -= max(0.0, steps - bucket.paid)
-        bucket.paid = max(steps, bucket.paid)
-        return now if bucket.steps >= 0 or rate == math.inf else now - bucket.steps / rate
+        base, paid = self._paid.pop(peer, (base_version, 0.0))
+        paid = paid if base == base_version else 0.0
+        self._paid[peer] = (base_version, max(steps, paid))
+        while len(self._paid) > MAX_PEERS:
+            del self._paid[next(iter(self._paid))]
+        left = self._buckets.take(peer, max(0.0, steps - paid), rate, now)
+        return now if left >= 0 or rate == math.inf else now - left / rate
 
 
 def capped(weights: Mapping[str, float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from diloco.errors import SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.membership import STALL_FACTOR
+from diloco.protocol.patience import PAUSE_LIMIT_S
 from diloco.protocol.snapshot import Snapshot
 from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
@@ -45,7 +46,6 @@ LEAVE_FLOOR_S = 10.0
 FIRST_UNITS_S = 2.0
 CLOSE_S = 5.0
 PAUSE_FLOOR_S = 10.0  # well below the time after which a peer without progress counts as stalled
-PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
 
 Connect = Callable[[NodeOptions], Awaitable[Transport]]
 """Opens the transport of a node; raises `SwarmError` when nobody is there."""

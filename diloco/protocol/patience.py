@@ -1,7 +1,7 @@
 """How long a version waits for whom, by what the other peers do. Sans-IO.
 
-    opens -> arrived, arrived, ... -> `waits` says whether the version waits for the rest -> closed, perhaps without some
-    closed -> how long was each round, beside the others'? -> `slow`: nobody waits for that peer until it is quicker
+    opens -> arrived, arrived, ... -> does it wait for the rest? (`waits`) -> closed, perhaps without some
+    closed -> how long was each round beside the others'? -> `slow`: nobody waits for that peer until it is quicker
 
 A slow peer's own word counts for nothing, with one exception: a peer may say that it evaluates or saves a checkpoint.
 What this makes the others wait is taken from the peer's bucket, which fills slowly, so it cannot hold a swarm up by
@@ -33,7 +33,7 @@ __all__ = [
 
 ROUNDS = 3.0  # c: median rounds of the contributors for which a version waits
 FLOOR_S = 20.0
-NOISE_S = 5.0  # latencies, streams that broke, a first batch: no round is too long because of these
+NOISE_S = 10.0  # latencies, streams that broke, thin uplinks, a first batch: no round is too long because of these
 PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
 PAUSE_RATE = 0.05  # of all time: what one peer may make the others wait in the long run
 REMEMBERED = 1024  # versions

@@ -338,8 +338,8 @@ class Syncer:
         if self._settings.barrier:
             begun = {peer for peer, o in self._offers.items() if not o.collects}
             missing = {*self.last_contributors, *begun} - whole
-            could_come = [peer for peer, member in members.items() if peer not in whole and self._could_come(member)]
-            self._patience.closed(self.version, self._arrivals(), could_come, members, now)
+            awaited = [peer for peer, member in members.items() if peer not in whole and self._awaited(member, now)]
+            self._patience.closed(self.version, self._arrivals(), awaited, members, now)
             if not self._settings.judged_together:  # what has arrived of these is in the sum
                 half = {peer: o for peer, o in self._offers.items() if o.chunks and not (o.whole or o.collects)}
                 self._spent |= {peer: offer.base_version for peer, offer in half.items()}
@@ -348,19 +348,19 @@ class Syncer:
         self._closing = Close(self.fragment, self.version, contributors, tuple(sorted(missing)), delay)
         return self._closing
 
-    def _could_come(self, member: Member) -> bool:
-        """Whether a peer trains from this version, as far as it says."""
-        return member.trains and member.status.counted_in and member.status.versions[self.fragment] == self.version
-
     def _expected(self, member: Member, now: float) -> bool:
+        """Whether the version may wait for this peer: it makes progress towards a contribution."""
+        offer = self._offers.get(member.peer)
+        stalled = member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at)
+        return not stalled and self._awaited(member, now)
+
+    def _awaited(self, member: Member, now: float) -> bool:
+        """Whether this peer should contribute to the version, as far as it says, and nothing says that it is slow."""
         status = member.status
         if not member.trains or not status.counted_in or member.peer in self._patience.slow:
             return False
-        offer = self._offers.get(member.peer)
-        if member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at):
-            return False
-        base = status.versions[self.fragment]
-        known = member.peer in self.last_contributors
+        base, offer = status.versions[self.fragment], self._offers.get(member.peer)
+        known = member.peer in self.last_contributors or (offer is not None and not offer.late)
         if base == self.version:
             may_be_late = self._settings.staggered and self.last_contributors
             return known or not may_be_late or about_to_send(self._settings, self.fragment, member, now)

@@ -13,7 +13,7 @@ from diloco.config import OuterConfig
 from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Status
-from diloco.protocol.patience import FLOOR_S
+from diloco.protocol.patience import FLOOR_S, PAUSE_LIMIT_S, PAUSE_RATE
 from diloco.protocol.states import State
 from diloco.protocol.syncer import Close, Syncer
 from tests.protocol_helpers import CHUNKS, MANIFEST
@@ -207,6 +207,75 @@ def test_who_was_missing_is_expected_again_after_a_contribution_that_took_no_lon
     assert syncer.poll(members(*(trains(peer, 106.0, syncer.version) for peer in "abs")), 106.0) is None, "it is quick"
 
 
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+class Pausing:
+    """A swarm of rounds of ten seconds, in virtual time; `l` says in every round that it evaluates."""
+
+    def __init__(self) -> None:
+        self.syncer, self.now = Syncer(0, TERM, VERSION), 0.0
+        self.liar = trains("l", 0.0)
+
+    def hear(self, steps: int, pace: float) -> None:
+        status = Status(
+            state="training", versions=[self.syncer.version], inner_step=steps, steps_per_s=pace, tokens=steps
+        )
+        self.liar.hear(status, self.now)
+
+    def version(self, comes_after_s: float | None) -> float:
+        """How long the next version takes, if `l` pauses for so long and then contributes; None: it never does."""
+        syncer, opened, version = self.syncer, self.now, self.syncer.version
+        self.hear(version, 1.0)
+        self.now += 10.0
+        self.hear(version, 1e-6)
+        for peer in "ab":
+            send(syncer, peer, now=self.now)
+        while True:
+            honest = [trains(peer, self.now, version) for peer in "ab"]
+            if comes_after_s is not None and self.now - opened >= comes_after_s:
+                send(syncer, "l", now=self.now)
+                comes_after_s = None
+            if syncer.poll(members(*honest, self.liar), self.now) is not None:
+                syncer.advance(version + 1, now=self.now)
+                return self.now - opened
+            self.now += 1.0
+
+
+def test_a_pause_is_waited_for_and_comes_out_of_a_bucket() -> None:
+    swarm = Pausing()
+    assert swarm.version(5.0) == 10.0
+    assert swarm.version(500.0) == 500.0
+    assert not swarm.syncer._patience.slow, "a pause that is paid for makes nobody slow"
+    left = PAUSE_LIMIT_S - (500 - 3 * 10.0)
+    assert swarm.version(None) == pytest.approx((10 + FLOOR_S + left) / (1 - PAUSE_RATE), abs=2.0), "it fills meanwhile"
+    assert swarm.syncer._patience.slow == {"l"}
+    assert swarm.version(None) == 10.0, "nobody waits for it until it is quick"
+
+
+def test_a_peer_that_pauses_in_every_round_costs_a_twentieth_of_the_time_at_most() -> None:
+    swarm = Pausing()
+    versions = 0
+    while swarm.now < 50_000.0:
+        swarm.version(5.0)
+        swarm.version(None)  # it takes all that there is
+        versions += 2
+    waited_s = swarm.now - versions * (10.0 + FLOOR_S)  # and its patience, as without a word
+    assert waited_s < PAUSE_LIMIT_S + PAUSE_RATE * swarm.now
+
+
+def test_a_pause_that_all_make_together_costs_nobody_anything(syncer: Syncer) -> None:
+    everybody = [trains(peer, 0.0) for peer in "abc"]
+    round_of(syncer, "abc", 1.0, 0.0)
+    for number, peer in enumerate("abc"):
+        send(syncer, peer, now=100.0 + number)
+    assert syncer.poll(members(*everybody), 110.0) is not None
+    assert not syncer._patience.slow and not len(syncer._patience._pauses)
+
+
+# -- what is late -----------------------------------------------------------------------------------------------------
+
+
 def test_what_is_late_is_merged_at_a_discount_once_and_only_if_it_is_carried(syncer: Syncer) -> None:
     for number in range(3):
         round_of(syncer, "ab", 10.0, 10.0 * number)
@@ -269,6 +338,19 @@ def test_contributors_to_the_version_before_are_expected_though_their_status_is_
     assert syncer.poll(late, 0.0) is None
     close = syncer.poll(members(member("a"), member("d")), 0.0)  # d did not contribute: it is behind
     assert close == Close(0, VERSION + 1, {"a": 100}, ("b",))
+
+
+def test_a_newcomer_whose_contribution_is_on_its_way_is_expected_with_staggered_fragments() -> None:
+    outer = OuterConfig(method="diloco", sync_every=6, fragments=2, staggered=True, overlap=1)
+    syncer = Syncer(1, TERM, VERSION, outer, contributors="a")
+    status = Status(state="exchanging", versions=[VERSION, VERSION], inner_step=0, target_steps=6, steps_per_s=2.0)
+    both = members(Member("a", "a", True, True, status, 0.0, 0.0), Member("x", "x", True, True, status, 0.0, 0.0))
+    send(syncer, "x", chunks=1)
+    send(syncer, "a")
+    assert syncer.poll(both, 0.0) is None
+    send(syncer, "x")
+    close = syncer.poll(both, 0.0)
+    assert close is not None and set(close.contributors) == {"a", "x"}
 
 
 def test_only_those_of_the_version_just_before_are_expected_so(syncer: Syncer) -> None:

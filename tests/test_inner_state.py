@@ -299,7 +299,7 @@ def test_a_joiner_s_first_round_is_better_than_with_empty_moments(
 
 
 def spoiled_numels(header: InnerHeader, values: Tensor) -> tuple[InnerHeader, Tensor]:
-    return header.model_copy(update={"numels": [2**61] * len(header.numels)}), values
+    return header.model_copy(update={"numels": [2**40] * len(header.numels)}), values
 
 
 def spoiled_names(header: InnerHeader, values: Tensor) -> tuple[InnerHeader, Tensor]:

@@ -94,9 +94,9 @@ class Patience:
         opened_at = self._opened.get(base_version, -math.inf)
         return Arrival(now, now - max(opened_at, began_at), now - opened_at, late)
 
-    def waits(self, version: int, arrivals: Collection[Arrival], rest: Collection[Member], now: float) -> bool:
+    def waits(self, version: int, arrivals: Mapping[str, Arrival], rest: Collection[Member], now: float) -> bool:
         """Whether a version that is made from this one waits for the rest of its expected contributors."""
-        timely = [arrival for arrival in arrivals if not arrival.late]
+        timely = [arrival for arrival in arrivals.values() if not arrival.late]
         ends_at = patience_ends(timely, len(timely) + len(rest))
         return any(now < ends_at + self._pause_s(version, member, now) for member in rest)
 

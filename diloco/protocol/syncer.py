@@ -178,16 +178,15 @@ class Syncer:
         return Verdict(accepted=True, first_chunk=known.chunks, version=self.version, term=self.term)
 
     def _to_collect(self, peer: str, header: Contribution, indebted: bool = False) -> bool:
-        late = header.base_version < self.version
-        return not self._settings.barrier or late or indebted or peer in self._patience.slow
+        beside = header.base_version < self.version or indebted or peer in self._patience.slow
+        return beside or not self._settings.barrier
 
     def _is_spent(self, peer: str, base_version: int) -> bool:
         return self._spent.get(peer, -1) >= base_version
 
     def collects(self, peer: str) -> bool:
         """Whether the payload of this peer's contribution is collected whole, then folded in."""
-        offer = self._offers.get(peer)
-        return not self._settings.barrier or (offer is not None and offer.collects)
+        return not self._settings.barrier or (peer in self._offers and self._offers[peer].collects)
 
     def counts_at(self, peer: str) -> float:
         """When the steps that this peer claims are paid for; its contribution is folded in no earlier."""
@@ -289,8 +288,7 @@ class Syncer:
             return None
         if self.grace_until is None or now < self.grace_until:
             rest = [m for peer, m in members.items() if peer not in whole and self._expected(m, now)]
-            arrivals = self._arrivals().values()
-            if rest and (not self._settings.barrier or self._patience.waits(self.version, arrivals, rest, now)):
+            if rest and (not self._settings.barrier or self._patience.waits(self.version, self._arrivals(), rest, now)):
                 return None
         return self._close(whole, members, now)
 
@@ -350,12 +348,11 @@ class Syncer:
 
     def _expected(self, member: Member, now: float) -> bool:
         """Whether the version may wait for this peer: it makes progress towards a contribution."""
-        offer = self._offers.get(member.peer)
-        stalled = member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at)
-        return not stalled and self._awaited(member, now)
+        chunk_at = self._offers[member.peer].progress_at if member.peer in self._offers else 0.0
+        return not member.stalled(now, progress_at=chunk_at) and self._awaited(member, now)
 
     def _awaited(self, member: Member, now: float) -> bool:
-        """Whether this peer should contribute to the version, as far as it says, and nothing says that it is slow."""
+        """Whether this peer should contribute to the version, as far as it says, and is not slow."""
         status = member.status
         if not member.trains or not status.counted_in or member.peer in self._patience.slow:
             return False

@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from diloco.text import plain
+
 __all__ = [
     "CheckpointError", "ConfigError", "DataError", "DilocoError", "DivergedError", "PayloadError", "SwarmError",
     "UnsavedError", "guard", "on_signals",
@@ -104,7 +106,7 @@ def guard(function: Callable[[], int | None]) -> int:
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write(f"diloco: error: {' '.join(text.split())}\n")
+    sys.stderr.write(f"diloco: error: {' '.join(plain(text).split())}\n")  # a part of it may be a peer's
     sys.stderr.flush()
 
 

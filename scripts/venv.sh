@@ -3,8 +3,9 @@
 #   install_diloco ''        what a run needs
 #   install_diloco '[dev]'   and what the tests need
 #
-# PYTHON names the interpreter for a new .venv (default: the first suitable one found). Nothing is done when .venv holds
-# exactly what pyproject.toml and constraints.txt ask for. Who sets VENV after sourcing has another environment.
+# PYTHON names the interpreter for a new .venv (default: the first suitable one found). TORCH_INDEX_URL names an index for
+# torch alone, such as one with CPU builds. Nothing is done when .venv holds exactly what pyproject.toml and
+# constraints.txt ask for. If VENV is set after sourcing, the environment is made there.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
@@ -78,6 +79,10 @@ install_diloco() {
   fi
   say "installing diloco$extras and its libraries into ${VENV##*/} (some minutes, once)"
   rm -f "$VENV"/installed*
+  if [[ -n ${TORCH_INDEX_URL:-} ]]; then
+    run_pip install --quiet --no-input --no-deps --index-url "$TORCH_INDEX_URL" \
+      "$(grep '^torch==' "$ROOT/scripts/constraints.txt")" || fail "pip found no torch at TORCH_INDEX_URL"
+  fi
   if ! run_pip install --quiet --disable-pip-version-check --no-input --log "$VENV/install.log" \
     --constraint "$ROOT/scripts/constraints.txt" --editable "$ROOT$extras"; then
     fail "pip could not install diloco$extras; its lines above say why, $VENV/install.log says more;" \

@@ -11,6 +11,7 @@ SECRETS = TemporaryDirectory(prefix="diloco-test-")
 RUN_KEY = RunKey.create(Path(SECRETS.name) / "run.key")
 TOKEN = issue(RUN_KEY, "diloco", "worker", 2_000_000_000)
 (Path(SECRETS.name) / "token").write_text(TOKEN.to_text())
+(Path(SECRETS.name) / "token").chmod(0o600)
 # As a user would type them; the first argument is the setting itself, the others are what it needs.
 CHANGES: dict[str, list[str]] = {
     "run.id": ["run.id=other"],
@@ -26,13 +27,16 @@ CHANGES: dict[str, list[str]] = {
     "model.name": ["model.name=other"],
     "model.model_type": ["model.model_type=mistral"],
     "model.path": ["model.path=checkpoint/", "model=pretrained"],
+    "model.revision": [f"model.revision={'a1' * 20}", "model.path=org/model", "model=pretrained"],
     "model.config": ["model.config.hidden_size=64"],
     "data.source": ["data.source=text", "data.path=notes/"],
     "data.sequence_length": ["data.sequence_length=64"],
     "data.tokenizer": ["data.tokenizer=tokenizer/"],
+    "data.tokenizer_revision": [f"data.tokenizer_revision={'a1' * 20}", "data.tokenizer=org/tokenizer"],
     "data.field": ["data.field=content", "data.source=json", "data.path=a.jsonl"],
     "data.holdout": ["data.holdout=0.1"],
     "data.name": ["data.name=org/set", "data.source=hub"],
+    "data.revision": [f"data.revision={'a1' * 20}", "data.source=hub", "data.name=org/set"],
     "data.subset": ["data.subset=en", "data.source=hub", "data.name=org/set"],
     "run.key": [f"run.key={'0123456789abcdef' * 4}"],
     "swarm.token": [f"swarm.token=@{SECRETS.name}/token"],

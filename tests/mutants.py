@@ -67,8 +67,8 @@ MUTANTS = [
         also=(
             ("if self._penalty(peer) is not None:", "if False:"),
             (
-                "                context.gate.witness(peer, record)\n                self.dial(peer)\n",
-                "                context.gate.witness(peer, record)\n",
+                "            self._dial_named(named)\n",
+                "",
             ),
         ),
     ),
@@ -127,7 +127,7 @@ MUTANTS = [
         "diloco.protocol.peer",
         "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged, opened_at)",
         "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, now=opened_at)",
-        first=447,
+        test="tests/test_protocol_peer.py::test_a_successor_takes_nothing_that_is_in_the_anchor_from_which_it_goes_on",
     ),
     Mutant(
         "slow-stream-is-the-next-contribution",

@@ -307,11 +307,22 @@ def _kill(process: int) -> None:
 
 
 @contextmanager
-def command(*arguments: str, directory: Path, stdin: int = subprocess.DEVNULL) -> Iterator[Command]:
-    """`python ARGUMENTS` with its output in files of `directory`; nothing of it outlives this context."""
+def command(
+    *arguments: str, directory: Path, stdin: int = subprocess.DEVNULL, modules: Path = ROOT
+) -> Iterator[Command]:
+    """`python ARGUMENTS` with its output in files of `directory`; nothing of it outlives this context.
+
+    It finds what is in `modules` first.
+    """
     mark = uuid.uuid4().hex
     out, err = directory / f"{mark}.out", directory / f"{mark}.err"
-    environment = {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
+    environment = {
+        **os.environ,
+        MARK: mark,
+        "PYTHONPATH": f"{modules}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "400",
+    }
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, *arguments],

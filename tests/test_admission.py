@@ -112,6 +112,7 @@ def test_a_token_is_read_from_a_file_that_holds_it_or_a_whole_link(tmp_path: Pat
     one, file = token(), tmp_path / "invitation"
     for content in (one.to_text() + "\n", f"diloco://ip4/1.2.3.4/tcp/1/p2p/{ALICE}?token={one.to_text()}\n"):
         file.write_text(content)
+        file.chmod(0o600)
         assert Token.read(f"@{file}") == one
     assert Token.read(one.to_text()) == one
     with pytest.raises(ConfigError, match=r"swarm\.token=@.*missing cannot be read: No such file"):
@@ -295,6 +296,7 @@ def test_what_is_no_run_key_is_named_with_its_setting(tmp_path: Path) -> None:
         RunKey.read(path)
     for content in (b"", b"nonsense", b"\0" * 5000):
         path.write_bytes(content)
+        path.chmod(0o600)
         with pytest.raises(ConfigError, match=r"--key=.*file holds no run key; diloco keygen makes one"):
             RunKey.read(path, "--key")
 

@@ -65,7 +65,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 5,
+  "wire_version": 6,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -79,21 +79,21 @@ HAND_WRITTEN = """{
 }"""
 CANONICAL = (
     '{"budget":{"outer_steps":16,"tokens":null},'
-    '"data":{"field":"text","holdout":0.02,"name":null,"sequence_length":128,"source":"stdlib","split":"train",'
-    '"subset":null,"tokenizer":"bytes"},'
+    '"data":{"field":"text","holdout":0.02,"name":null,"revision":null,"sequence_length":128,"source":"stdlib","split":"train",'
+    '"subset":null,"tokenizer":"bytes","tokenizer_revision":null},'
     '"inner":{"batch_size":8,"betas":[0.9,0.95],"clip":1.0,"final_lr_ratio":0.1,"lr":0.003,"muon_lr_ratio":1.0,'
     '"optimizer":"adamw","schedule":"cosine","warmup_steps":25,"weight_decay":0.1},'
     '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama","name":"tiny",'
-    '"path":null},'
+    '"path":null,"revision":null},'
     '"outer":{"clip_factor":3.0,"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,'
     '"eager":false,"error_feedback":0.0,"flatten":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"robust":"auto","spot_check":0.0,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
     '"trim":0.25,"weights":"tokens"},'
-    '"run":{"id":"golden","key":null,"seed":3},"wire_version":5}'
+    '"run":{"id":"golden","key":null,"seed":3},"wire_version":6}'
 )
-GOLDEN_HASH = "ab5077beb6b945bb4b6f6187d11a58a0d2c9a8a8ea3adc8b415687d2679f120f"
+GOLDEN_HASH = "44f38fb055e9a04cb7ac28ea1b0c038bcedecad65a0179c7131922906ca619b7"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -632,15 +632,15 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
         ("1" * 60000, "manifest is not JSON: "),
         (" " * 70000, "manifest has 70000 characters; at most 65536 are accepted"),
         ('{"wire_version": NaN}', "manifest is not JSON: NaN is not a number"),
-        ("{}", "manifest has wire version null, this diloco speaks 5; install the same version on all peers"),
-        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 5; install"),
+        ("{}", "manifest has wire version null, this diloco speaks 6; install the same version on all peers"),
+        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 6; install"),
         (
             edited(lambda it: it.update(wire_version=True)),
-            "manifest has wire version true, this diloco speaks 5; install",
+            "manifest has wire version true, this diloco speaks 6; install",
         ),
         (
             edited(lambda it: it.update(wire_version=5.0)),
-            "manifest has wire version 5.0, this diloco speaks 5; install",
+            "manifest has wire version 5.0, this diloco speaks 6; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),
         (

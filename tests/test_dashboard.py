@@ -222,6 +222,62 @@ def test_prometheus_reads_the_swarm_and_that_it_is_lost() -> None:
     assert len(read()["diloco_peer_tokens"]) == 3  # what was seen last
 
 
+# --- Other sites ------------------------------------------------------------------------------------------------------
+
+
+@needs_extra
+@pytest.mark.parametrize(
+    ("host", "origin", "why"),
+    [
+        ("127.0.0.1:8471", None, None),
+        ("localhost:8471", "http://localhost:8471", None),
+        ("LocalHost:8471", "http://localhost:8471", None),
+        ("[::1]:8471", "http://[::1]:8471", None),
+        ("192.168.1.7:8471", "http://192.168.1.7:8471", None),
+        ("evil.example:8471", None, "not served under this name"),
+        ("evil.example", "http://evil.example", "not served under this name"),
+        ("localhost.evil.example:8471", None, "not served under this name"),
+        ("", None, "not served under this name"),
+        ("[::1", None, "is no address"),
+        ("127.0.0.1:8471", "http://evil.example", "another site asks"),
+        ("127.0.0.1:8471", "http://127.0.0.1:9000", "another site asks"),
+        ("127.0.0.1:8471", "null", "another site asks"),
+    ],
+)
+def test_only_the_page_itself_is_answered(host: str, origin: str | None, why: str | None) -> None:
+    from diloco.dashboard.guard import objection
+
+    found = objection(host, origin, {"localhost"})
+    assert found is None if why is None else why in str(found)
+
+
+@needs_extra
+def test_a_web_socket_of_another_site_is_closed_and_every_answer_has_the_headers() -> None:
+    from diloco.dashboard.guard import HEADERS, OwnPageOnly
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        kind = "websocket.accept" if scope["type"] == "websocket" else "http.response.start"
+        await send({"type": kind, "status": 200, "headers": []})
+
+    async def ask(kind: str, host: str, origin: str) -> dict[str, Any]:
+        said: list[Any] = []
+        scope = {"type": kind, "method": "GET", "headers": [(b"host", host.encode()), (b"origin", origin.encode())]}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        await OwnPageOnly(page, {"localhost"})(scope, None, send)  # type: ignore[arg-type]
+        return said[0]  # type: ignore[no-any-return]
+
+    assert asyncio.run(ask("websocket", "localhost:1", "http://localhost:1"))["type"] == "websocket.accept"
+    assert asyncio.run(ask("websocket", "localhost:1", "http://evil.example")) == {
+        "type": "websocket.close", "code": 1008
+    }  # fmt: skip
+    answer = asyncio.run(ask("http", "localhost:1", "http://localhost:1"))
+    assert {(name.lower().encode(), text.encode()) for name, text in HEADERS.items()} <= set(answer["headers"])
+    assert asyncio.run(ask("http", "localhost:1", "http://evil.example"))["status"] == 403
+
+
 # --- Served -----------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +312,13 @@ def test_state_metrics_and_page_are_served_from_one_process(page: tuple[str, Com
     assert len(seen.peers) == PEERS
     assert b"diloco_up 1.0" in fetch(f"{url}/metrics")
     assert b"diloco: fake" in fetch(url)
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        for path in ("/", "/api/state", "/metrics", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"):
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=10)
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        assert reply.headers["X-Frame-Options"] == "DENY"
+        assert "frame-ancestors 'none'" in reply.headers["Content-Security-Policy"]
 
 
 @needs_extra

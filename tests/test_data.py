@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from diloco import data
 from diloco.config import DataConfig
 from diloco.data.memory import LeasedStream, MemoryStream
 from diloco.data.packing import Packer, is_held_out, permuted, token_dtype
-from diloco.data.sources import documents
+from diloco.data.sources import documents, open_pinned
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import CheckpointError, DataError
 
@@ -551,3 +553,83 @@ def test_a_name_that_the_hub_does_not_know_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(DataError, match=r"data\.name: 'a/b/c' is no dataset that the Hugging Face hub shows you \("):
         data.load(config("hub", name="a/b/c"), seed=0)
+
+
+# --- the hub at a commit
+
+COMMIT = "a1" * 20
+
+
+class Builder:
+    """What `datasets` makes of the description of a dataset."""
+
+    def __init__(self, *files: str) -> None:
+        self.config = SimpleNamespace(data_files={"train": files})
+
+    def as_streaming_dataset(self, split: str) -> str:
+        return f"rows of {split}"
+
+
+def pinned(monkeypatch: pytest.MonkeyPatch, builder: Any, kind: str = "json") -> Any:
+    """Opens org/set at a commit, where `datasets` has this builder for it."""
+    import datasets
+
+    asked: list[Any] = []
+
+    def load(path: str, **options: Any) -> Any:
+        asked.append((path, options))
+        return builder
+
+    monkeypatch.setattr(Builder, "__module__", f"datasets.packaged_modules.{kind}.{kind}")
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
+    rows = open_pinned(config("hub", name="org/set", revision=COMMIT))
+    assert asked == [("hf://datasets/org/set", {"name": None, "revision": COMMIT})]
+    return rows
+
+
+def test_a_dataset_at_a_commit_is_asked_of_the_hub_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = f"hf://datasets/org/set@{COMMIT}/train.jsonl"
+    assert pinned(monkeypatch, Builder(file)) == "rows of train"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/home/alice/notes.txt",
+        "https://example.org/rows.jsonl",
+        "hf://datasets/org/other@main/rows.jsonl",
+        f"hf://datasets/org/set@{COMMIT}/../../../etc/passwd",
+        f"hf://datasets/org/set@{COMMIT}/a.jsonl::/etc/passwd",
+    ],
+)
+def test_a_dataset_that_reads_files_of_others_is_refused(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"hf://datasets/org/set@{COMMIT}/train.jsonl"
+    with pytest.raises(DataError, match=r"^data\.name: org/set reads .*, and not files of its own"):
+        pinned(monkeypatch, Builder(own, file))
+    with pytest.raises(DataError, match="is of the format webdataset; expected one of arrow, csv, json"):
+        pinned(monkeypatch, Builder(own), "webdataset")
+
+
+def test_files_of_this_machine_are_refused_as_datasets_itself_names_them(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    with pytest.raises(DataError, match=f"reads {hub}/.*, and not files of its own"):
+        pinned(monkeypatch, datasets.load_dataset_builder(str(hub)))
+
+
+def test_a_tokenizer_at_a_commit_is_never_a_directory_of_this_machine(
+    word_tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    (tmp_path / "org" / "words").mkdir(parents=True)
+    (tmp_path / "org" / "words" / "diloco.json").write_text('{"tokenizer": "bytes"}')
+    assert data.load_tokenizer("org/words").vocab_size == 256  # a directory, which `diloco train` may name
+    with pytest.raises(DataError, match=r"data\.tokenizer: org/words at a1a1a1a1a1a1 cannot be fetched"):
+        data.load_tokenizer("org/words", COMMIT)
+    shutil.copytree(word_tokenizer, cache / "models--org--words" / "snapshots" / COMMIT)
+    assert data.load_tokenizer("org/words", COMMIT).vocab_size == 402

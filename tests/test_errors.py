@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from diloco import errors
-from diloco.errors import DilocoError, guard
+from diloco.errors import DilocoError, SwarmError, guard
+from diloco.protocol.messages import Refusal, decode, encode
 
 EXIT_CODES = {
     "DilocoError": 1,
@@ -86,3 +87,13 @@ def test_the_module_imports_nothing_but_the_standard_library() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
+
+
+def test_what_a_peer_said_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\u202emil|hs"
+    refusal = decode(encode(Refusal(reason=hostile)))
+    assert isinstance(refusal, Refusal)
+    for said in (refusal.reason, hostile):
+        assert failing(SwarmError(f"the swarm refused this peer: {said}")) == 3
+        assert capsys.readouterr().err == "diloco: error: the swarm refused this peer: ]0;owned [2J mil|hs\n"
+    assert refusal.reason.isprintable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from _fuzz.crowd import Crowd, Life, Member
 from _fuzz.faults import Fault, Scenario, scenario
 from _fuzz.invariants import Violation, Watch, check_end
 from _fuzz.lineage import Contributed, Lineage, Made, Total
+from _fuzz.splits import SHAPES, WORK_WINS, pairs, split_scenario
 from _fuzz.stage import Outcome, play, shrink
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.exchange import Exchange, Step
@@ -84,7 +86,7 @@ def order_of(outcome: Outcome) -> str:
     return sha256("\n".join([str(outcome.turns), *events]).encode()).hexdigest()[:16]
 
 
-@pytest.mark.parametrize(("plan", "order"), [(BARRIER, "4de07f40629db47a"), (DECOUPLED, "2408b9bf6a0de782")])
+@pytest.mark.parametrize(("plan", "order"), [(BARRIER, "7f939df81af96651"), (DECOUPLED, "ecccc1985800c829")])
 def test_every_version_of_python_gives_the_same_order_of_events(plan: Scenario, order: str) -> None:
     """A change of what peers do changes both digests. Write down new ones once the oldest and newest Python agree."""
     outcome = play(plan)
@@ -108,6 +110,45 @@ def test_schedules_have_all_kinds_of_faults_and_settings() -> None:
         assert {bool(getattr(plan, trait)) for plan in plans} == {True, False}, trait
     members = [member for plan in plans for member in plan.members]
     assert any(member.lie != 1.0 for member in members) and any(member.boundary_s > 20 for member in members)
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+LONE = Scenario(
+    seed=0,
+    members=tuple(Member(name, step_s=0.25 if name == "a" else 1.0) for name in "abcdefg"),
+    outer=(("sync_every", 4), ("fragments", 1), ("lr", 0.7), ("momentum", 0.9)),
+    together=True, heartbeat_s=1.0, loss=0.0, executor_s=0.0, units=False, cold=False, pieces=False, closed=False,
+    faults=(Fault(15.0, 0, "lone", 0, 66.0),), work_wins=True, splits=True,
+)  # fmt: skip
+
+
+def test_a_fast_peer_that_was_alone_does_not_overwrite_the_work_of_the_others() -> None:
+    """It makes more versions, of less work. While the higher version wins, the check has to find that."""
+    violation = play(LONE).violation
+    assert (violation is None) == WORK_WINS
+    assert violation is None or "tokens of work in fragment 0" in violation
+
+
+def test_the_work_in_an_anchor_is_its_tokens_each_capped_at_twice_the_median_of_its_version() -> None:
+    lineage = Lineage()
+    made = [{"a": 8, "b": 8, "c": 100}, {"a": 8}]
+    digests = [digest_of(name) for name in ("start", "first", "second")]
+    for version, tokens in enumerate(made, start=1):
+        contributions = tuple((Contributed(peer, version - 1), number) for peer, number in tokens.items())
+        lineage.add(digests[version], Made(digests[version - 1], 0, version, "a", 1, contributions))
+    assert [lineage.work(digest) for digest in digests] == [0, 8 + 8 + 16, 32 + 8]
+
+
+def test_splits_have_all_shapes_and_cut_whom_they_name() -> None:
+    plans = [split_scenario(seed) for seed in range(200)]
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(SHAPES)
+    r = random.Random(0)
+    assert pairs("lone", ["a", "b", "c"], r) == [("a", "b"), ("a", "c")]
+    for shape in SHAPES:
+        cut = [pairs(shape, list("abcdef"), r) for _ in range(20)]
+        assert any(cut) and all(one != other for each in cut for one, other in each)
+        assert all(len({frozenset(pair) for pair in each}) == len(each) for each in cut)
 
 
 def test_a_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,12 @@ from hivemind.p2p import PeerID
 from diloco.admission import Admission, Revoked, RunKey, issue
 from diloco.admission.keys import MAX_REVOKED, new_key
 from diloco.errors import ConfigError
+from diloco.protocol.limits import REFUSALS
 from diloco.protocol.messages import Message, Refusal, encode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Hello, Status
 from diloco.protocol.messages.watching import ManifestRequest
-from diloco.swarm.wire.gate import MAX_EVENTS, Gate, GuardedP2P, gate_for, watching
+from diloco.swarm.wire.gate import Gate, GuardedP2P, gate_for, watching
 from diloco.swarm.wire.transport import Disbelieved, Refused
 
 SOON = int(time.time()) + 3600
@@ -152,10 +153,12 @@ def test_strangers_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert noted == [("QmSame", "why")]
     for number in range(1000):
         one.refused(f"Qm{number}", "why")
-    assert len(noted) == MAX_EVENTS
+    assert len(noted) == REFUSALS
+    one.refused("QmOther", "the invitation expired 3 days ago")
+    assert noted[-1] == ("QmOther", "the invitation expired 3 days ago"), "another reason is not hidden by that"
     now += 61.0
     one.refused("QmSame", "why")
-    assert len(noted) == MAX_EVENTS + 1
+    assert noted[-1] == ("QmSame", "why (981 more were not noted)")
 
 
 def test_the_settings_of_a_peer_make_its_gate(key: RunKey, tmp_path: Path) -> None:
@@ -310,7 +313,7 @@ def test_a_visitor_shows_itself_as_observer_whatever_it_was_given(key: RunKey, t
         ("QmB", watching("run", None, str(tmp_path / "run.key"))),
     ):
         visitor.me = me
-        asyncio.run(greet(door, me, visitor._greeting()))
+        asyncio.run(meet(visitor, door))
         assert door.role_of(me) == "observer" and door.call_objection(me) is not None
     assert watching("run", None).admission is None
     stranger = Gate(Admission(issue(RunKey(new_key()), "run", "worker", SOON)))

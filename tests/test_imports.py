@@ -18,8 +18,9 @@ PACKAGE = Path(__file__).parents[1] / "diloco"
 
 # From the bottom up; a part may import the parts of lower rows and itself. Parts of one row do not know each other.
 LAYERS = [
-    {"errors", "text"},
-    {"admission"},
+    {"text", "atomic"},
+    {"errors"},
+    {"admission", "hub"},
     {"config"},
     {"protocol", "outer"},
     {"swarm", "model", "data"},
@@ -44,7 +45,7 @@ HOMES = {
     "hivemind": {"swarm"},
     "transformers": {"model", "data"},
     "tokenizers": {"data"},
-    "huggingface_hub": {"data"},
+    "huggingface_hub": {"hub"},
     "datasets": {"data"},
     "pyarrow": {"data"},
     "wandb": {"rundir"},

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from swarm_helpers import free_port
 
-from diloco.admission import Token
+from diloco.admission import Revoked, RunKey, Token, issue
 from diloco.cli import keys
+from diloco.cli.commands.common import _from_stdin, guest
 from diloco.cli.main import main
 from diloco.cli.table import say_who_can_join
 from diloco.config import compose
 from diloco.config.address import Address
+from diloco.errors import ConfigError
 from diloco.rundir.reporting import log_lines
 
 PEER = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
@@ -51,7 +54,8 @@ def test_a_key_invites_and_its_public_half_is_what_the_run_gets(
     assert code == 0 and (grant.run_id, grant.role, grant.peer) == ("mine", "worker", "")
     assert grant.run_key.hex() == public.strip() and abs(grant.expires_at - time.time() - 14 * 86400) < 60
     assert described.startswith(f"token {grant.token_id}: worker of mine until ")
-    assert described.endswith("UTC, for the first peer that uses it\n")
+    assert "UTC, for the first peer that uses it\nit is a secret" in described
+    assert "diloco join ADDRESS swarm.token=@FILE (chmod 600 FILE), or diloco join ADDRESS swarm.token=-" in described
 
 
 def test_an_invitation_with_an_address_is_the_whole_link(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,10 +64,12 @@ def test_an_invitation_with_an_address_is_the_whole_link(place: Path, capsys: py
     for address in (ADDRESS, f"diloco:/{ADDRESS}?token=old", f"diloco:/{ADDRESS}"):
         code, link, described = typed(capsys, "invite", *options, address)
         parsed = Address.parse(link.strip())
-        assert code == 0 and parsed.peers == (ADDRESS,) and described.endswith(f"UTC, for {PEER}\n")
+        assert code == 0 and parsed.peers == (ADDRESS,) and f"UTC, for {PEER}\n" in described
+        assert "diloco join @FILE (chmod 600 FILE), or diloco join - and paste it" in described
         grant = Token.from_text(parsed.token or "").grant
         assert (grant.role, grant.peer) == ("host", PEER)
         (place / "link").write_text(link)
+        (place / "link").chmod(0o600)
         (place / "address").write_text(ADDRESS + "\n")
         assert Address.parse(typed(capsys, "invite", *options, "@address")[1].strip()).peers == (ADDRESS,)
         assert compose(["swarm.token=@link"]).run.key == grant.run_key.hex()
@@ -83,7 +89,11 @@ def test_an_invitation_with_an_address_is_the_whole_link(place: Path, capsys: py
         (["invite", "--key", "k", "--run", "mine", "--bind", "me"], "--bind=me is no peer id"),
         (["invite", "--key", "k", "--run", "a/b"], "--run=a/b is no run id"),
         (["invite", "--key", "k", "--run", "mine", "nowhere"], "ADDRESS=nowhere cannot be used"),
-        (["revoke", "--key", "k", "--run", "mine", ADDRESS], "Missing argument 'WHAT...'"),
+        (["revoke", "--key", "k", "--run", "mine"], "Missing argument '[ADDRESS] WHAT...'"),
+        (
+            ["revoke", "--key", "k", "--run", "mine", ADDRESS],
+            "p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51 is nei",
+        ),
         (["revoke", "--key", "k", "--run", "mine", ADDRESS, "x"], "x is neither a token id (16 hexadecimal digits"),
     ],
 )
@@ -102,6 +112,49 @@ def test_what_is_revoked_may_be_given_as_id_token_or_link(place: Path, capsys: p
     found = {keys._token_id(what) for what in (link, token, Token.from_text(token).grant.token_id)}
     assert found == {Token.from_text(token).grant.token_id}
     assert keys._token_id(PEER) is None
+
+
+def test_what_is_revoked_is_kept_also_if_no_peer_is_left(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed(capsys, "keygen", "k")
+    owner = ("revoke", "--key", "k", "--run", "mine")
+    assert typed(capsys, *owner, "0" * 16)[:2] == (
+        0, "1 tokens and 0 peers are revoked in mine (list 1); peers that start with k have it\n"
+    )  # fmt: skip
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{PEER}"
+    code, _, error = typed(capsys, *owner, dead, "1" * 16, PEER)
+    assert code == 3 and "cannot be reached" in error and "; list 2 is kept beside k, and peers that start" in error
+    revoked = Revoked.remembered(RunKey.read(place / "k"), place / "k", "mine")
+    assert (revoked.number, revoked.token_ids, revoked.peer_ids) == (2, ("0" * 16, "1" * 16), (PEER,))
+
+
+def test_a_list_that_cannot_be_read_is_not_to_be_deleted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed(capsys, "keygen", "k")
+    (place / "k.revoked.json").write_text('{"mine": [1, ["00')
+    code, _, error = typed(capsys, "revoke", "--key", "k", "--run", "mine", "0" * 16)
+    assert code == 2 and "restore it from a copy, as without it those whom you revoked come in again" in error
+
+
+def test_a_link_may_come_from_a_file_or_from_stdin(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = issue(RunKey.create(place / "k"), "mine", "worker", int(time.time()) + 60).to_text()
+    (place / "link").write_text(f"diloco:/{ADDRESS}?token={token}\n")
+    assert Address.read("@link") == Address(("@link",), "@link") and token not in str(guest("@link", []))
+    (place / "address").write_text(ADDRESS)
+    for other in ("@address", "@later", ADDRESS):
+        assert Address.read(other) == Address((other,))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"diloco:/{ADDRESS}?token={token}\n{token}\n"))
+    assert Address.read("-") == Address((ADDRESS,), token)
+    assert _from_stdin("swarm.token=-") == f"swarm.token='{token}'" and _from_stdin("a=-") == "a=-"
+    with pytest.raises(ConfigError, match=r"^ADDRESS=- stands for a line on stdin, and none came"):
+        Address.read("-")
+
+
+def test_a_token_file_that_others_can_read_joins_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token = issue(RunKey.create(place / "k"), "mine", "worker", int(time.time()) + 60).to_text()
+    (place / "link").write_text(f"diloco:/{ADDRESS}?token={token}\n")
+    (place / "link").chmod(0o644)
+    for command in ("join", "status", "doctor"):
+        code, _, error = typed(capsys, command, "@link")
+        assert code in (2, 3) and "swarm.token=link holds a secret" in error and "chmod 600 link" in error
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,24 @@ def test_control_c_while_the_peers_still_start_ends_it(tmp_path: Path) -> None:
     assert not (run_dir / "summary.json").exists() and not (run_dir / "model").exists()
 
 
+LOSES_A_SIGNAL = """
+import signal, sys
+if "diloco.train" in sys.orig_argv:
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler))
+"""
+
+
+def test_a_peer_whose_interpreter_lost_the_signal_ends_all_the_same(tmp_path: Path) -> None:
+    """Python throws an exception away that a signal raises while a weak reference is called, as in every import."""
+    (tmp_path / "sitecustomize.py").write_text(LOSES_A_SIGNAL)
+    arguments = ["-m", "diloco", "local", *SMOKE, f"run.dir={tmp_path / 'run'}"]
+    with command(*arguments, directory=tmp_path, modules=tmp_path) as started:
+        eventually(lambda: len([one for one in started.family() if "diloco.train" in arguments_of(one)]) == 2, "peers")
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait() == 0, started.stderr
+        assert started.family() == []
+
+
 def test_peers_leave_by_themselves_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with local(run_dir, *ENDLESS) as started:
@@ -407,7 +425,7 @@ def test_data_and_directories_that_cannot_be_used_end_with_exit_code_two(
 ) -> None:
     empty, file = tmp_path / "empty.txt", tmp_path / "file"
     empty.touch()
-    file.touch()
+    file.touch(0o600)
     text = ("data=text", "data.sequence_length=32")
     for number, (run_dir, overrides, start) in enumerate(
         [

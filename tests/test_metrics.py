@@ -125,23 +125,32 @@ def full_disk(*args: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("operation", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("operation", ["open", "fsync", "replace"])
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     path = tmp_path / "summary.json"
     write_atomic(path, "old")
     with monkeypatch.context() as patch:
-        if operation == "write":
-            patch.setattr("builtins.open", full_disk)
-        else:
-            patch.setattr(os, operation, full_disk)
+        patch.setattr(os, operation, full_disk)
         with pytest.raises(ConfigError, match="No space left on device"):
             write_atomic(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["summary.json"]
     write_atomic(path, b"new")
     assert path.read_text() == "new"
+
+
+def test_a_link_that_somebody_else_put_there_is_never_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.atomic.secrets.token_hex", lambda count: "foreseen")
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / f".probe-{os.getpid()}").symlink_to(precious)
+    prepare_run_directory(tmp_path)
+    (tmp_path / ".a.tmp-foreseen").symlink_to(precious)
+    with pytest.raises(ConfigError, match="File exists"):
+        write_atomic(tmp_path / "a", "new")
+    assert precious.read_text() == "mine"
 
 
 def test_a_run_directory_is_made_and_left_empty(tmp_path: Path) -> None:
@@ -159,7 +168,7 @@ def test_an_unusable_run_directory_is_a_one_line_error(tmp_path: Path, monkeypat
         prepare_run_directory(tmp_path / "file" / "a")
     with pytest.raises(ConfigError, match=expected.format(".*/file", "File exists")):
         prepare_run_directory(tmp_path / "file")
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(ConfigError, match=expected.format(".*/a", "No space left on device")):
         prepare_run_directory(tmp_path / "a")
     with pytest.raises(ConfigError, match=expected.format(".*/missing/x", "No such file or directory")):
@@ -325,7 +334,7 @@ def test_merging_adds_what_peers_did_and_takes_the_swarm_clock_from_the_furthest
 
 
 def test_the_record_of_contributions_is_the_furthest_peer_s_and_a_table_for_any_spreadsheet(tmp_path: Path) -> None:
-    rows = [Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3), Contributor("id2", "=SUM(A1)", 1, 10, 45, 2, 2)]
+    rows = [Contributor("id1", 'anna, "x"', 2, 30, 99, 1, 3), Contributor("=cmd", "=SUM(A1)", 1, 10, 45, 2, 2)]
     parts = [
         through_a_pipe(replace(single("p0", 1, 1, None, outer_steps=3), contributions=rows)),
         through_a_pipe(replace(single("p1", 1, 1, None, outer_steps=2), contributions=rows[1:])),
@@ -337,7 +346,7 @@ def test_the_record_of_contributions_is_the_furthest_peer_s_and_a_table_for_any_
     assert (tmp_path / "contributions.csv").read_text().splitlines() == [
         "peer_id,name,outer_steps,tokens,bytes,first_version,last_version",
         'id1,"anna, ""x""",2,30,99,1,3',
-        "id2,'=SUM(A1),1,10,45,2,2",
+        "'=cmd,'=SUM(A1),1,10,45,2,2",
     ]
 
 

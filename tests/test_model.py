@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +317,31 @@ def test_a_damaged_directory_is_refused_in_one_line(saved: Path, tmp_path: Path,
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert torch.equal(torch.random.get_rng_state(), random_state)  # missing weights are drawn before they are noticed
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads"])
+def test_a_number_that_no_model_has_is_refused_before_a_config_is_made(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model.config.{name}: 1000000000 is more than 16777216"):
+        models.config_of(settings(**{name: 10**9}))
+
+
+def test_a_model_of_too_many_layers_is_refused_while_it_is_outlined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["diloco.model.build"], "MAX_PARTS", 100)  # the package has a function of this name
+    with torch.device("meta"), pytest.raises(ConfigError, match="it has more than 100 layers and other parts"):
+        models.outline(settings(num_hidden_layers=1000))
+    with torch.device("meta"):
+        assert all(one.is_meta for one in models.outline(settings()).parameters())
+
+
+def test_the_numbers_of_a_saved_config_have_the_same_limits(tmp_path: Path) -> None:
+    models.save(models.build(settings(), 0), tmp_path / "model")
+    pretrained = ModelConfig(name="pretrained", path=str(tmp_path / "model"))
+    assert models.num_parameters(models.outline(pretrained)) == models.num_parameters(models.build(settings(), 0))
+    file = tmp_path / "model" / "config.json"
+    file.write_text(file.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1000000000'))
+    for load in (models.outline, lambda given: models.build(given, 0)):
+        with pytest.raises(ConfigError, match=r"model\.path: .*num_hidden_layers: 1000000000 is more than"):
+            load(pretrained)

@@ -19,10 +19,11 @@ from diloco.errors import PayloadError, SwarmError
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.protocol.actions import Note
+from diloco.protocol.limits import bulk_streams
 from diloco.protocol.messages import Refusal, decode, encode
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim
-from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Limiter, Penalties
+from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.node.node import Node
 
@@ -54,12 +55,12 @@ def test_offences_on_streams_that_were_open_already_count_once() -> None:
 
 
 def test_memory_is_bounded_whoever_comes() -> None:
-    penalties, limiter = Penalties(), Limiter(1)
+    penalties, limiter = Penalties(), bulk_streams(1)
     for number in range(10_000):
         penalties.offence(str(number), "x", number)
         assert limiter.opened(str(number), number) is None
         limiter.closed(str(number))
-    assert len(penalties._records) <= 4096 and len(limiter._usage) <= 4096
+    assert len(penalties._records) <= 4096 and len(limiter._begun) <= 4096
 
 
 # -- claims -----------------------------------------------------------------------------------------------------------
@@ -81,14 +82,14 @@ def header(steps: int = 10, tokens: int = 80, base_version: int = 0) -> Contribu
 
 
 def test_too_many_streams_at_a_time_or_in_a_second_are_refused_until_there_are_fewer() -> None:
-    limiter = Limiter(fragments=2)
-    for _ in range(limiter.max_streams):
+    limiter = bulk_streams(fragments=2)
+    for _ in range(limiter.most):
         assert limiter.opened("a", 0.0) is None
     assert "20 streams of this peer are open; at most 20 may be" in str(limiter.opened("a", 0.0))
     assert limiter.opened("b", 0.0) is None
     limiter.closed("a")
     assert limiter.opened("a", 0.0) is None
-    greedy = Limiter(fragments=2)
+    greedy = bulk_streams(fragments=2)
     refused = 0
     for _ in range(1000):
         if greedy.opened("a", 0.0) is None:
@@ -104,7 +105,7 @@ def test_who_tries_again_a_second_after_its_stream_broke_is_never_over_a_limit(
     seed: int, fragments: int, broken: float
 ) -> None:
     """Every fragment is contributed, broken or not, and read again a second later at the soonest; streams linger."""
-    dice, limiter, ends = random.Random(seed), Limiter(fragments), list[float]()
+    dice, limiter, ends = random.Random(seed), bulk_streams(fragments), list[float]()
     for second in range(60):
         for at in [end for end in ends if end <= second]:
             ends.remove(at)

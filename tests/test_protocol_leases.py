@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from diloco.protocol.fragment import LEAP, Fragment, Lease, LeaseTable
 from diloco.protocol.messages.control import Claim, Published
+from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.rendezvous import order
 from tests.protocol_helpers import digest_of
 
@@ -122,8 +123,8 @@ def test_a_term_known_from_elsewhere_is_passed_over() -> None:
 def test_there_is_a_next_term_whatever_others_claim() -> None:
     """Terms are numbers from the network; the one after the highest that is believed must be one that can be sent."""
     table = table_of()
-    assert not table.claim(*claim_of("a", 2**62 - 1, 0)) and not table.claim(*claim_of("a", LEAP + 1, 0))
-    table.see_term(0, 2**62 - 1)
+    assert not table.claim(*claim_of("a", MAX_COUNT, 0)) and not table.claim(*claim_of("a", LEAP + 1, 0))
+    table.see_term(0, MAX_COUNT)
     assert table.term(0) == 0
     assert table.claim(*claim_of("a", LEAP, 0))
     table.see_term(0, 2 * LEAP)

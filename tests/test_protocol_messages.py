@@ -64,15 +64,16 @@ from diloco.protocol.messages.watching import (
     SnapshotReply,
     SnapshotRequest,
 )
+from diloco.protocol.numbers import MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_TOKENS, MIN_RATE
 from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.shares import MAX_NAME_BYTES, MAX_SHARES, Share, short_name
 
 digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
-counts = st.integers(0, 2**62 - 1)
-terms = st.integers(1, 2**62 - 1)
+counts = st.integers(0, MAX_COUNT)
+terms = st.integers(1, MAX_COUNT)
 fragments = st.integers(0, 2**20 - 1)
 names = st.text(max_size=128)
-rates = st.floats(0, allow_nan=False, allow_infinity=False)
+rates = st.just(0.0) | st.floats(MIN_RATE, MAX_LOSS)
 states = st.sampled_from(["starting", "ready", "training", "exchanging", "leaving", "done"])
 units = st.lists(st.tuples(counts, counts).filter(lambda unit: unit[0] < unit[1]).map(list), max_size=3)
 statuses = st.builds(
@@ -132,7 +133,7 @@ ANY = st.one_of(
     st.builds(
         StateHeader,
         fragment=fragments,
-        version=st.just(2**62 - 1),
+        version=st.just(MAX_COUNT),
         digest=digests,
         outer=st.booleans(),
         shares=st.dictionaries(names, shares, max_size=3),
@@ -145,8 +146,8 @@ ANY = st.one_of(
         term=terms,
         base_version=counts,
         base_digest=digests,
-        steps=st.integers(1, 2**40 - 1),
-        tokens=st.integers(1, 2**48 - 1),
+        steps=st.integers(1, MAX_COUNT),
+        tokens=st.integers(1, MAX_TOKENS),
         units=units,
     ),
     st.builds(
@@ -163,7 +164,7 @@ ANY = st.one_of(
         StateRequest,
         manifest_hash=digests,
         fragment=fragments,
-        have_version=st.integers(-1, 2**62 - 1),
+        have_version=st.integers(-1, MAX_COUNT),
         outer=st.booleans(),
         in_parts=st.booleans(),
     ),
@@ -187,7 +188,7 @@ ANY = st.one_of(
         InnerHeader,
         names=st.lists(st.text(max_size=32), max_size=3),
         numels=st.lists(counts, max_size=3),
-        steps=st.lists(st.integers(1, 2**40 - 1), max_size=3),
+        steps=st.lists(st.integers(1, MAX_COUNT), max_size=3),
     ),
     st.builds(UnitRequest, manifest_hash=digests, wanted=st.integers(1, 2**20), has=units),
     st.builds(UnitGrant, units=units),
@@ -241,7 +242,14 @@ EXAMPLES: list[Message] = [
         fragment=1, term=2, version=3, digest=D, contributors=["a", "b"], applied_tokens=4, cursor=9, open=[[6, 9]]
     ),
     Contribution(
-        base_digest="0" * 64, manifest_hash=D, fragment=1, term=2, base_version=3, steps=4, tokens=5, units=[[0, 2**61]]
+        base_digest="0" * 64,
+        manifest_hash=D,
+        fragment=1,
+        term=2,
+        base_version=3,
+        steps=4,
+        tokens=5,
+        units=[[0, MAX_TOKENS]],
     ),
     Verdict(accepted=False, first_chunk=1, record_follows=True, reason="why", version=2, term=3),
     Receipt(),
@@ -268,8 +276,8 @@ EXAMPLES: list[Message] = [
 ]
 WRONG: dict[type, list[object]] = {
     bool: [None, 0, 1, "true", [True]],
-    int: [None, -2, 2**62, 2**63, 1.0, 1.5, True, "1", b"1", [1], {"a": 1}],
-    float: [None, -0.5, math.nan, math.inf, True, "0.5", b"0.5", [0.5]],
+    int: [None, -2, MAX_BYTES + 1, 2**63, 1.0, 1.5, True, "1", b"1", [1], {"a": 1}],
+    float: [None, -0.5, 2.0**40 + 1, math.nan, math.inf, True, "0.5", b"0.5", [0.5]],
     str: [None, 1, 0.5, True, b"a", ["a"], {"a": "a"}, "x" * (MAX_FRAME_BYTES // 2 + 1)],
     list: [None, 1, "a", {}, {"a": 1}, [None], [[]], [-1], [b"a"]],
     bytes: [None, 1, "a", [], {}, [b"a"], bytes(MAX_SNAPSHOT_PIECE_BYTES + 1)],
@@ -403,7 +411,7 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_parsed() -> None:
 def test_what_is_read_of_strangers_has_room_for_the_longest_token_and_the_longest_reason() -> None:
     longest = issue(RunKey(new_key()), "r" * 64, "worker", 2**64 - 1, "Q" * 100).credential("Q" * 100)
     for said in (longest, "x" * MAX_CHARACTERS):
-        assert len(encode(Greeting(credential=said, revoked=2**62 - 1))) < MAX_GREETING_BYTES / 2
+        assert len(encode(Greeting(credential=said, revoked=MAX_COUNT))) < MAX_GREETING_BYTES / 2
     assert len(encode(Refusal(reason="x" * 2048))) < MAX_GREETING_BYTES
 
 
@@ -421,9 +429,9 @@ def test_the_largest_inner_state_has_a_header_that_fits_a_frame() -> None:
 
 def test_the_shares_of_all_peers_fit_a_frame_beside_the_parts_of_the_largest_fragment() -> None:
     peers = [f"12D3KooW{number:044d}" for number in range(MAX_SHARES)]
-    share = Share(2**31, 2**61, 2**31, 2**31, short_name("n" * 100))
-    parts, open_ = [D] * MAX_PARTS, [[2**61 + 2 * at, 2**61 + 2 * at + 1] for at in range(MAX_RANGES)]
-    anchor = {"fragment": 1, "version": 2**31, "digest": D, "applied_tokens": 2**61, "open": open_}
+    share = Share(2**31, MAX_TOKENS, 2**31, 2**31, short_name("n" * 100))
+    parts, open_ = [D] * MAX_PARTS, [[2**49 + 2 * at, 2**49 + 2 * at + 1] for at in range(MAX_RANGES)]
+    anchor = {"fragment": 1, "version": 2**31, "digest": D, "applied_tokens": MAX_TOKENS, "open": open_}
     listed = PartList(**anchor, parts=parts, shares=dict.fromkeys(peers, share))
     assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
     refusal_of(pack({**fields_of(listed), "shares": dict.fromkeys([*peers, "one more"], share)}))
@@ -439,7 +447,9 @@ def test_a_list_of_parts_is_neither_empty_nor_longer_than_a_frame() -> None:
         assert refusal_of(pack({**fields_of(listed), "parts": parts})).startswith("a message does not fit its schema")
 
 
-@pytest.mark.parametrize("unit", [[1, 1], [2, 1], [1], [1, 2, 3], [-1, 2], [0, 2**62], [0.0, 1], [True, 2], ["0", 1]])
+@pytest.mark.parametrize(
+    "unit", [[1, 1], [2, 1], [1], [1, 2, 3], [-1, 2], [0, MAX_TOKENS + 1], [0.0, 1], [True, 2], ["0", 1]]
+)
 def test_a_range_of_sequences_is_two_ascending_numbers(unit: list[object]) -> None:
     for example, field in ((STATUS, "units"), (CLAIM, "open"), (UnitGrant(units=[]), "units")):
         refusal_of(pack({**fields_of(example), field: [[4, 5], unit]}))
@@ -517,6 +527,37 @@ def test_a_long_list_of_wrong_items_costs_one_error(field: str, items: list[obje
     with pytest.raises(ValidationError) as caught:
         type(example).model_validate({**fields, field: items * 1000})
     assert caught.value.error_count() <= 5  # those of one item
+
+
+@pytest.mark.parametrize(("field", "item"), [("contributors", -1), ("addresses", [1]), ("shares", [])])
+def test_a_map_that_is_too_long_is_refused_before_its_items_are_looked_at(field: str, item: object) -> None:
+    example = {"contributors": EXAMPLES[7], "addresses": HELLO, "shares": EXAMPLES[9]}[field]
+    many = {f"{number:05x}": item for number in range(10_000)}
+    with pytest.raises(ValidationError) as caught:
+        type(example).model_validate({**example.model_dump(), field: many})
+    assert caught.value.error_count() == 1 and "a map of 10000 items" in str(caught.value)
+
+
+def test_many_unknown_fields_cost_one_look() -> None:
+    """pydantic would list them all, which takes a second for a frame full of them."""
+    fields = {**fields_of(STATUS), **{f"k{number}": 0 for number in range(50_000)}}
+    assert refusal_of(pack(fields)).endswith("status.k0: no such field is known")
+
+
+def numbers_in(schema: dict[str, Any], where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (path, schema) of each number in a JSON schema."""
+    if schema.get("type") in ("integer", "number"):
+        yield where, schema
+    for key, value in schema.items():
+        for index, part in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(part, dict):
+                yield from numbers_in(part, f"{where}.{key}.{index}")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
+def test_every_number_has_bounds(kind: type[Message]) -> None:
+    for where, schema in numbers_in(kind.model_json_schema()):
+        assert {"minimum", "maximum"} <= schema.keys(), f"{where}: {schema}"
 
 
 def test_a_conversation_expects_one_kind_and_understands_a_refusal() -> None:

@@ -15,6 +15,7 @@ from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
 from diloco.protocol.peer import Peer
 from diloco.protocol.rendezvous import assign, order
@@ -296,6 +297,17 @@ def test_without_a_barrier_a_peer_makes_no_more_versions_than_the_others_pace_pa
     assert peer.syncers[0].counts_at("x") == 1.0
 
 
+def test_a_successor_takes_nothing_that_is_in_the_anchor_from_which_it_goes_on() -> None:
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=1, quorum=1, staleness_limit=2))
+    peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
+    again = contribution(peer, 1)
+    peer.adopted(1, 1, digest_of("one"), 2.0, contributors={"x": 10, OTHER: 10})
+    peer.heard("x", status_of("training", versions=[0, 1]), 2.5)
+    assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == [Hold(1, 2)]
+    verdict = peer.offer("x", again.model_copy(update={"term": 2}))
+    assert not verdict.accepted and verdict.merged
+
+
 def test_nobody_claims_below_a_version_that_was_published_before_all_have_said_what_they_have() -> None:
     peer = pair()
     peer.connected("x", hello_of(status_of("ready"), holds=False), 1.0)
@@ -305,6 +317,24 @@ def test_nobody_claims_below_a_version_that_was_published_before_all_have_said_w
     assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == []
     actions = [*peer.heard("x", status_of("ready", versions=[0, 1]), 4.0), *peer.tick(5.0)]
     assert of_type(CatchUp, actions) == [CatchUp(1, ("x",), outer=False)] and of_type(Hold, actions) == []
+
+
+def test_the_next_in_order_does_not_claim_in_the_moment_of_the_right_holder() -> None:
+    """Both wait for a version that nobody has. Two syncers at once would make two versions of one number."""
+    peer = pair()
+    assert assign([1], [ME, "x"], {ME: 1, "x": 0})[1] == "x" and order([ME, "x"], 1)[0] == ME
+    peer.connected("x", hello_of(status_of("ready")), 1.0)
+    news = Published(fragment=1, term=1, version=1, digest=digest_of("one"), contributors=[], applied_tokens=0)
+    peer.heard(OTHER, news, 2.0)
+    peer.catch_up_failed(1)
+    peer.lost(OTHER, 3.0, "reset")
+    claimed_at, now = None, 3.0
+    while claimed_at is None:
+        now += TICK_S
+        actions = [*peer.heard("x", status_of("ready"), now), *peer.tick(now)]
+        claimed_at = now if of_type(Hold, actions) else None
+    patience_s = CLAIM_PATIENCE_S + len(peer.members) / STATUSES_PER_S
+    assert claimed_at - 3.0 == pytest.approx(2 * patience_s, abs=2 * TICK_S)
 
 
 def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
@@ -397,7 +427,7 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
     for message in [
         status_of(versions=[9]),
         Claim(fragment=FRAGMENTS, term=9, version=0, digest=digest),
-        Claim(fragment=0, term=2**62 - 1, version=0, digest=digest),
+        Claim(fragment=0, term=MAX_COUNT, version=0, digest=digest),
         Published(fragment=0, term=1, version=1, digest=digest, contributors=[], applied_tokens=1),  # not the syncer
         Published(fragment=1, term=9, version=1, digest=digest, contributors=[], applied_tokens=1),
         Published(fragment=1, term=1, version=0, digest=digest, contributors=[], applied_tokens=1),
@@ -410,8 +440,8 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
 
 
 small = st.integers(0, 3)
-versions = st.one_of(small, st.sampled_from([2**31, 2**61]))
-terms = st.one_of(st.integers(1, 3), st.sampled_from([LEAP, LEAP + 3, 2**62 - 1]))
+versions = st.one_of(small, st.sampled_from([2**31, MAX_COUNT // 2, MAX_COUNT]))
+terms = st.one_of(st.integers(1, 3), st.sampled_from([LEAP, LEAP + 3, MAX_COUNT]))
 digests = st.sampled_from([*DIGESTS, digest_of("x")])
 states = st.sampled_from(["starting", "ready", "training", "exchanging", "leaving", "done"])
 statuses = st.builds(Status, state=states, versions=st.lists(versions, min_size=1, max_size=3), inner_step=small)

@@ -228,6 +228,26 @@ def test_a_cut_is_silence_and_what_waited_goes_on_when_it_is_mended(town: Town) 
     assert at == pytest.approx(10 + 30 + 5)
 
 
+def test_a_one_way_cut_stops_one_direction_and_no_stream_opens_in_either(town: Town) -> None:
+    one, two = town.peer("one"), town.peer("two")
+
+    async def story() -> None:
+        writers = [(await one.open("two", "talk"))[1], (await two.open("one", "talk"))[1]]
+        town.network.cut("one", "two", one_way=True)
+        for writer in writers:
+            writer.write(b"hello")
+            writer.close()
+        await later(10)
+        assert "two" not in town.heard and [told for told, _ in town.heard["one"]] == [b"hello"]
+        with pytest.raises(TimeoutError):
+            await two.open("one", "talk")
+        town.network.mend("two", "one")
+        await later(1)
+        assert [told for told, _ in town.heard["two"]] == [b"hello"]
+
+    town.run(story())
+
+
 def test_a_reset_breaks_every_stream_between_two_peers_and_no_other(town: Town) -> None:
     one, two, three = (town.peer(name, latency_s=0.5) for name in ("one", "two", "three"))
 

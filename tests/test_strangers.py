@@ -243,8 +243,11 @@ def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, membe
         sign = type(validator).sign_value
 
         def tampered(record: Any) -> bytes:
-            value, public, signature = msgpack.unpackb(sign(validator, record))
-            return bytes(msgpack.packb([value.replace(b"\x07", b"\x08"), public, signature]))
+            value, *rest = msgpack.unpackb(sign(validator, record))
+            return bytes(msgpack.packb([value.replace(b"\x07", b"\x08"), *rest]))
+
+        def without_credential(record: Any) -> bytes:
+            return bytes(msgpack.packb([*msgpack.unpackb(sign(validator, record))[:3], b""]))
 
         stored = []
         validator.validate = lambda record: True  # what the liar itself keeps is its own affair
@@ -253,6 +256,8 @@ def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, membe
         stored.append(await dht.store(f"{RUN}/anything", 1, ends_at, subkey=liar.peer_id))
         stored.append(await dht.store(key, [[0, 9]], ends_at + 1e6, subkey=liar.peer_id))
         validator.sign_value = tampered
+        stored.append(await dht.store(key, [[0, 7]], ends_at, subkey=liar.peer_id))
+        validator.sign_value = without_credential
         stored.append(await dht.store(key, [[0, 7]], ends_at, subkey=liar.peer_id))
         validator.sign_value = lambda record: record.value
         stored.append(await dht.store(key, [[0, 7]], ends_at, subkey=liar.peer_id))
@@ -267,6 +272,7 @@ def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, membe
     expected = {
         "is signed by another peer", "does not have the form of one", "has a key that nothing here uses",
         "is too large or lasts too long", "was changed after it was signed", "is not signed",
+        "is of a peer that was not invited",
     }  # fmt: skip
     eventually(lambda: expected <= events(), f"{expected}, there is {events()}")
 
@@ -284,7 +290,7 @@ def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(club: Club, 
     eventually(lambda: all(len(peer.node.protocol.members) == 2 for peer in (*members, third)), "all to be connected")
     revoked = Revoked.sign(club.key, RUN, 1, [token.grant.token_id], [])
     visitor = Gate(Admission(issue(club.key, RUN, "observer", 2**40)))
-    spread = revoke([second.address], visitor, club.key, Revoked(0, (), (), b""), [token.grant.token_id], [])
+    spread = revoke([second.address], visitor, club.key, revoked)
     assert asyncio.run(spread) == revoked
     eventually(lambda: third.said("revoked"), "the peer itself to hear of it")
     with pytest.raises(SwarmError, match="the owner of the run has revoked the invitation of this peer") as caught:

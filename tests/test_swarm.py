@@ -463,7 +463,7 @@ async def contribute(stream: Stream, header: Contribution, values: Tensor) -> No
     ("attack", "reason"),
     [
         (garbage, "a frame is not valid msgpack"),
-        (an_endless_frame, "a frame of 4294967295 bytes is over the limit of 1048576"),
+        (an_endless_frame, "a frame of 4294967295 bytes is over the limit of 65536"),
         (an_answer_to_nothing, "a bulk stream cannot begin with Receipt"),
         (nan, "fp32 payload holds nan"),
         (one_infinity, "fp32 payload holds inf"),

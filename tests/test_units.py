@@ -99,7 +99,7 @@ def follower(version: int = 0, **word: Any) -> Peer:
 
 def take_over(peer: Peer) -> Ledger:
     peer.lost("s", 1.0, "connection reset")
-    for now in (2.0, 6.0, 9.0):
+    for now in (2.0, 6.0, 9.0, 12.0):
         peer.heard("b", peer.members.get("b").status, now)  # type: ignore[union-attr]
         peer.tick(now)
     assert peer.accounts.dealer.ledger is not None
@@ -116,8 +116,8 @@ def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
     )  # fmt: skip
     assert peer.offer(sender, header).accepted
     syncer.folded(sender)
-    peer.arrived(sender, 0, 10.0)
-    return peer.published(0, digest_of(syncer.version + 1), {sender: 1}, 10.0)
+    peer.arrived(sender, 0, 13.0)
+    return peer.published(0, digest_of(syncer.version + 1), {sender: 1}, 13.0)
 
 
 def twice_noted(actions: list[Action]) -> list[object]:
@@ -226,7 +226,7 @@ def test_units_of_one_that_was_given_up_and_comes_back_are_its_again_or_counted(
 def test_one_message_does_not_use_up_the_list() -> None:
     peer = follower()
     take_over(peer)
-    peer.heard("b", Status(state="training", versions=[0], units=[[2**60, 2**61]]), 9.5)
+    peer.heard("b", Status(state="training", versions=[0], units=[[2**48, 2**49]]), 9.5)
     assert peer.accounts.lease_units("b", 4, []) == [(0, 4)]
     assert peer.accounts.dealer.ledger is not None and peer.accounts.dealer.ledger.cursor == 4
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from diloco.admission.invitation import Credential, Grant, Role, Token
-from diloco.admission.keys import Revoked
+from diloco.admission.keys import Revoked, is_sealed
+from diloco.admission.memory import Memory
 from diloco.errors import PayloadError
 
 __all__ = ["Admission"]
@@ -18,16 +19,17 @@ class Admission:
     """One peer's record of who has been admitted to the closed run of `token`, this peer's own invitation.
 
     A peer is admitted by a valid credential, until the credential expires or is revoked. Untrusted input never raises:
-    `admit` returns a reason to refuse, `revoke` returns False.
+    `admit` returns a reason to refuse, `revoke` returns False. `memory` keeps revocations and first users.
     """
 
-    def __init__(self, token: Token) -> None:
+    def __init__(self, token: Token, memory: Memory | None = None) -> None:
         self.token = token
         self.run_key = token.grant.run_key
         self.run_id = token.grant.run_id
+        self.memory = memory or Memory()
         self.revoked = Revoked(0, (), (), b"")
+        self.revoke(self.memory.revoked)
         self._admitted: dict[str, Credential] = {}
-        self._users: dict[str, str] = {}  # token id -> the first peer that used it
 
     def admit(self, peer: str, text: str, now: float) -> str | None:
         """Admit an authenticated peer by its credential; returns None, or why it is refused, with the remedy."""
@@ -52,6 +54,19 @@ class Admission:
         except PayloadError:
             return
         self._objection(peer, credential, now)
+
+    def vouches(self, peer: str, text: str) -> bool:
+        """Whether the owner of the run invited this peer to take part, at any time. It says nothing of what became of
+        the invitation since: all peers have to give the same answer, whatever they have heard.
+        """
+        try:
+            credential = Credential.from_text(text)
+        except PayloadError:
+            return False
+        grant = credential.grant
+        fits = grant.run_key == self.run_key and grant.run_id == self.run_id and grant.peer in ("", peer)
+        known = self._admitted.get(peer) == credential
+        return fits and credential.role != "observer" and (known or credential.proves(peer))
 
     def role_of(self, peer: str, now: float) -> Role | None:
         """The role of an admitted peer; None for any other."""
@@ -84,8 +99,13 @@ class Admission:
         """Adopt a revocation list. Returns False if the owner did not sign it or if it is not newer than ours."""
         if revoked.number <= self.revoked.number or not revoked.signed_by(self.run_key, self.run_id):
             return False
-        self.revoked = revoked
+        self.revoked = self.memory.revoked = revoked
+        self.memory.keep()
         return True
+
+    def sealed(self, manifest_hash: str, seal: str) -> bool:
+        """Whether the owner of the run signed the manifest with this hash."""
+        return is_sealed(self.run_key, self.run_id, manifest_hash, seal)
 
     def lapsed(self, me: str, now: float) -> str | None:
         """Why this peer's own invitation no longer counts; None while it does."""
@@ -103,10 +123,22 @@ class Admission:
             return f"the invitation is for run.id={grant.run_id}, and this is run.id={self.run_id}"
         if grant.peer not in ("", peer):
             return f"the invitation is bound to peer {grant.peer}; use its swarm.identity_path, or ask for another one"
-        reason = self._lapsed(peer, grant, now)
-        if reason is None and credential.role != "observer" and self._users.setdefault(grant.token_id, peer) != peer:
-            return "the invitation is in use by another identity; ask for one for this peer"
-        return reason
+        return self._lapsed(peer, grant, now) or self._taken(peer, credential)
+
+    def _taken(self, peer: str, credential: Credential) -> str | None:
+        """A token to watch with has any number of users, any other has one. To look on does not make a peer its user,
+        so that its owner may look before it joins; once somebody uses it, a copy shows nothing either.
+        """
+        grant, users = credential.grant, self.memory.users
+        if grant.role == "observer" or users.get(grant.token_id, peer) == peer:
+            if credential.role != "observer" and grant.token_id not in users:
+                users[grant.token_id] = peer
+                self.memory.keep()
+                for other, shown in list(self._admitted.items()):
+                    if shown.grant.token_id == grant.token_id and other != peer:
+                        del self._admitted[other]
+            return None
+        return "the invitation is in use by another identity; ask for one for this peer, or for one to observe"
 
     def _lapsed(self, peer: str, grant: Grant, now: float) -> str | None:
         if now > grant.expires_at + TOLERANCE_S:

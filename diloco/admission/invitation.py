@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from diloco.admission.keys import KEY_BYTES, SIGNATURE_BYTES, RunKey, new_key, verify
+from diloco.admission.keys import KEY_BYTES, SIGNATURE_BYTES, RunKey, check_private, new_key, verify
 from diloco.errors import ConfigError, PayloadError
 
 __all__ = ["MAX_CHARACTERS", "ROLES", "Credential", "Grant", "Role", "Token", "issue"]
@@ -147,8 +147,10 @@ class Token:
         """Reads the value of `swarm.token`: a token, or `@FILE`, a file with a token or a whole link."""
         if not setting.startswith("@"):
             return cls.from_text(setting)
+        path = Path(setting[1:])
         try:
-            with Path(setting[1:]).open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8") as file:
+                check_private(file, path, "swarm.token")
                 text = file.read(16 * MAX_CHARACTERS).strip()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text"

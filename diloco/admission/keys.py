@@ -10,20 +10,25 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from diloco.atomic import replace_file
 from diloco.errors import ConfigError
 
-__all__ = ["KEY_BYTES", "MAX_REVOKED", "SIGNATURE_BYTES", "Revoked", "RunKey", "new_key", "verify"]
+__all__ = [
+    "KEY_BYTES", "MAX_REVOKED", "SIGNATURE_BYTES", "Revoked", "RunKey", "check_private", "is_sealed", "new_key",
+    "verify",
+]  # fmt: skip
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 MAX_FILE_BYTES = 4096
 MAX_REVOKED = 4096  # tokens, and as many peers; both together fill a third of a frame
-_CONTEXT = b"diloco revoked\0"
+_CONTEXT, _SEAL_CONTEXT = b"diloco revoked\0", b"diloco manifest\0"
 
 
 class RunKey:
@@ -40,6 +45,10 @@ class RunKey:
     def sign(self, what: bytes) -> bytes:
         """The signature, 64 bytes; equal content has equal signatures."""
         return self._private.sign(what)
+
+    def seal(self, run_id: str, manifest_hash: str) -> str:
+        """The signature by which peers know that a manifest, named by its hash, is the owner's: 128 hex digits."""
+        return self.sign(_sealed(run_id, manifest_hash)).hex()
 
     @classmethod
     def create(cls, path: Path) -> RunKey:
@@ -69,6 +78,7 @@ class RunKey:
         """
         try:
             with path.open("rb") as file:
+                check_private(file, path, setting)
                 private = serialization.load_pem_private_key(file.read(MAX_FILE_BYTES), password=None)
         except OSError as error:
             raise ConfigError(f"{setting}={path} cannot be read: {error.strerror}; diloco keygen makes a key") from None
@@ -82,6 +92,24 @@ class RunKey:
 def new_key() -> Ed25519PrivateKey:
     """A new key from the system's random numbers."""
     return Ed25519PrivateKey.generate()
+
+
+def check_private(file: IO[Any], path: Path, setting: str) -> None:
+    """Raises ConfigError if an open file of ours with a secret can be read by others, as ssh does."""
+    status = os.fstat(file.fileno())
+    if status.st_uid == os.getuid() and status.st_mode & 0o077:
+        raise ConfigError(
+            f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}"
+        )
+
+
+def is_sealed(run_key: bytes, run_id: str, manifest_hash: str, seal: str) -> bool:
+    """Whether the owner of the run signed the manifest with this hash; `seal` may be any text."""
+    try:
+        signature = bytes.fromhex(seal)
+    except ValueError:
+        return False
+    return verify(run_key, _sealed(run_id, manifest_hash), signature)
 
 
 def verify(public: bytes, what: bytes, signature: bytes) -> bool:
@@ -110,6 +138,13 @@ class Revoked:
             raise ConfigError(f"more than {MAX_REVOKED} are revoked; start a run with a new key")
         return cls(number, tokens, peers, key.sign(_content(run_id, number, tokens, peers)))
 
+    def extended(
+        self, key: RunKey, run_id: str, token_ids: Iterable[str], peer_ids: Iterable[str], above: int = 0
+    ) -> Revoked:
+        """The list that replaces this one, and all that have numbers up to `above`."""
+        number = 1 + max(self.number, above)
+        return self.sign(key, run_id, number, {*self.token_ids, *token_ids}, {*self.peer_ids, *peer_ids})
+
     @classmethod
     def remembered(cls, key: RunKey, key_path: Path, run_id: str) -> Revoked:
         """The list that `remember` wrote beside the key, signed again; without one, an empty list with number 0."""
@@ -121,7 +156,7 @@ class Revoked:
         lists = {**_remembered(key_path), run_id: (self.number, self.token_ids, self.peer_ids)}
         place = _place(key_path)
         try:
-            place.write_text(json.dumps(lists, indent=2) + "\n")
+            replace_file(place, (json.dumps(lists, indent=2) + "\n").encode())
         except OSError as error:
             raise ConfigError(
                 f"{place} cannot be written: {error.strerror}; it keeps the revocations, make its directory writable"
@@ -136,6 +171,10 @@ class Revoked:
         return token_id in self.token_ids or peer in self.peer_ids
 
 
+def _sealed(run_id: str, manifest_hash: str) -> bytes:
+    return _SEAL_CONTEXT + json.dumps([run_id, manifest_hash], separators=(",", ":")).encode()
+
+
 def _place(key_path: Path) -> Path:
     return key_path.with_name(f"{key_path.name}.revoked.json")
 
@@ -146,7 +185,10 @@ def _remembered(key_path: Path) -> dict[str, tuple[int, list[str], list[str]]]:
         lists = json.loads(place.read_text()) if place.exists() else {}
         return {run: (int(number), list(tokens), list(peers)) for run, (number, tokens, peers) in lists.items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        raise ConfigError(f"{place} is not what diloco revoke wrote; repair or delete it") from None
+        raise ConfigError(
+            f"{place} is not what diloco revoke wrote; restore it from a copy, as without it those whom you revoked "
+            "come in again"
+        ) from None
 
 
 def _content(run_id: str, number: int, tokens: tuple[str, ...], peers: tuple[str, ...]) -> bytes:

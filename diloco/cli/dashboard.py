@@ -28,7 +28,7 @@ def run(address: str, host: str, port: int, beside: Sequence[Path] = ()) -> int:
     Raises ConfigError if the extra is missing, a place in `beside` holds no run or nobody can listen there, SwarmError
     if nobody answers at the address.
     """
-    place = Address.parse(address)
+    place = Address.read(address)
     missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigError(f"diloco dashboard needs {' and '.join(missing)}; pip install 'diloco[dashboard]'")

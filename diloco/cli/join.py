@@ -2,7 +2,7 @@
 
 1. connect: call the addresses, and if no peer answers, the addresses that this user's peers remember of the run.
 2. manifest: fetch the run's settings, check wire version and clock; import torch's slower half meanwhile.
-3. machine: choose device, precision, threads, and the part of a batch that fits its memory.
+3. machine: choose device, precision, threads, and the part of a batch that fits its memory. Then ask (`consent.py`).
 4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table.
 """
 
@@ -18,12 +18,14 @@ from typing import Any
 
 from rich.console import Console
 
+from diloco.cli.consent import consent, needs_consent
 from diloco.cli.stages import Stages
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.config.address import Address
 from diloco.errors import SwarmError
 from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
+from diloco.swarm.visit.visitor import light_hivemind
 from diloco.text import human_bytes, human_count
 
 __all__ = ["run"]
@@ -31,8 +33,11 @@ __all__ = ["run"]
 STAGES = ["connect", "manifest", "machine", "data", "state", "first contribution"]
 
 
-def run(config: Config, address: Address, typed: Collection[str]) -> int:
-    """Join the swarm at an address; `typed` are the keys that the user set. Returns the exit code."""
+def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> int:
+    """Join the swarm at an address; `typed` are the keys that the user set. Returns the exit code.
+
+    A run that needs more than this package is joined when the user agrees, with `yes` beforehand.
+    """
     logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
     console = Console()
     try:
@@ -40,15 +45,18 @@ def run(config: Config, address: Address, typed: Collection[str]) -> int:
             stages = stack.enter_context(Stages(console, STAGES))
             stages.go_to("connect")
             stages.show("loading libraries")
-            config = _prepare(config, address, typed, stages, stack)
+            config = _prepare(config, address, typed, yes, stages, stack)
             return _train(config, stages, stack, console)
     except KeyboardInterrupt:  # from here on the training loop listens for it
         console.print("stopped before this peer took part", highlight=False)
         return 0
 
 
-def _prepare(config: Config, address: Address, typed: Collection[str], stages: Stages, stack: ExitStack) -> Config:
-    """Checks everything that can be wrong before anything big is fetched."""
+def _prepare(
+    config: Config, address: Address, typed: Collection[str], yes: bool, stages: Stages, stack: ExitStack
+) -> Config:
+    """Checks everything that can be wrong, and asks, before anything big is fetched."""
+    light_hivemind(["hivemind"])
     from diloco.fit import volunteer
     from diloco.swarm.visit.look import check_clock, parse_manifest
 
@@ -60,7 +68,7 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     manifest = parse_manifest(found.manifest_text)
     warning = check_clock(found)
     seeds = found.addresses or list(address.peers)
-    volunteer.remember_addresses(manifest.run.id, found.addresses)
+    volunteer.remember_addresses(manifest, found.addresses)
     stages.show(f"{manifest.run.id}: {manifest.model.name} on {manifest.data.source}, {manifest.outer.method}")
     config = volunteer.volunteer_config(config, manifest, typed, directory, seeds)
     stages.go_to("machine")
@@ -70,8 +78,8 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     from diloco.fit.prospects import prospects_of
 
     machine = inspect_machine(config.train.device, config.train.threads)
-    batch_size = config.inner.batch_size
-    micro_batch = fit_micro_batch(memory_need(config, machine), machine, batch_size)
+    need, batch_size = memory_need(config, machine), config.inner.batch_size
+    micro_batch = fit_micro_batch(need, machine, batch_size)
     config = volunteer.fit_to_machine(config, machine, micro_batch, typed)
     parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
     second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
@@ -83,6 +91,10 @@ def _prepare(config: Config, address: Address, typed: Collection[str], stages: S
     stages.show("; ".join([text, *prospects_of(config, micro_batch, found.paces)]))
     if warning is not None:
         Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
+    if needs_consent(config):
+        used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
+        with stages.paused():
+            consent(stages.console, config, need.parameters, used_bytes, machine.name, yes)
     volunteer.move_aside(config)
     return config
 

@@ -12,7 +12,7 @@ import click
 
 from diloco.admission import Revoked, Role, RunKey, Token, issue
 from diloco.config.address import Address
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, SwarmError
 
 __all__ = ["invite", "keygen", "revoke"]
 
@@ -36,26 +36,44 @@ def invite(key: Path, run: str, expires: str, role: Role, bind: str | None, addr
     expires_at = int(time.time()) + seconds_of(expires)
     token = issue(RunKey.read(key, "--key"), run, role, expires_at, bind or "")
     text = token.to_text()
-    click.echo(text if address is None else str(Address(Address.parse(address).resolved().peers, text)))
+    click.echo(text if address is None else str(Address(Address.read(address).resolved().peers, text)))
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires_at))
     whom = "the first peer that uses it" if role != "observer" else "whoever has it"
     click.echo(f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True)
+    joins = "diloco join ADDRESS swarm.token=" if address is None else "diloco join "
+    click.echo(
+        f"it is a secret, and other users see what is typed: {joins}@FILE (chmod 600 FILE), or {joins}- and paste it",
+        err=True,
+    )
     return 0
 
 
-def revoke(key: Path, run: str, address: str, what: Sequence[str]) -> int:
-    """Revokes token ids, peer ids, tokens and links; returns when a peer has taken the list."""
-    owner, peers = RunKey.read(key, "--key"), Address.parse(address).peers
+def revoke(key: Path, run: str, address: str | None, what: Sequence[str]) -> int:
+    """Revokes token ids, peer ids, tokens and links; returns when a peer has taken the list.
+
+    The list is beside the key before anybody is called. Without an address nobody is: the owner's next peer has it.
+    Raises SwarmError if nobody answers there.
+    """
+    owner = RunKey.read(key, "--key")
+    peers = () if address is None else Address.read(address).peers
     token_ids = {found for one in what if (found := _token_id(one)) is not None}
     peer_ids = {one for one in what if _token_id(one) is None}
     before = Revoked.remembered(owner, key, run)
-    from diloco.swarm.visit.revoke import revoke as spread
-    from diloco.swarm.wire.gate import watching  # here, because it takes seconds
-
-    revoked = asyncio.run(spread(peers, watching(run, None, str(key)), owner, before, token_ids, peer_ids))
+    revoked = before.extended(owner, run, token_ids, peer_ids)
     revoked.remember(key, run)
+    if peers:
+        from diloco.swarm.visit.revoke import revoke as spread
+        from diloco.swarm.wire.gate import watching  # here, because it takes seconds
+
+        try:
+            revoked = asyncio.run(spread(peers, watching(run, None, str(key)), owner, revoked))
+        except SwarmError as error:
+            raise SwarmError(
+                f"{error}; list {revoked.number} is kept beside {key}, and peers that start with that key have it"
+            ) from None
+        revoked.remember(key, run)
     listed = f"{len(revoked.token_ids)} tokens and {len(revoked.peer_ids)} peers are revoked in {run}"
-    click.echo(f"{listed} (list {revoked.number})")
+    click.echo(f"{listed} (list {revoked.number})" + ("" if peers else f"; peers that start with {key} have it"))
     return 0
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -47,6 +47,7 @@ class _Child:
     process: subprocess.Popen[str]
     log: Path
     log_start: int  # bytes that earlier sessions wrote
+    spoke: bool = False
     ready: bool = False
     summary: Summary | None = None
 
@@ -87,16 +88,24 @@ def _run(config: Config) -> int:
                 children[-1].process.send_signal(signal.SIGINT)
                 break
         with LiveView(console, names, config.budget.outer_steps, title) as view:
-            _follow(children, said, view)
+            _follow(children, said, view, stop)
         return _conclude(config, children, bool(stop), time.monotonic() - began_at, console)
 
 
-def _follow(children: list[_Child], said: queue.Queue[tuple[_Child, Message | None]], view: LiveView) -> None:
-    """Show what the peers say until all have ended; a peer that fails before it trains ends the others."""
+def _follow(
+    children: list[_Child], said: queue.Queue[tuple[_Child, Message | None]], view: LiveView, stop: Sequence[int]
+) -> None:
+    """Show what the peers say until all have ended; a peer that fails before it trains ends the others.
+
+    A peer that says its first words after Ctrl+C is told again: an interpreter that starts may lose a signal.
+    """
     running = {child.name for child in children}
     while running:
         child, message = said.get()
         if message is not None:
+            if stop and not child.spoke:
+                child.process.send_signal(signal.SIGINT)
+            child.spoke = True
             child.ready = child.ready or isinstance(message, Ready)
             if isinstance(message, Finished):
                 child.summary = message.summary

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -40,7 +41,7 @@ class Stages:
     """
 
     def __init__(self, console: Console, names: list[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
+        self.console = console
         self._clock = clock
         self._began_at = clock()
         self._stages = [_Stage(name) for name in names]
@@ -64,6 +65,14 @@ class Stages:
         if self._live is not None and self._live.is_started:
             self._live.stop()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For a question: what is shown stays as it is, and goes on below."""
+        self.close()
+        yield
+        if self._live is not None:
+            self._live.start()
+
     @property
     def name(self) -> str | None:
         """Name of the stage under way; None before the first and after the last."""
@@ -82,7 +91,7 @@ class Stages:
             stage.seconds = now - (now if stage.began_at is None else stage.began_at)
             if self._live is None:
                 text = f": {stage.text}" if stage.text else ""
-                click.echo(f"[{now - self._began_at:5.1f}s] {stage.name}{text}", file=self._console.file)
+                click.echo(f"[{now - self._began_at:5.1f}s] {stage.name}{text}", file=self.console.file)
         self._at += 1
         if self._at < len(self._stages):
             self._stages[self._at].began_at = now

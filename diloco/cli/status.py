@@ -26,7 +26,7 @@ AROUND = 26  # lines of `render` beside the rows of peers, fragments and contrib
 
 def run(address: str, watch: bool, as_json: bool, table: Path | None) -> int:
     """Print the tables or one JSON object; with `watch` every second until Ctrl+C, which ends in 0."""
-    place = Address.parse(address)
+    place = Address.read(address)
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
     light_hivemind()

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diloco.errors import ConfigError
 
-__all__ = ["Address", "host_of", "problem", "scope"]
+__all__ = ["Address", "host_of", "line_of_stdin", "problem", "same_subnet", "scope"]
 
 SCHEME = "diloco:/"  # followed by a multiaddr, which begins with a slash
 TOKEN = re.compile(r"[A-Za-z0-9_.-]{1,4096}")
+MAX_FILE_CHARACTERS = 1 << 16
 EXAMPLE = "/ip4/203.0.113.7/tcp/4100/p2p/12D3Koo..."
 
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -53,6 +55,21 @@ class Address:
                 raise ConfigError(f"ADDRESS={_shown(text)} cannot be used: {wrong}")
         return cls(peers, token)
 
+    @classmethod
+    def read(cls, text: str) -> Address:
+        """Reads the ADDRESS of a command, which may also be `-`, a line on stdin, or an `@FILE` with a whole link.
+
+        Other users of a machine see the arguments of a command, so a link with a token has no place there. The token of
+        a file stays in the file: it is `@FILE` here.
+        """
+        if text == "-":
+            return cls.parse(line_of_stdin("ADDRESS"))
+        found = cls.parse(text)
+        for peer in found.peers:
+            if peer.startswith("@") and "?token=" in _content(Path(peer[1:])):
+                return replace(found, token=peer)
+        return found
+
     def resolved(self) -> Address:
         """Replaces an `@FILE` by the addresses that the file holds now; `ConfigError` when it cannot be read."""
         peers: list[str] = []
@@ -75,6 +92,26 @@ class Address:
             return self.peers[0]
         token = "" if self.token is None else f"?token={self.token}"
         return SCHEME + "/" + ",".join(peer.lstrip("/") for peer in self.peers) + token
+
+
+def line_of_stdin(what: str) -> str:
+    """The next line of stdin; on a terminal `what` is asked for. Raises ConfigError if there is none."""
+    if sys.stdin.isatty():
+        sys.stderr.write(f"{what}: ")
+        sys.stderr.flush()
+    line = sys.stdin.readline().strip()
+    if not line:
+        raise ConfigError(f"{what}=- stands for a line on stdin, and none came; write it there, or give @FILE")
+    return line
+
+
+def _content(path: Path) -> str:
+    """The text of a file; empty where there is none yet, as a peer may be about to write its address into it."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_FILE_CHARACTERS)
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _token(text: str, query: str) -> str:
@@ -188,6 +225,18 @@ def scope(address: str) -> str:
         return "loopback"
     # Shared addresses of carriers (100.64/10) are neither private nor global to Python; from outside they are private.
     return "public" if found.is_global else "LAN"
+
+
+def same_subnet(address: str, other: str) -> bool:
+    """Whether two multiaddrs name IP addresses of one /24, or one /64 of IPv6; loopback is no subnet."""
+    try:
+        one, two = (ipaddress.ip_address(host_of(each)) for each in (address, other))
+    except ValueError:
+        return False
+    if one.version != two.version or one.is_loopback:
+        return False
+    length = 24 if one.version == 4 else 64
+    return two in ipaddress.ip_network(f"{one}/{length}", strict=False)
 
 
 def _family(host: str) -> str:

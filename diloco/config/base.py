@@ -17,7 +17,18 @@ from pydantic_core import PydanticCustomError
 from diloco.config.explain import Expected, explain
 from diloco.errors import ConfigError
 
-__all__ = ["Directory", "Multiaddr", "Name", "NotEmpty", "PeerAddress", "PeerLocal", "RunOwned", "Settings", "Tuple"]
+__all__ = [
+    "Directory",
+    "Multiaddr",
+    "Name",
+    "NotEmpty",
+    "PeerAddress",
+    "PeerLocal",
+    "Revision",
+    "RunOwned",
+    "Settings",
+    "Tuple",
+]
 
 
 _Settings = TypeVar("_Settings", bound="Settings")
@@ -83,6 +94,9 @@ Name = Annotated[
     BeforeValidator(_to_text),
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
     Expected("1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"),
+]
+Revision = Annotated[
+    str, Field(pattern=r"^[0-9a-f]{40}$"), Expected("a commit of a hub repository, 40 hexadecimal digits")
 ]
 Multiaddr = Annotated[str, Field(pattern=f"^({_PART})+$"), Expected("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
 PeerAddress = Annotated[

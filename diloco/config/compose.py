@@ -10,6 +10,7 @@ Hydra is imported inside functions, so that a help text does not wait for it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -189,6 +190,9 @@ def _rebase(base: Path, chosen: Mapping[str, str | None]) -> DictConfig:
         raise ConfigError(f"{base} cannot be read: {error.strerror}") from None
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{base} is not YAML: {_first_line(error)}") from None
+    if "${" in json.dumps(OmegaConf.to_container(saved), ensure_ascii=False, default=str):
+        # A part of it may come from a peer. To resolve it would put secrets of this machine into a setting.
+        raise ConfigError(f"{base} holds ${{...}}, which is resolved in configs/ only; write the value itself")
     if not isinstance(saved, DictConfig) or saved.keys().isdisjoint(Config.model_fields):
         raise ConfigError(f"{base} is not a configuration; expected the config.yaml of a run directory")
     for key in RETIRED:

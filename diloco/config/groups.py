@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, JsonValue, PlainSerializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from diloco.config.base import Name, RunOwned, Tuple
+from diloco.config.base import Name, Revision, RunOwned, Tuple
 from diloco.config.explain import Expected
 from diloco.config.peer_local import DataPlace, RunPlace
 
@@ -81,11 +81,14 @@ class BudgetConfig(RunOwned):
 
 
 class ModelConfig(RunOwned):
-    """A causal LM that transformers builds from a config (random weights) or loads from a directory."""
+    """A causal LM that transformers builds from a config (random weights) or loads from a directory or the hub."""
 
     name: Name = Field(description="Name of the model in logs and summaries.")
     model_type: Name = Field("llama", description="transformers model type that model.config belongs to.")
-    path: str | None = Field(None, description="Directory of a Hugging Face checkpoint to start from.")
+    path: str | None = Field(None, min_length=1)
+    """Directory of a Hugging Face checkpoint to start from; with model.revision its name on the hub."""
+    revision: Revision | None = None
+    """Commit of model.path on the Hugging Face hub; null: model.path is a directory."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the transformers config; any of them can be overridden."""
 
@@ -110,6 +113,8 @@ class ModelConfig(RunOwned):
             raise ValueError(
                 "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME"
             )
+        if self.revision is not None and self.path is None:
+            raise ValueError(f"model.revision={self.revision} is a commit of model.path, which is null; drop it")
         return self
 
 
@@ -118,10 +123,13 @@ class DataRecipe(RunOwned):
     """stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset."""
     sequence_length: int = Field(128, ge=2, le=1 << 20, description="Tokens of one packed sequence.")
     tokenizer: str = Field("bytes", min_length=1, description="'bytes', a directory, or a Hugging Face name.")
+    tokenizer_revision: Revision | None = None
+    """Commit of data.tokenizer on the Hugging Face hub; null: the newest, or a directory."""
     field: str = Field("text", min_length=1, description="Column that holds the text (json, parquet, hub).")
     holdout: float = Field(0.02, gt=0, le=0.5, description="Part of the documents kept for evaluation, by hash.")
     name: str | None = Field(None, min_length=1)
     """Dataset on the Hugging Face hub, such as allenai/c4 (hub)."""
+    revision: Revision | None = Field(None, description="Commit of data.name on the hub; null: the newest (hub).")
     subset: str | None = Field(None, min_length=1, description="Configuration of the dataset, such as en (hub).")
     split: str = Field("train", min_length=1, description="Split of the dataset (hub).")
 
@@ -129,7 +137,11 @@ class DataRecipe(RunOwned):
     def _fits_source(self) -> DataRecipe:
         if self.source == "hub" and self.name is None:
             raise ValueError("data.source=hub needs a dataset; set data.name=NAME, such as data.name=allenai/c4")
-        for key in ("name", "subset"):
+        if self.tokenizer == "bytes" and self.tokenizer_revision is not None:
+            raise ValueError(
+                f"data.tokenizer_revision={self.tokenizer_revision} has no effect with data.tokenizer=bytes; drop it"
+            )
+        for key in ("name", "revision", "subset"):
             if self.source != "hub" and getattr(self, key) is not None:
                 raise ValueError(
                     f"data.{key}={getattr(self, key)} has no effect with data.source={self.source}; "

@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Raised whenever peers of the old and the new version could not train together.
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 # A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
 MAX_MANIFEST_CHARACTERS = 65536
 
@@ -75,9 +75,12 @@ class Manifest(RunOwned):
                 "install the same version on all peers"
             )
         try:
-            return cls.model_validate(content)
+            manifest = cls.model_validate(content)
         except ValidationError as error:
             raise ConfigError(f"manifest: {explain(error, cls)}") from None
+        if "${" in manifest.to_json():  # a configuration file that it is written to must not resolve it
+            raise ConfigError("manifest holds ${, which stands for a setting of this machine; no run needs that")
+        return manifest
 
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, 64 hexadecimal digits."""

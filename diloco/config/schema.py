@@ -17,6 +17,7 @@ from diloco.config import groups, peer_local
 from diloco.config.address import scope
 from diloco.config.base import RunOwned, Settings
 from diloco.config.explain import explain
+from diloco.config.foreign import check_foreign
 from diloco.config.manifest import Manifest, check_model_fits_data, check_warmup_ends
 from diloco.errors import ConfigError
 
@@ -109,6 +110,11 @@ def _doubtful(config: Config) -> Iterator[str]:
             f"data.tokenizer=bytes uses 256 of model.config.vocab_size={vocabulary}; "
             "choose model=tiny or another data.tokenizer"
         )
+    if not config.only_here and config.outer.method == "diloco":
+        try:
+            check_foreign(config.manifest())
+        except ConfigError as error:
+            yield f"nobody can join this run with diloco join: {error}"
     elsewhere = any(scope(one) != "loopback" for one in swarm.initial_peers if not one.startswith("@"))
     if elsewhere and config.only_here:
         yield (

@@ -161,6 +161,6 @@ def _axis(key: str, text: str, override: Any) -> Axis:
     return Axis(key, text, values)
 
 
-def quoted(directory: Path) -> str:
-    """A path as a value in Hydra's grammar."""
-    return "'" + str(directory).replace("\\", "\\\\").replace("'", "\\'") + "'"
+def quoted(value: Path | str) -> str:
+    """A path or a text as a value in Hydra's grammar."""
+    return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"

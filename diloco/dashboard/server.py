@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily as Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from diloco.dashboard.guard import OwnPageOnly
 from diloco.dashboard.page import PageContent, build
 from diloco.dashboard.poller import Poller, Source
 from diloco.protocol.snapshot import PeerRow, Snapshot
@@ -52,6 +54,7 @@ def serve(source: Source, host: str, port: int, title: str, directories: Sequenc
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    app.add_middleware(OwnPageOnly, names={host, "localhost", socket.gethostname()})
     app.on_startup(lambda: tasks.append(asyncio.get_running_loop().create_task(poller.run())))
     app.on_shutdown(stop)
     logging.getLogger("nicegui").setLevel(logging.ERROR)

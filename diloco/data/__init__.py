@@ -84,7 +84,7 @@ def load(settings: DataConfig, seed: int) -> Dataset:
 
     Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
     """
-    tokenizer = load_tokenizer(settings.tokenizer)
+    tokenizer = load_tokenizer(settings.tokenizer, settings.tokenizer_revision)
     if settings.source == "hub":
         return HubDataset(settings, tokenizer, seed)
     return MemoryDataset(settings, tokenizer, seed, documents(settings))

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from diloco.config import DataConfig
+from diloco.config.explain import show
 from diloco.errors import DataError, DilocoError
 
-__all__ = ["check_reachable", "documents", "open_stream", "reading", "text_of"]
+__all__ = ["documents", "open_pinned", "open_stream", "reading", "text_of"]
 
 # Generated tables and machine-specific constants, tests, and packages that are not part of the library.
 _STDLIB_SKIPPED = frozenset(
@@ -26,6 +27,7 @@ _STDLIB_SKIPPED = frozenset(
 # A text file is cut at line ends about this far apart: holding out whole documents needs more than one document.
 _TEXT_DOCUMENT_BYTES = 4096
 
+_FORMATS = ("arrow", "csv", "json", "parquet", "text")  # of a dataset of the hub that is read at a commit
 _SUFFIXES = {"json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".json.zst"), "parquet": (".parquet",)}
 
 
@@ -50,6 +52,31 @@ def open_stream(builder: str, **options: Any) -> Any:
     return module.load_dataset(builder, streaming=True, **options)
 
 
+def open_pinned(settings: DataConfig) -> Any:
+    """A dataset of the hub at the commit `data.revision`: an `IterableDataset`. Use inside `reading`.
+
+    The description of a dataset, which its publisher writes, names its data files and may name any file: one of this
+    machine, or of another server. Only files of the dataset itself are read, and only formats that hold plain text.
+    Raises DataError if it names others.
+    """
+    import datasets as module
+
+    module.logging.set_verbosity(module.logging.CRITICAL)
+    module.disable_progress_bars()
+    name, revision = settings.name, settings.revision
+    builder = module.load_dataset_builder(f"hf://datasets/{name}", name=settings.subset, revision=revision)
+    kind = type(builder).__module__.rpartition(".")[2]
+    if kind not in _FORMATS:
+        raise DataError(f"data.name: {name} is of the format {kind}; expected one of {', '.join(_FORMATS)}")
+    start = f"hf://datasets/{name}@{revision}/"
+    files = [str(file) for files in (builder.config.data_files or {}).values() for file in files]
+    strange = [file for file in files if not file.startswith(start) or "::" in file or "/../" in file]
+    if strange or not files:
+        said = f"reads {show(strange[0])}" if strange else "names no files"
+        raise DataError(f"data.name: {name} {said}, and not files of its own; choose another dataset")
+    return builder.as_streaming_dataset(split=settings.split)
+
+
 def text_of(row: Mapping[str, Any], field: str) -> bytes:
     """The text of one row as UTF-8; empty for a null. Raises DataError if there is no such field with text."""
     if field not in row:
@@ -60,33 +87,6 @@ def text_of(row: Mapping[str, Any], field: str) -> bytes:
         kind = type(value).__name__
         raise DataError(f"data.field: {field!r} holds {kind}, not text; fields with text: {', '.join(texts) or 'none'}")
     return (value or "").encode("utf-8", errors="replace")
-
-
-def check_reachable(key: str, kind: str, name: str) -> None:
-    """Asks the hub once whether it has the `kind` ('dataset' or 'model') called `name`, the value of the setting `key`.
-
-    This comes before the hub's own client, which retries for 20 to 50 s without a network. Does not ask in offline mode
-    (HF_HUB_OFFLINE): there the client answers at once, from its cache.
-
-    Raises DataError: no network, no such name, or no permission.
-    """
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
-        return
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    hub = huggingface_hub.HfApi()
-    try:
-        (hub.dataset_info if kind == "dataset" else hub.model_info)(name, timeout=10)
-    except Exception as error:
-        why = " ".join(str(error).split())[:200]
-        if isinstance(error, HfHubHTTPError | HFValidationError):
-            text = f"is no {kind} that the Hugging Face hub shows you ({why})"
-            remedy = "check the name, or log in with `hf auth login`"
-        else:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
-            text = f"cannot be fetched, the Hugging Face hub is not reachable ({why})"
-            remedy = "check the network, or use local files"
-        raise DataError(f"{key}: {name!r} {text}; {remedy}") from error
 
 
 @contextlib.contextmanager

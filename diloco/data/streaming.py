@@ -26,9 +26,10 @@ from torch import Tensor
 from diloco.config import DataConfig
 from diloco.data.memory import TakeUnits
 from diloco.data.packing import Packer, is_held_out, permuted
-from diloco.data.sources import check_reachable, open_stream, reading, text_of
+from diloco.data.sources import open_pinned, open_stream, reading, text_of
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import CheckpointError, DataError
+from diloco.hub import check_reachable
 
 __all__ = ["HubDataset", "HubStream"]
 
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 class HubDataset:
-    """A streaming dataset of the hub, or a local directory with the same layout. Holds no text in memory.
+    """A streaming dataset of the hub, or without `data.revision` a local directory with the same layout.
+
+    It holds no text in memory.
 
     `datasets` retries a connection that breaks while streaming. When it gives up, a DataError ends the run, which can
     be resumed from its checkpoint.
@@ -48,11 +51,16 @@ class HubDataset:
         self.sequence_length = settings.sequence_length
         self.settings = settings
         self.seed = seed
-        if not Path(settings.name).exists():
-            check_reachable("data.name", "dataset", settings.name)
+        pinned = settings.revision is not None
+        if pinned or not Path(settings.name).exists():
+            check_reachable("data.name", "dataset", settings.name, settings.revision)
         with _reading_hub(settings):
             # An IterableDataset; its "shards" are files.
-            self.rows = open_stream(settings.name, name=settings.subset, split=settings.split)
+            self.rows = (
+                open_pinned(settings)
+                if pinned
+                else open_stream(settings.name, name=settings.subset, split=settings.split)
+            )
             first = next(iter(self.rows), None)
         if first is None:
             raise DataError(f"data.split: {settings.split} of {settings.name} is empty; choose another split")

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.sources import check_reachable
 from diloco.errors import DataError, DilocoError
+from diloco.hub import TOKENIZER_FILES, check_reachable, files_at
 
 __all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "load_tokenizer"]
 
 Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds the vocabulary
 
+MAX_TOKENIZER_BYTES = 2**28  # the largest public vocabularies have some 40 MB
 _MARKER = "diloco.json"  # in a model directory: its tokenizer is ours, and no other needs to be loaded
 
 
@@ -44,13 +45,16 @@ class Tokenizer(Protocol):
         """Writes the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     """The tokenizer called 'bytes', or of a directory (a saved model too), or of that name on the Hugging Face hub.
 
-    Runs no code from there. Raises DataError if there is no such directory or name, or it holds no tokenizer.
+    With a `revision` it is the one on the hub at that commit, never a directory. Runs no code from there. Raises
+    DataError if there is no such directory or name, or it holds no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
+    if revision is not None:
+        return load_tokenizer(str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES, MAX_TOKENIZER_BYTES)))
     marker = Path(name) / _MARKER
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if json.loads(marker.read_text(encoding="utf-8"))["tokenizer"] == "bytes":

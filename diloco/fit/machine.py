@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from diloco import model as models
 from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.errors import ConfigError
-from diloco.model.files import one_line, transformers
 from diloco.train.island import Island
 from diloco.train.loop import autocast
 
@@ -33,6 +32,7 @@ __all__ = ["GIB", "Machine", "fit_micro_batch", "inspect_machine", "memory_need"
 TRAINED_BYTES = 16  # per parameter: weights, gradients, two moments
 ANCHOR_BYTES = 4
 VECTOR_BYTES = 4
+TOKEN_BYTES = 8  # of a batch, which lies in main memory whole
 LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
 ACTIVATION_SLACK = 1.5  # for gradients of activations and for the allocator's fragmentation
 WARMUP_STEPS, TIMED_STEPS = 2, 5
@@ -117,6 +117,7 @@ def memory_need(config: Config, machine: Machine) -> MemoryNeed:
     parameters = parameters_of(config.model)
     outer_bytes = VECTOR_BYTES * _outer_vectors(config.outer) / config.outer.fragments  # one held, one backed up
     main = LIBRARIES_BYTES + parameters * (ANCHOR_BYTES + outer_bytes)
+    main += TOKEN_BYTES * config.inner.batch_size * config.data.sequence_length
     need = MemoryNeed(parameters, parameters * TRAINED_BYTES, main, _rough_bytes(config))
     roomy = need.device_bytes + need.main_bytes + config.inner.batch_size * need.sequence_bytes
     if roomy < min(machine.device_bytes, machine.main_bytes) / 2:
@@ -132,8 +133,6 @@ def _outer_vectors(outer: OuterConfig) -> int:
 
 def _rough_bytes(config: Config) -> float:
     """An upper estimate of a sequence's activations: 40 vectors per layer and token, and the logits with gradients."""
-    if config.model.path is not None:
-        return math.inf
     shape = models.config_of(config.model).get_text_config()
     layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
     return float(config.data.sequence_length * (160 * layers * width + 24 * shape.vocab_size) or math.inf)
@@ -197,23 +196,9 @@ def parameters_of(settings: ModelConfig) -> int:
 
 
 def _without_values(settings: ModelConfig, device: str) -> nn.Module:
-    """The model without values: on PyTorch's `meta` device, or on any device under `FakeTensorMode`.
-
-    Allocates no weights, unless `model.path` holds them.
-    """
-    if settings.path is not None:
-        loaded: nn.Module = models.load(settings.path, key="model.path")
-        return loaded
-    config = models.config_of(settings)
-    try:
-        with torch.device(device):
-            built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # its layers raise various types
-        raise ConfigError(
-            f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
-        ) from error
-    built.train()
-    return built
+    """The model without values: on PyTorch's `meta` device, or on any device under `FakeTensorMode`."""
+    with torch.device(device):
+        return models.outline(settings)
 
 
 def step_seconds(

@@ -136,10 +136,13 @@ def move_aside(config: Config) -> None:
     mine.rename(before)
 
 
-def remember_addresses(run_id: str, addresses: Sequence[str]) -> None:
-    """Stores addresses of a run's peers; without effect if the file cannot be written."""
-    known = _known()
-    known[run_id] = list(dict.fromkeys([*addresses, *known.pop(run_id, [])]))[:KNOWN_ADDRESSES]
+def remember_addresses(manifest: Manifest, addresses: Sequence[str]) -> None:
+    """Stores addresses of a run's peers; without effect if the file cannot be written.
+
+    Anybody can start a run of any name. Therefore a run is known by its key, or if it is open by all of its settings.
+    """
+    known, run = _known(), f"{manifest.run.id} {manifest.run.key or manifest.hash()}"
+    known[run] = list(dict.fromkeys([*addresses, *known.pop(run, [])]))[:KNOWN_ADDRESSES]
     with contextlib.suppress(ConfigError, OSError):
         _home().mkdir(parents=True, exist_ok=True)
         write_atomic(_home() / "peers.json", json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1) + "\n")

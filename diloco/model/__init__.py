@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from diloco.model.build import build, config_of, loss, num_parameters
+from diloco.model.build import build, config_of, loss, num_parameters, outline
 from diloco.model.files import Vocabulary, load, save
 
-__all__ = ["Vocabulary", "build", "config_of", "load", "loss", "num_parameters", "save"]
+__all__ = ["Vocabulary", "build", "config_of", "load", "loss", "num_parameters", "outline", "save"]

@@ -4,24 +4,37 @@
 2. The config is checked against the data (vocabulary, sequence length) before any weight is allocated.
 3. The weights are drawn on the CPU, in fp32, from a generator seeded by `run.seed` alone: all peers start equal.
 
-With `model.path`, config and weights come from that directory instead of steps 1 and 3.
+With `model.path`, config and weights come from that directory instead of steps 1 and 3; with `model.revision` too, from
+the Hugging Face hub at that commit.
+
+A config is small and may ask for a model of any size. Therefore its numbers have a limit, and so has the number of
+layers and other parts that are made of it, before its memory is counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Callable, Collection
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, default_generator, nn
 
-from diloco.config import ModelConfig
-from diloco.errors import ConfigError
-from diloco.model.files import load, one_line, transformers
+from diloco.config import ModelConfig, flatten
+from diloco.errors import CheckpointError, ConfigError
+from diloco.hub import MODEL_FILES, files_at
+from diloco.model.files import check_directory, load, one_line, transformers
 
-__all__ = ["build", "config_of", "loss", "num_parameters"]
+__all__ = ["build", "config_of", "loss", "num_parameters", "outline"]
+
+MAX_CONFIG_NUMBER = 2**24  # the longest contexts have 10M positions, and transformers makes lists of some numbers
+MAX_CONFIG_BYTES = 2**20
+MAX_PARTS = 2**16  # modules of a model; the largest public ones have some thousands
 
 # Every config with rotary embeddings reads these names, although they are not fields of the dataclass.
 _ROTARY_NAMES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
@@ -39,7 +52,8 @@ def build(
     CheckpointError if `model.path` is not a directory with a readable safetensors checkpoint.
     """
     if settings.path is not None:
-        loaded: Any = load(settings.path, key="model.path")
+        config_of(settings)
+        loaded: Any = load(_directory(settings, MODEL_FILES), key="model.path")
         _check_fit(loaded.config, vocab_size, sequence_length)
         model: nn.Module = loaded.float().train()
         return model
@@ -48,25 +62,25 @@ def build(
     # fork_rng restores the CPU generator; torch.manual_seed would also reseed every GPU, so it is not used here.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         default_generator.manual_seed(seed)
-        try:
-            built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with _refusals(settings):
+            built = _from_config(config)
             # Some contradictions (heads that do not divide the width) show only in a forward pass. One of two tokens
             # costs a read of the weights.
             with torch.no_grad():
                 loss(built.eval(), torch.zeros(1, 2, dtype=torch.int64))
-        except Exception as error:  # its layers raise KeyError, RuntimeError, ...
-            raise ConfigError(
-                f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
-            ) from error
     return built.train()
 
 
 def config_of(settings: ModelConfig) -> Any:
     """The transformers config (a `PreTrainedConfig`) of `settings`; allocates no weights.
 
-    Raises ConfigError: there is no causal LM of this type, or its config refuses a name or a value.
+    Raises ConfigError: there is no causal LM of this type, or its config refuses a name or a value; CheckpointError:
+    `model.path` has no config.
     """
     library = transformers()
+    if settings.path is not None:
+        return _saved_config(_directory(settings, ("config.json",), MAX_CONFIG_BYTES))
+    _refuse_absurd(settings.config, "model.config")
     names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports no model
     if settings.model_type not in names:
         known = settings.model_type in library.CONFIG_MAPPING
@@ -88,6 +102,16 @@ def config_of(settings: ModelConfig) -> Any:
         raise ConfigError(f"model.config: {one_line(error.__cause__ or error)}; change that value") from error
 
 
+def outline(settings: ModelConfig) -> nn.Module:
+    """The model without values, on the default device: `meta`, or one under `FakeTensorMode`. Allocates no weights.
+
+    Raises ConfigError and CheckpointError as `build`.
+    """
+    config = config_of(settings)
+    with _refusals(settings):
+        return _from_config(config).train()
+
+
 def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """Mean cross entropy of each token given those before it in its sequence, in nats; a differentiable fp32 scalar.
 
@@ -104,6 +128,67 @@ def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
 def num_parameters(model: nn.Module) -> int:
     """Trainable and frozen parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _directory(settings: ModelConfig, files: Collection[str], most_bytes: float = math.inf) -> Path:
+    """Where the files of `model.path` are; those of the hub are fetched first."""
+    assert settings.path is not None
+    if settings.revision is None:
+        return Path(settings.path)
+    return files_at("model.path", settings.path, settings.revision, tuple(files), most_bytes)
+
+
+def _saved_config(directory: Path) -> Any:
+    """The config in a directory in Hugging Face format."""
+    check_directory(directory, "model.path")
+    try:
+        _refuse_absurd(json.loads((directory / "config.json").read_text(encoding="utf-8")), f"model.path: {directory}")
+        return transformers().AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"model.path: {directory} has no config.json that can be read: {one_line(error)}; give a directory in "
+            "Hugging Face format"
+        ) from error
+
+
+def _refuse_absurd(config: object, place: str) -> None:
+    """Raises ConfigError for a number that no model has. transformers makes lists as long as some of the numbers."""
+    if not isinstance(config, Mapping):
+        return
+    for key, value in flatten(config):
+        if type(value) is int and abs(value) > MAX_CONFIG_NUMBER and "rope" not in key:
+            raise ConfigError(f"{place}.{key}: {value} is more than {MAX_CONFIG_NUMBER}, and no model has so many")
+
+
+@contextlib.contextmanager
+def _refusals(settings: ModelConfig) -> Iterator[None]:
+    """Turns whatever the layers of a model raise (KeyError, RuntimeError, ...) into a ConfigError."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"model.config: cannot build this {settings.model_type}: {one_line(error)}; change it"
+        ) from error
+
+
+def _from_config(config: Any) -> nn.Module:
+    """A model of this config. Ends with a ValueError once it has too many modules: each costs time and memory, also
+    where it has no values.
+    """
+    made = 0
+
+    def count(module: nn.Module, name: str, part: object) -> None:
+        nonlocal made
+        made += 1
+        if made > MAX_PARTS:
+            raise ValueError(f"it has more than {MAX_PARTS} layers and other parts")
+
+    handle = nn.modules.module.register_module_module_registration_hook(count)
+    try:
+        built: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return built
+    finally:
+        handle.remove()
 
 
 def _check_fit(config: Any, vocab_size: int | None, sequence_length: int | None) -> None:

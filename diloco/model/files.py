@@ -18,7 +18,7 @@ from torch import nn
 
 from diloco.errors import CheckpointError, ConfigError
 
-__all__ = ["Vocabulary", "load", "one_line", "save", "transformers"]
+__all__ = ["Vocabulary", "check_directory", "load", "one_line", "save", "transformers"]
 
 
 class Vocabulary(Protocol):
@@ -61,10 +61,7 @@ def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
     Raises CheckpointError: there is no such directory, it lacks the config or safetensors, or weights are missing.
     """
     path = Path(directory)
-    if not path.is_dir():
-        raise CheckpointError(f"{key}: {path} is no directory; give a directory with config.json and model.safetensors")
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{key}: {path} has no config.json; give a directory in Hugging Face format")
+    check_directory(path, key)
     if not any(path.glob("*.safetensors")):
         raise CheckpointError(f"{key}: {path} has no *.safetensors; other weight formats are not read, convert them")
     try:
@@ -80,6 +77,14 @@ def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
             f"{key}: {path} lacks {len(missing)} of the model's weights, {missing[0]} first; use a complete checkpoint"
         )
     return model
+
+
+def check_directory(path: Path, key: str) -> None:
+    """Raises CheckpointError, which names the setting `key`, if this is no directory with a config."""
+    if not path.is_dir():
+        raise CheckpointError(f"{key}: {path} is no directory; give a directory with config.json and model.safetensors")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{key}: {path} has no config.json; give a directory in Hugging Face format")
 
 
 def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> None:

@@ -16,6 +16,7 @@ from diloco.protocol.membership import Membership
 from diloco.protocol.messages.base import MAX_RANGES
 from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.protocol.messages.control import Claim, Published, Status
+from diloco.protocol.numbers import MAX_BYTES, MAX_TOKENS, at_most
 from diloco.protocol.shares import OTHERS, Contributor, Share, Shares, credited, short_name
 
 __all__ = ["Accounts"]
@@ -61,7 +62,7 @@ class Accounts:
     @property
     def applied_tokens(self) -> int:
         """The swarm clock: tokens in the anchor of the control fragment here."""
-        return sum(share.tokens for share in self.shares(CONTROL_FRAGMENT).values())
+        return at_most(sum(share.tokens for share in self.shares(CONTROL_FRAGMENT).values()), MAX_TOKENS)
 
     def shares(self, fragment: int) -> Shares:
         """Which peer contributed how much to the anchor here; travels with the fragment's state."""
@@ -80,7 +81,8 @@ class Accounts:
         if missing > 0:
             control = self._fragments[CONTROL_FRAGMENT]
             known = control.shares.get(OTHERS, Share(0, 0, control.version, control.version))
-            control.shares = {**control.shares, OTHERS: known._replace(tokens=known.tokens + missing)}
+            tokens = at_most(known.tokens + missing, MAX_TOKENS)
+            control.shares = {**control.shares, OTHERS: known._replace(tokens=tokens)}
 
     def merged(self, fragment: int) -> dict[str, int]:
         """For each peer the base version up to which its contributions are in the anchor here, or were left out."""
@@ -107,11 +109,12 @@ class Accounts:
         return sorted(rows, key=lambda row: (-row.tokens, row.peer_id))
 
     def _bytes_of(self, peer: str) -> int:
-        return sum(
+        nbytes = sum(
             fragment.shares[peer].contributions * size
             for fragment, size in zip(self._fragments, self._payload_bytes, strict=False)
             if peer in fragment.shares
         )
+        return at_most(nbytes, MAX_BYTES)
 
     def _names(self) -> dict[str, str]:
         members = [(self._me, self._name), *((member.peer, member.name) for member in self._members.all())]

@@ -22,6 +22,7 @@ from enum import Enum
 from diloco.protocol.fragment import Lease
 from diloco.protocol.ledger import Units
 from diloco.protocol.messages.bulk import Contribution, Verdict
+from diloco.protocol.numbers import MAX_SECONDS, MAX_TOKENS, at_most, within_bounds
 
 __all__ = ["Exchange", "Step"]
 
@@ -101,9 +102,9 @@ class Exchange:
         self._offered = True
         self.discarded = self._recorded = False
         return Contribution(
-            manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, steps=self.steps,
-            base_version=self.base_version, base_digest=self.base_digest, tokens=self.tokens,
-            age_s=now - self.begun_at, units=[list(unit) for unit in self.units],
+            manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, steps=at_most(self.steps),
+            base_version=self.base_version, base_digest=self.base_digest, tokens=at_most(self.tokens, MAX_TOKENS),
+            age_s=within_bounds(now - self.begun_at, MAX_SECONDS), units=[list(unit) for unit in self.units],
         )  # fmt: skip
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:

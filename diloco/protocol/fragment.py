@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from diloco.protocol.messages.control import Claim, Published
+from diloco.protocol.numbers import LEAP, leaps_too_far
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
@@ -26,7 +27,6 @@ __all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable"
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
 REMEMBERED = 128  # versions whose digests are kept: so late a contribution may be
-LEAP = 2**20  # No honest claim is this far above the known term, so one message cannot exhaust the terms.
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class LeaseTable:
         """Take in a claim on a fragment of the run; True when it changes the fragment's lease."""
         fragment = self._fragments[claim.fragment]
         current = fragment.lease
-        if not 0 <= claim.term - fragment.term <= LEAP:
+        if not 0 <= claim.term - fragment.term <= LEAP or leaps_too_far(fragment.version, claim.version):
             return False
         if current is not None and claim.term == current.term:
             known = (score(current.holder, claim.fragment), current.holder, current.version)
@@ -172,6 +172,8 @@ class LeaseTable:
         """Note what the holder published; False when the term is not the lease's, or the version not newer."""
         lease = self.get(message.fragment)
         if lease is None or message.term != lease.term or message.version <= lease.version:
+            return False
+        if leaps_too_far(self._fragments[message.fragment].version, message.version):
             return False
         self._fragments[message.fragment].lease = replace(
             lease, version=message.version, digest=message.digest, applied_tokens=message.applied_tokens

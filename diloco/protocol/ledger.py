@@ -20,6 +20,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from diloco.protocol.numbers import MAX_TOKENS
+
 __all__ = ["DataCursor", "Dealer", "Ledger", "Units", "count", "difference", "intersection", "union"]
 
 KEPT_VERSIONS = 3  # newest versions whose data cursors are kept
@@ -128,7 +130,7 @@ class Ledger:
             take = min(stop - start, wanted - count(granted))
             if take > 0:
                 granted.append((start, start + take))
-        missing = wanted - count(granted)
+        missing = min(wanted - count(granted), MAX_TOKENS - self.cursor)  # no honest run comes to the end of the list
         if missing > 0:
             granted = union(granted, [(self.cursor, self.cursor + missing)])
             self.open = union(self.open, [(self.cursor, self.cursor + missing)])

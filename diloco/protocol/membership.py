@@ -6,11 +6,12 @@ hellos and heartbeats in -> live members and addresses out
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.config.address import problem
 from diloco.protocol.messages.control import Hello, Status
+from diloco.protocol.numbers import leaps_too_far
 
 __all__ = ["AddressBook", "Member", "Membership"]
 
@@ -164,10 +165,11 @@ class Membership:
         return self._highest[fragment]
 
     def donors(self, fragment: int, version: int) -> list[str]:
-        """Members that have the fragment at that version or a later one, latest first."""
+        """Members that have the fragment at that version or a later one that may be adopted, latest first."""
         if self.highest_version(fragment) < version:
             return []
-        able = [m for m in self.all() if m.status.versions[fragment] >= version]
+        said = ((m, m.status.versions[fragment]) for m in self.all())
+        able = [m for m, newest in said if newest >= version and not leaps_too_far(version, newest)]
         return [m.peer for m in sorted(able, key=lambda m: -m.status.versions[fragment])]
 
 
@@ -176,19 +178,22 @@ class AddressBook:
 
     libp2p finds a peer by its id if its routing tables have the peer. These tables leave out networks whose addresses
     they take for neither public nor private, and peers that only one other peer has met. Hellos therefore carry
-    addresses: a newcomer can call every peer that its first contact has met. Wrong addresses do no harm: another
-    identity answers there, or nobody.
+    addresses: a newcomer can call every peer that its first contact has met. Another identity answers at a wrong
+    address, or nobody. `may_call` says which addresses are called on hearsay (see `Transport.may_call`).
     """
 
     def __init__(self) -> None:
+        self.may_call: Callable[[str], bool] = lambda address: True
         self._said: dict[str, tuple[str, ...]] = {}
         self._hearsay: dict[str, tuple[str, ...]] = {}
 
     def hear(self, peer: str, said: Mapping[str, Sequence[str]]) -> None:
         """Take in what a peer says of itself and of others, without malformed addresses and those of another peer."""
         for other, addresses in said.items():
-            known = self._said if other == peer else self._hearsay
+            itself = other == peer
+            known = self._said if itself else self._hearsay
             found = [one for one in addresses if one.endswith(f"/p2p/{other}") and problem(one) is None]
+            found = found if itself else [one for one in found if self.may_call(one)]
             known[other] = tuple(found[:MAX_ADDRESSES])
             while len(known) > MAX_PEERS:
                 del known[next(iter(known))]

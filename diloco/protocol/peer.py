@@ -19,7 +19,6 @@ act at once (`pace` says why).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
@@ -28,6 +27,17 @@ from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.numbers import (
+    MAX_BYTES,
+    MAX_COUNT,
+    MAX_LOSS,
+    MAX_RATE,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    MIN_RATE,
+    at_most,
+    within_bounds,
+)
 from diloco.protocol.shares import Share
 from diloco.protocol.states import State, may_follow
 from diloco.protocol.succession import catch_ups, to_claim
@@ -140,7 +150,8 @@ class Peer(View):
         """The owner calls this at the heartbeats of a small swarm; `traffic` is all bytes that it sent and received."""
         actions: list[Action] = []
         if self._pace.beats(now, len(self.members)):
-            self._figures |= {"bytes_sent": traffic[0], "bytes_received": traffic[1]}
+            sent, received = (at_most(nbytes, MAX_BYTES) for nbytes in traffic)
+            self._figures |= {"bytes_sent": sent, "bytes_received": received}
             actions.append(Broadcast(self.status(figures=True)))
         return actions + self.tick(now)
 
@@ -162,13 +173,18 @@ class Peer(View):
         return [*self._tell(now, at_once=not ordinary), *self.tick(now)]
 
     def progress(self, inner_step: int, target_steps: int, steps_per_s: float, tokens: int) -> None:
-        """Figures for the next status."""
-        self._progress = (inner_step, target_steps, steps_per_s, tokens)
+        """Figures for the next status, cut to the bounds of their types."""
+        pace = within_bounds(steps_per_s, MAX_RATE, MIN_RATE)
+        self._progress = (at_most(inner_step), at_most(target_steps), pace, at_most(tokens, MAX_TOKENS))
 
     def measured(self, loss: float, rounds: int, seconds: Sequence[float], discarded: int = 0) -> None:
-        """Figures for watchers, with the next heartbeat; a loss that is negative or not finite is none."""
-        loss = loss if isfinite(loss) and loss > 0 else 0.0
-        self._figures |= {"loss": loss, "rounds": rounds, "seconds": list(seconds), "discarded": discarded}
+        """Figures for watchers, with the next heartbeat, cut to the bounds of their types."""
+        self._figures |= {
+            "loss": within_bounds(loss, MAX_LOSS),
+            "rounds": at_most(rounds),
+            "seconds": [within_bounds(spent, MAX_SECONDS) for spent in seconds],
+            "discarded": at_most(discarded, MAX_TOKENS),
+        }
 
     def has_units(self, units: Units, now: float) -> list[Action]:
         """All units that this peer has now. New ones are told at once: only its status tells the next syncer of the
@@ -334,6 +350,8 @@ class Peer(View):
             fragment.busy = Busy.CATCHING_UP
             return [CatchUp(index, tuple(donors), outer=False)]
         term = fragment.term + 1
+        if term > MAX_COUNT:
+            return []
         if term > 1:
             self.takeovers += 1
         if index == CONTROL_FRAGMENT:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 from pydantic import ConfigDict
 
-from diloco.protocol.messages.base import Rate
+from diloco.protocol.numbers import Seconds
 
 __all__ = ["PHASES", "Phase", "PhaseSeconds"]
 
@@ -25,10 +25,10 @@ class PhaseSeconds:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)  # read inside a snapshot
 
-    compute: Rate = 0.0
-    wait: Rate = 0.0
-    comm: Rate = 0.0
-    outer: Rate = 0.0
+    compute: Seconds = 0.0
+    wait: Seconds = 0.0
+    comm: Seconds = 0.0
+    outer: Seconds = 0.0
 
     @property
     def total(self) -> float:

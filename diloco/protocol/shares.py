@@ -15,13 +15,13 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from diloco.protocol.numbers import MAX_TOKENS, Bytes, Count, Tokens, Version, at_most
 from diloco.text import plain
 
 __all__ = ["MAX_NAME_BYTES", "MAX_SHARES", "OTHERS", "Contributor", "Share", "Shares", "credited", "short_name"]
 
 MAX_SHARES = 4096  # They fit into a frame, beside the digests of all parts of an anchor.
 MAX_NAME_BYTES = 24
-Count = Annotated[int, Field(ge=0, lt=2**62)]  # on the wire
 _Name = Annotated[str, Field(max_length=128), AfterValidator(plain)]
 OTHERS = ""  # stands for the peers whose shares are too many; those that ended first are summed up
 
@@ -30,9 +30,9 @@ class Share(NamedTuple):
     """One peer's part in a fragment's anchor; `last_version` is the version that contains its newest contribution."""
 
     contributions: Count
-    tokens: Count
-    first_version: Count
-    last_version: Count
+    tokens: Tokens
+    first_version: Version
+    last_version: Version
     name: str = ""
 
 
@@ -57,10 +57,10 @@ class Contributor:
     peer_id: _Name
     name: _Name
     outer_steps: Count
-    tokens: Count
-    bytes: Count
-    first_version: Count
-    last_version: Count
+    tokens: Tokens
+    bytes: Bytes
+    first_version: Version
+    last_version: Version
 
 
 def credited(shares: Mapping[str, Share], version: int, tokens: Mapping[str, int], names: Mapping[str, str]) -> Shares:
@@ -85,8 +85,8 @@ def short_name(name: str) -> str:
 
 def _sum(one: Share, other: Share) -> Share:
     return Share(
-        one.contributions + other.contributions,
-        one.tokens + other.tokens,
+        at_most(one.contributions + other.contributions),
+        at_most(one.tokens + other.tokens, MAX_TOKENS),
         min(one.first_version, other.first_version),
         max(one.last_version, other.last_version),
         other.name or one.name,

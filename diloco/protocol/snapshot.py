@@ -15,8 +15,9 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from diloco.errors import PayloadError
-from diloco.protocol.messages.base import Count, Index, Rate
+from diloco.protocol.messages.base import Index
 from diloco.protocol.messages.watching import MAX_SNAPSHOT_PIECE_BYTES
+from diloco.protocol.numbers import Bytes, Count, Rate, Seconds, Tokens, Version
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Contributor
 from diloco.protocol.states import State
@@ -55,9 +56,9 @@ class RunInfo(_Part):
     mode: Name
     model: Name
     outer_steps: Count | None = Field(description="Budget; null is without limit.")
-    tokens: Count | None = Field(description="Budget; null is without limit.")
-    version: Count = Field(description="Outer steps that every fragment has seen.")
-    applied_tokens: Count = Field(description="The swarm clock.")
+    tokens: Tokens | None = Field(description="Budget; null is without limit.")
+    version: Version = Field(description="Outer steps that every fragment has seen.")
+    applied_tokens: Tokens = Field(description="The swarm clock.")
     at: Finite
     answered_by: Name
 
@@ -74,16 +75,16 @@ class PeerRow(_Part):
     trains: bool
     holds: bool
     device: Name
-    version: Count
+    version: Version
     version_lag: Count
     inner_step: Count
     target_steps: Count
     steps_per_s: Rate
-    tokens: Count
+    tokens: Tokens
     loss: Finite | None
-    bytes_sent: Count
-    bytes_received: Count
-    last_seen_s: Rate
+    bytes_sent: Bytes
+    bytes_received: Bytes
+    last_seen_s: Seconds
     seconds: PhaseSeconds | None
     addresses: list[Annotated[str, Field(max_length=256)]] = Field(default_factory=list, max_length=4)
 
@@ -94,7 +95,7 @@ class FragmentRow(_Part):
     fragment: Index
     syncer: Name | None
     term: Count
-    version: Count
+    version: Version
     backup: Name | None
 
 
@@ -105,7 +106,7 @@ class Round(_Part):
     """
 
     fragment: Index
-    version: Count
+    version: Version
     live: Count
     participating: Count
     merged: Count
@@ -119,7 +120,7 @@ class PeerRound(_Part):
 
     peer_id: Name
     round: Count
-    version: Count
+    version: Version
     ended_at: Finite
     seconds: PhaseSeconds
 
@@ -127,10 +128,10 @@ class PeerRound(_Part):
 class LedgerTotals(_Part):
     """Where the tokens are: processed = applied + discarded + in_flight."""
 
-    processed: Count
-    applied: Count
-    discarded: Count
-    in_flight: Count
+    processed: Tokens
+    applied: Tokens
+    discarded: Tokens
+    in_flight: Tokens
     contributions: Annotated[list[Contributor], Field(max_length=MAX_PEERS), FailFast()]
 
 
@@ -138,7 +139,7 @@ class LossPoint(_Part):
     """Mean training loss of the peers that train (nats per token), and the lowest and highest of them."""
 
     at: Finite
-    tokens: Count
+    tokens: Tokens
     loss: Finite
     low: Finite
     high: Finite

@@ -36,11 +36,13 @@ def to_claim(view: View, now: float) -> list[Fragment]:
 def _my_turn(view: View, fragment: Fragment, holder: str, able: list[str], now: float) -> bool:
     waited_s = now - (now if fragment.vacant_since is None else fragment.vacant_since)
     patience_s = CLAIM_PATIENCE_S + len(view.members) / STATUSES_PER_S  # by then everybody has told its versions
-    if waited_s <= patience_s and _newest_is_missing(view, fragment):
-        return False
+    if _newest_is_missing(view, fragment):
+        waited_s -= patience_s  # everybody's turn comes later, the right holder's too
+        if waited_s <= 0.0:
+            return False
     if holder == view.me:
         return True
-    return waited_s > patience_s and waited_s > patience_s * (1 + order(able, fragment.index).index(view.me))
+    return waited_s > patience_s * (1 + order(able, fragment.index).index(view.me))
 
 
 def _vacant(view: View, fragment: Fragment) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from math import inf
+from statistics import median_low
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
@@ -11,17 +12,20 @@ from diloco.protocol.accounts import Accounts
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, LeaseTable
 from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
-from diloco.protocol.messages.base import MAX_UNIT_RANGES, Place
+from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
+from diloco.protocol.numbers import MAX_COUNT, within_bounds
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties
-from diloco.protocol.rendezvous import assign
+from diloco.protocol.rendezvous import assign, score
 from diloco.protocol.states import STATES, State
 from diloco.protocol.syncer import SYNC, Syncer
 from diloco.protocol.work import fill_rate, impossible
 
 __all__ = ["View"]
+
+FASTEST = 4.0  # times the median pace: DyLU plans with no faster peer
 
 
 class View:
@@ -130,13 +134,20 @@ class View:
 
     def hello(self) -> Hello:
         """First message to a newly connected peer."""
-        peers = [member.peer for member in self.members.all()]
+        peers = self._named()
         return Hello(
             wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
             name=self.name, trains=self.trains, holds=self.holds, device=self.device,
             peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
         )  # fmt: skip
+
+    def _named(self) -> list[str]:
+        """The peers that a hello names. In a large swarm each peer names others, so a newcomer hears of nearly all."""
+        peers = [member.peer for member in self.members.all()]
+        if len(peers) <= MAX_NAMED:
+            return peers
+        return sorted(peers, key=lambda peer: score(f"{self.me} {peer}", 0))[:MAX_NAMED]
 
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
@@ -150,7 +161,8 @@ class View:
         return Published(
             fragment=fragment.index, term=syncer.term, version=fragment.version, digest=fragment.digest,
             contributors=sorted(contributors), applied_tokens=self.applied_tokens,
-            staleness=round(syncer.last_staleness, 3), **self.accounts.data_cursor(fragment.index),
+            staleness=round(within_bounds(syncer.last_staleness, MAX_COUNT), 3),
+            **self.accounts.data_cursor(fragment.index),
         )  # fmt: skip
 
     # -- what others say ----------------------------------------------------------------------------------------------
@@ -236,8 +248,9 @@ class View:
         """
         if self.outer.quorum is not None:
             return 0
+        most = self.outer.sync_every  # whatever pace a peer claims
         ahead = [
-            m.status.inner_step + (0 if now is None else round((now - m.heard_at) * m.status.steps_per_s))
+            m.status.inner_step + (0 if now is None else round(min((now - m.heard_at) * m.status.steps_per_s, most)))
             for m in self.members.all()
             if m.trains and m.status.in_round and (not self.lockstep or m.status.versions == self.versions)
         ]
@@ -253,8 +266,14 @@ class View:
         return len(self.fragments[CONTROL_FRAGMENT].contributors())
 
     def fastest_steps_per_s(self, mine: float) -> float:
-        """The pace of the fastest peer that trains."""
-        return max([mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)])
+        """The pace of the fastest peer that trains, this one included.
+
+        Nobody counts as more than `FASTEST` times as fast as the median: a peer that claims any pace must not make the
+        others take hardly any steps.
+        """
+        paces = [mine, *(m.status.steps_per_s for m in self.members.all() if m.trains)]
+        measured = [pace for pace in paces if pace > 0]
+        return min(max(measured), FASTEST * median_low(measured)) if measured else 0.0
 
     # -- who holds what -----------------------------------------------------------------------------------------------
 
@@ -273,6 +292,15 @@ class View:
         if self._heirs[0] != depends_on:
             self._heirs = (depends_on, self._find_heirs())
         return self._heirs[1]
+
+    def may_inherit(self, peer: str, fragment: int) -> bool:
+        """Whether a peer gets the outer state of a fragment: its heir, or while this peer leaves, whoever may claim it.
+
+        Peers that know different members may name different heirs for a moment. The one that is refused asks again.
+        """
+        if self.state == "leaving":
+            return peer in self.able()
+        return self.heirs().get(fragment) == peer
 
     def able(self) -> list[str]:
         """Peers that can hold fragments; this one comes last."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco.atomic import replace_file
 from diloco.config import Config, Manifest
 from diloco.errors import CheckpointError, ConfigError
 
@@ -42,7 +43,7 @@ def prepare_run_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         try:
-            probe.write_bytes(bytes(4096))
+            replace_file(probe, bytes(4096))
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
@@ -89,19 +90,9 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     """Replaces the file `path` as a whole: a reader sees the old or the new content, also after a crash. Raises
     `ConfigError` when there is no space, no permission or the like; the old content stays.
     """
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
+        replace_file(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
         raise _unwritable(path, error) from error
 
 

@@ -196,10 +196,13 @@ def write_contributions(path: Path, contributions: Sequence[Contributor]) -> Non
     table = csv.DictWriter(text, [column.name for column in fields(Contributor)], lineterminator="\n")
     table.writeheader()
     for row in contributions:
-        # Strangers choose their names, and a spreadsheet would read these as formulas.
-        name = f"'{row.name}" if row.name.startswith(("=", "+", "-", "@")) else row.name
-        table.writerow({**asdict(row), "name": name})
+        table.writerow({key: _cell(value) for key, value in asdict(row).items()})
     write_atomic(path, text.getvalue())
+
+
+def _cell(value: object) -> object:
+    """A value for a spreadsheet, which would read some texts as formulas; names and ids are what strangers choose."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def merge_peer_summaries(

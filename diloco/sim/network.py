@@ -210,7 +210,7 @@ class Network:
         self._transports: dict[str, SimTransport] = {}
         self._pipes: dict[_Pipe, None] = {}
         self._landings: dict[float, list[_Pipe]] = {}  # by the second at which a piece reaches the reader
-        self._cuts: dict[frozenset[str], asyncio.Event] = {}  # two peers, and when they reach each other again
+        self._cuts: dict[tuple[str, str], asyncio.Event] = {}  # from, to, and when it is mended
         self.garbling: set[str] = set()
 
     def join(self, peer: str, seeds: list[str], link: Link | None = None, gate: Gate | None = None) -> SimTransport:
@@ -235,15 +235,16 @@ class Network:
         if self._transports.get(transport.me) is transport:
             self.crash(transport.me)
 
-    def cut(self, one: str, other: str) -> None:
-        """From now on nothing passes between two peers, and neither is told."""
-        self._cuts.setdefault(frozenset((one, other)), asyncio.Event())
+    def cut(self, one: str, other: str, one_way: bool = False) -> None:
+        """From now on nothing passes between two peers, or nothing from one to the other; neither is told."""
+        mended = asyncio.Event()
+        for pair in [(one, other)] if one_way else [(one, other), (other, one)]:
+            self._cuts.setdefault(pair, mended)
 
     def mend(self, one: str, other: str) -> None:
         """What waited on both sides of a cut goes on."""
-        cut = self._cuts.pop(frozenset((one, other)), None)
-        if cut is not None:
-            cut.set()
+        for pair in (one, other), (other, one):
+            self._cuts.pop(pair, asyncio.Event()).set()
         for pipe in list(self._pipes):
             if {pipe.source, pipe.target} == {one, other}:
                 self.uplinks[pipe.source].serve(pipe)
@@ -262,9 +263,8 @@ class Network:
         return (self._links[one].latency_s + self._links[other].latency_s) / 2
 
     async def open(self, source: str, target: str, protocol: str) -> tuple[asyncio.StreamReader, _Pipe]:
-        """Open a stream; its writer is the outgoing pipe. A call into a cut is answered if that ends in time."""
-        cut = self._cuts.get(frozenset((source, target)))
-        if cut is not None:
+        """Open a stream; its writer is the outgoing pipe. A call into a cut, either way, is answered if that ends."""
+        if cut := self._cuts.get((source, target)) or self._cuts.get((target, source)):
             try:
                 await within(UNANSWERED_S, cut.wait())
             except asyncio.TimeoutError:
@@ -311,7 +311,7 @@ class Network:
         return _Fate(self._random.randint(*DOOMED_WRITES))
 
     def _is_cut(self, one: str, other: str) -> bool:
-        return bool(self._cuts) and frozenset((one, other)) in self._cuts
+        return (one, other) in self._cuts
 
     def _fly(self, pipe: _Pipe, piece: _Piece, seconds: float) -> None:
         now, trip_s = self.loop.seconds, self.latency_s(pipe.source, pipe.target)
@@ -348,8 +348,8 @@ class SimTransport:
 
     def __init__(self, network: Network, me: str, seeds: list[str], gate: Gate) -> None:
         self.me = gate.me = me
-        self.seeds = seeds
-        self.addresses = [f"/sim/{me}"]
+        self.seeds, self.addresses = seeds, [f"/sim/{me}"]
+        self.may_call: Callable[[str], bool] = lambda address: True
         self.reachable, self.advice = True, ""
         self.where: Callable[[str], Sequence[str]] = lambda peer: ()
         self.handlers: dict[str, Handler] = {}

@@ -115,6 +115,7 @@ class Swarm:
         if self.key is None and (token or key_path):
             self.key = gate_for(run_id, None, token, key_path).run_key
         self._identity = identity
+        self._memory_path: Path | None = None
         self.on_event = on_event or (lambda kind, fields: logger.info("%s %s", kind, fields))
         self.on_ready = on_ready or (lambda address: logger.info("this peer can be reached at %s", address))
         self.runtime = runtime
@@ -145,6 +146,8 @@ class Swarm:
             **outer,
         )
         swarm.network = config.swarm
+        if runtime is None:  # a simulation begins anew each time
+            swarm._memory_path = config.run.dir / "refusals" / f"{name}.json"
         return swarm
 
     def __enter__(self) -> Swarm:
@@ -210,7 +213,6 @@ class Swarm:
         """Options of the node over these parameters; watchers are shown `device`. `frozen` is the digest of the others'
         values.
         """
-        gate = gate_for(self.run_id, self.key, self.network.token, self.network.key_path, trains)
         if self._identity is None:
             self._scratch = TemporaryDirectory(prefix="diloco-")
             self._identity = Path(self._scratch.name) / "identity.key"
@@ -224,4 +226,8 @@ class Swarm:
             content = {"run": run, "outer": outer, "parameters": shapes, "frozen_parameters": frozen}
             text = json.dumps(content, sort_keys=True)
             spec = RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
+        network = self.network
+        gate = gate_for(
+            self.run_id, self.key, network.token, network.key_path, trains, spec.manifest_hash, self._memory_path
+        )
         return NodeOptions(spec, self.network, self._identity, self.name, saved, gate, trains, device=device)

@@ -231,7 +231,7 @@ class Crowd:
         own = [f"run.dir={directory}", f"run.name=p{peer}", "run.report=true", listen]
         with session.out.open("wb") as out, session.err.open("wb") as err:
             session.process = subprocess.Popen(
-                [*self.network.command(peer), sys.executable, "-m", "diloco.train", *self._overrides, *own, *overrides],
+                [*self.network.command(peer), sys.executable, *self.program(peer), *self._overrides, *own, *overrides],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
@@ -241,6 +241,10 @@ class Crowd:
         self.sessions.append(session)
         self._newest[peer] = session
         return session
+
+    def program(self, peer: int) -> list[str]:
+        """What Python runs as this peer; the overrides come behind it."""
+        return ["-m", "diloco.train"]
 
     def _wait(self, condition: Callable[[], bool], patience_s: float, what: str, vital: Sequence[Session] = ()) -> None:
         deadline = time.monotonic() + patience_s

@@ -205,6 +205,16 @@ class Crowd:
         self.story.append(f"{self.loop.seconds:9.3f} {name:5} {text}")
         self.tell(self.story[-1])
 
+    # -- what is learned ----------------------------------------------------------------------------------------------
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The inner optimizer of every peer."""
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+
+    def gradient(self, life: Life, w: Tensor, r: random.Random) -> Tensor:
+        """The gradient of one inner step: noise, which teaches nothing and moves everything."""
+        return torch.tensor([r.gauss(0.0, 1.0) for _ in range(w.numel())])
+
     # -- a life -------------------------------------------------------------------------------------------------------
 
     async def _live(self, life: Life) -> None:
@@ -241,7 +251,7 @@ class Crowd:
         assert life.lockstep is not None
         member, r = life.member, random.Random(f"{self.seed} {life.owner}")
         model = nn.ParameterDict({"w": nn.Parameter(self._parameters())})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        optimizer = self.optimizer(model)
         saved = None if life.checkpoint is None else life.checkpoint.saved
         runtime = SimRuntime(
             self.loop, life.lockstep, self._connect(life), self.seed, member.lie, gate=self._gate(life)
@@ -261,7 +271,7 @@ class Crowd:
                 if take is not None:
                     take(SEQUENCES_PER_STEP)
                 w = model["w"]
-                w.grad = torch.tensor([r.gauss(0.0, 1.0) for _ in range(w.numel())])
+                w.grad = self.gradient(life, w, r)
                 sync.count(TOKENS_PER_STEP)
                 optimizer.step()
                 life.began = True

@@ -6,12 +6,15 @@ order with the same outer state.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from typing import NamedTuple
 
 from diloco.protocol.ledger import Units, count, union
 
 __all__ = ["Contributed", "Lineage", "Made", "Total"]
+
+CAP = 2.0  # times the median of its version: what a contribution counts as work at most
 
 
 class Contributed(NamedTuple):
@@ -57,6 +60,7 @@ class Lineage:
         self.had: dict[str, set[str]] = {}
         self.units_twice = 0
         self._totals: dict[str, dict[str, Total]] = {}
+        self._work: dict[str, float] = {}
 
     def add(self, digest: str, made: Made) -> None:
         """Note a version. Two syncers may make the very same one: from the same contributions and outer state."""
@@ -85,6 +89,22 @@ class Lineage:
                 known = totals.get(peer, Total(0, 0, made.version, made.version))
                 totals[peer] = Total(known.contributions + 1, known.tokens + tokens, known.first_version, made.version)
         return self._totals[digest]
+
+    def work(self, digest: str) -> float:
+        """The work in an anchor: tokens of its contributions, each capped at twice the median of its version.
+
+        Two histories are equal until they part, so the work since then differs by as much as the work in all.
+        """
+        todo = []
+        while digest in self.made and digest not in self._work:
+            todo.append(digest)
+            digest = self.made[digest].before
+        work = self._work.get(digest, 0.0)
+        for each in reversed(todo):
+            tokens = [number for _, number in self.made[each].contributions]
+            work += sum(min(number, CAP * statistics.median(tokens)) for number in tokens)
+            self._work[each] = work
+        return work
 
     def repeated(self, digest: str) -> list[Contributed]:
         """Contributions that are in an anchor more than once, in order."""

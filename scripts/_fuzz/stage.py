@@ -9,7 +9,8 @@ import asyncio
 import gc
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,9 +19,10 @@ import torch
 from _fuzz.crowd import Crowd, Life, small_pieces
 from _fuzz.faults import SPLIT_PROGRESS_S, TEARING, Fault, Scenario
 from _fuzz.invariants import Violation, Watch, check_end
+from _fuzz.splits import FLAP_S, SHAPES, pairs
 from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
 
-__all__ = ["Outcome", "play", "shrink"]
+__all__ = ["PROGRESS_S", "Outcome", "play", "quiet_process", "shrink"]
 
 SETTLE_S = 5.0  # after the last fault ended
 PROGRESS_S = 150.0  # in which every peer makes progress once everything is healed: penalties and lost calls have to end
@@ -42,13 +44,19 @@ class Outcome:
 
 def play(plan: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
     """Run a scenario. The trace is called with each line of the story at its time."""
+    with quiet_process(), virtual_time() as loop:
+        return _played(loop, plan, trace)
+
+
+@contextmanager
+def quiet_process() -> Iterator[None]:
+    """Inside, nothing is logged, torch uses one thread, and what was imported is no garbage to look through."""
     _exempt_modules_from_collection()
     disabled, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     try:
-        with virtual_time() as loop:
-            return _played(loop, plan, trace)
+        yield
     finally:
         logging.disable(disabled)
         torch.set_num_threads(threads)
@@ -94,7 +102,7 @@ class _Stage:
             loop, plan.seed, dict(plan.outer), units=plan.units, heartbeat_s=plan.heartbeat_s, loss=plan.loss,
             inner_state="cold" if plan.cold else "donor", closed=plan.closed,
         )  # fmt: skip
-        self.watch = Watch(self.crowd)
+        self.watch = Watch(self.crowd, plan.work_wins)
         if plan.executor_s:
             r = random.Random(f"threads {plan.seed}")
             loop.executor_s = lambda: plan.executor_s * r.random() ** 3
@@ -130,7 +138,7 @@ class _Stage:
         crowd = self.crowd
         await self._until(self._all_are_in, PROGRESS_S, "every peer is in the swarm")
         await self._until(self._all_have_met, PROGRESS_S, "every peer has heard every other")
-        before = {life.owner: _progress(life) for life in crowd.members()}
+        before = {life.owner: self._progress(life) for life in crowd.members()}
         for owner, versions in before.items():
             await self._until(lambda o=owner, v=versions: self._moved(o, v), PROGRESS_S, f"{owner} makes progress")  # type: ignore[misc]
         await self._until(self._agreed, AGREED_S, "all believe in the same syncers")
@@ -160,7 +168,7 @@ class _Stage:
 
     def _moved(self, owner: str, before: int) -> bool:
         life = next((life for life in self.crowd.members() if life.owner == owner), None)
-        return life is None or _progress(life) > before
+        return life is None or self._progress(life) > before
 
     def _agreed(self) -> bool:
         nodes = [life.node for life in self.crowd.members() if life.node is not None]
@@ -192,7 +200,7 @@ class _Stage:
             return self._join(trains=True)
         life, other = living[fault.who % len(living)], living[(fault.who // 7) % len(living)]
         crowd.note(life.name, f"FAULT {fault}")
-        crowd.torn = crowd.torn or fault.kind in TEARING
+        crowd.torn = crowd.torn or fault.kind in (*TEARING, *SHAPES)
         match fault.kind:
             case "crash" | "restart":
                 crowd.crash(life.name)
@@ -211,6 +219,8 @@ class _Stage:
                 self._over(fault.seconds, lambda: crowd.network.mend(life.name, other.name))
             case "split" | "hold":
                 self._split(fault)
+            case shape if shape in SHAPES:
+                self._split_in_shape(fault)
             case "garble":
                 crowd.network.garble(life.name)
 
@@ -252,14 +262,32 @@ class _Stage:
         crowd, r = self.crowd, random.Random(f"{self.plan.seed} {fault}")
         names = sorted(crowd.lives)
         side = {name for name in names if r.random() < 0.5}
-        pairs = [(one, other) for one in names if one in side for other in names if other not in side]
         crowd.note("", f"splits into {sorted(side)} and the others")
-        for one, other in pairs:
-            crowd.network.cut(one, other)
-            if fault.kind == "split":
+        self._part(fault, [(one, other) for one in names if one in side for other in names if other not in side])
+
+    def _split_in_shape(self, fault: Fault) -> None:
+        """Sides of many shapes (`splits`)."""
+        crowd, r = self.crowd, random.Random(f"{self.plan.seed} {fault}")
+        cut = pairs(fault.kind, sorted(crowd.lives), r)
+        crowd.note("", f"cannot reach each other: {' '.join(f'{one}-{other}' for one, other in cut)}")
+        if fault.kind == "election":
+            dies = r.choice(crowd.living())
+            crowd.crash(dies.name)
+            self._over(fault.seconds, lambda: self._restart(dies))
+        if fault.kind != "flap":
+            return self._part(fault, cut, one_way=fault.kind == "one_way", checked=fault.kind != "election")
+        again = replace(fault, seconds=FLAP_S)
+        for number in range(int(fault.seconds / 2 / FLAP_S)):
+            self._over(2 * FLAP_S * number, lambda: self._part(again, cut, checked=False))
+
+    def _part(self, fault: Fault, cut: list[tuple[str, str]], one_way: bool = False, checked: bool = True) -> None:
+        crowd = self.crowd
+        for one, other in cut:
+            crowd.network.cut(one, other, one_way)
+            if fault.kind != "hold":
                 crowd.network.reset(one, other)
-        alone = self.begun if not self.pending else -1
-        before = {life.owner: _progress(life) for life in crowd.members() if _trains(life)}
+        alone = self.begun if checked and not self.pending else -1
+        before = {life.owner: self._progress(life) for life in crowd.members() if _trains(life)}
 
         def heal() -> None:
             crowd.note("", "the sides can reach each other again")
@@ -267,10 +295,14 @@ class _Stage:
                 for owner, versions in before.items():
                     if not self._moved(owner, versions):
                         crowd.failures.append(f"{owner} made no progress in {fault.seconds} s on its side of a split")
-            for one, other in pairs:
+            for one, other in cut:
                 crowd.network.mend(one, other)
 
         self._over(fault.seconds, heal)
+
+    def _progress(self, life: Life) -> int:
+        """Versions. In a schedule of splits they may go back, so that moves of the anchors are counted."""
+        return self.watch.moves[life.owner] if self.plan.splits else _progress(life)
 
 
 def _progress(life: Life) -> int:

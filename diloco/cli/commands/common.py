@@ -84,6 +84,7 @@ def run(
         return implementation("sweep")(command=command, overrides=overrides, base=base)
     if cfg == "help":
         return _write(help_text())
+    overrides = tuple(map(_from_stdin, overrides))
     config = compose([*overrides, *given], base=base)
     if cfg == "job":
         return _write(config.to_yaml())
@@ -96,6 +97,16 @@ def run(
         for doubt in config.warnings():
             click.echo(f"diloco: warning: {doubt}", err=True)
     return implementation(command)(config, **options)
+
+
+def _from_stdin(override: str) -> str:
+    """`swarm.token=-` with the token that is on stdin, where no other user of this machine sees it."""
+    if override != "swarm.token=-":
+        return override
+    from diloco.config.address import line_of_stdin
+    from diloco.config.sweeps import quoted
+
+    return f"swarm.token={quoted(line_of_stdin('swarm.token').rpartition('?token=')[2])}"
 
 
 def split_address(address: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
@@ -112,10 +123,11 @@ def guest(address: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -
     """
     from diloco.config import refuse_run_owned
     from diloco.config.address import Address
+    from diloco.config.sweeps import quoted
 
-    found = Address.parse(address)
+    found = Address.read(address)
     refuse_run_owned(overrides, allowed)
-    return found, [] if found.token is None else [f"swarm.token='{found.token}'"]
+    return found, [] if found.token is None else [f"swarm.token={quoted(found.token)}"]
 
 
 def implementation(command: str) -> Callable[..., int]:

@@ -49,25 +49,28 @@ def train(**arguments: Any) -> int:
 
 @click.command(cls=Command)
 @click.argument("address", required=False)
+@click.option("--yes", is_flag=True, help="Join also if the run needs more than this package; for scripts.")
 @configured
-def join(address: str | None, overrides: tuple[str, ...], cfg: str | None, base: Path | None) -> int:
+def join(address: str | None, yes: bool, overrides: tuple[str, ...], cfg: str | None, base: Path | None) -> int:
     """Join a swarm as a volunteer.
 
     \b
     diloco join /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
-    diloco join @runs/mine/address
+    diloco join @link.txt
+    diloco join -
     diloco join ADDRESS train.device=cpu train.threads=4 swarm.upload_limit=1e6
 
-    Nothing but the ADDRESS is needed. The run's settings come from the swarm; device, precision, threads and how much
-    of a batch is computed at a time from a look at this machine. Ctrl+C leaves cleanly at any time, and the same
-    command comes back.
+    Nothing but the ADDRESS is needed; - reads it from stdin. The run's settings come from the swarm; device, precision,
+    threads and how much of a batch is computed at a time from a look at this machine. A run that fetches a model or
+    text from elsewhere is shown first, and joined if you agree. Ctrl+C leaves cleanly at any time, and the same command
+    comes back.
     """
     if cfg is not None:
         return run("join", overrides, cfg, base)
     if address is None or common.split_address(address, overrides)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
     found, given = common.guest(address, overrides)
-    return run("join", overrides, base=base, given=given, address=found, typed=_typed(overrides))
+    return run("join", overrides, base=base, given=given, address=found, typed=_typed(overrides), yes=yes)
 
 
 @click.command(cls=Command)
@@ -203,14 +206,15 @@ def invite(**arguments: Any) -> int:
 
 @click.command()
 @_owner
-@click.argument("address")
-@click.argument("what", nargs=-1, required=True)
-def revoke(**arguments: Any) -> int:
+@click.argument("what", nargs=-1, required=True, metavar="[ADDRESS] WHAT...")
+def revoke(what: tuple[str, ...], **arguments: Any) -> int:
     """Put peers out of a closed run, at once and for good.
 
     \b
     diloco revoke --key run.key --run mine /ip4/203.0.113.7/tcp/4100/p2p/Qm... 7f3a90c2d41be865
 
     WHAT is the id of a token, a token, a link, or a peer id; ADDRESS any peer of the swarm, which tells the others.
+    Without ADDRESS, if no peer is left, the list is kept beside the key for the owner's next peer.
     """
-    return implementation("revoke")(**arguments)
+    address = what[0] if len(what) > 1 and what[0].startswith(("/", "@", "diloco:", "-")) else None
+    return implementation("revoke")(address=address, what=what if address is None else what[1:], **arguments)

@@ -84,6 +84,9 @@ def decode(frame: bytes) -> Message:
         if len(kind) <= MAX_KIND and kind.isascii() and kind.isidentifier():
             raise UnknownKind(f"messages of kind {kind} are not known here; {REMEDY}")
         raise PayloadError(f"a message does not fit its schema: no kind is called {_shown(kind)}")
+    unknown = next((key for key in fields if key not in KINDS[kind].model_fields), None)
+    if unknown is not None:  # pydantic would list them all, which takes a second for a frame full of them
+        raise PayloadError(f"a message does not fit its schema: {kind}.{_shown(unknown)}: no such field is known")
     try:
         return KINDS[kind].model_validate(fields)
     except ValidationError as error:

@@ -5,24 +5,29 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from diloco.admission.invitation import Role
+from diloco.protocol.numbers import Sequence
+from diloco.text import plain
 
 __all__ = [
-    "EVERYBODY", "KINDS", "MAX_FRAME_BYTES", "MAX_RANGES", "MAX_UNIT_RANGES", "MEMBERS", "WORKERS", "Addresses",
-    "Count", "Digest", "FewUnits", "Index", "Message", "Name", "Names", "Place", "Rate", "Refusal", "Unit", "Units",
+    "EVERYBODY", "KINDS", "MAX_FRAME_BYTES", "MAX_NAMED", "MAX_RANGES", "MAX_UNIT_RANGES", "MEMBERS", "WORKERS",
+    "Addresses", "Digest", "FewUnits", "Index", "Message", "Name", "Names", "Place", "Refusal", "Said", "Seal", "Unit",
+    "Units", "at_most_keys",
 ]  # fmt: skip
 
 MAX_FRAME_BYTES = 1 << 20  # the largest honest frame is a manifest or a list of part digests: some kilobytes
 MAX_UNIT_RANGES = 64  # ranges that one peer has at a time
 MAX_RANGES = 2**10  # ranges that all peers together have
+MAX_NAMED = 512  # peers in a hello; each of them may be called by whoever hears it
 
 Name = Annotated[str, Field(max_length=128)]
+# Text of a peer that a user reads: control characters, which move the cursor or turn the writing, become spaces.
+Said = Annotated[str, AfterValidator(plain)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0, lt=2**62)]
-Index = Annotated[int, Field(ge=0, lt=2**20)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seal = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]  # empty in an open run, or where the peer has none
+Index = Annotated[int, Field(ge=0, le=2**20 - 1)]
 # Lists fail at their first wrong item: to report a million wrong items would keep the node busy for seconds.
 Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16), FailFast()]
 Names = Annotated[list[Name], Field(max_length=4096), FailFast()]
@@ -34,9 +39,20 @@ def _ascending(unit: list[int]) -> list[int]:
     return unit
 
 
-Unit = Annotated[list[Count], Field(min_length=2, max_length=2), FailFast(), AfterValidator(_ascending)]
+Unit = Annotated[list[Sequence], Field(min_length=2, max_length=2), FailFast(), AfterValidator(_ascending)]
 Units = Annotated[list[Unit], Field(max_length=MAX_RANGES), FailFast()]
 FewUnits = Annotated[list[Unit], Field(max_length=MAX_UNIT_RANGES), FailFast()]
+
+
+def at_most_keys(limit: int) -> BeforeValidator:
+    """For a map, which has no `FailFast`: one that is too long is refused before its items are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"a map of {len(value)} items is over the limit of {limit}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class Place(Enum):
@@ -100,4 +116,4 @@ class Message(BaseModel):
 class Refusal(Message, kind="refusal"):
     """The stream is not wanted; `reason` is one line for the user of the other side."""
 
-    reason: Annotated[str, Field(max_length=2048)]
+    reason: Annotated[Said, Field(max_length=2048)]

@@ -15,15 +15,26 @@ from pydantic import AfterValidator, FailFast, Field, model_validator
 from diloco.protocol.messages.base import (
     MEMBERS,
     WORKERS,
-    Count,
     Digest,
     FewUnits,
     Index,
     Message,
     Name,
     Place,
-    Rate,
+    Said,
     Units,
+    at_most_keys,
+)
+from diloco.protocol.numbers import (
+    MAX_COUNT,
+    Count,
+    Seconds,
+    Sequence,
+    SomeSteps,
+    SomeTokens,
+    Term,
+    Tokens,
+    Version,
 )
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
@@ -38,7 +49,7 @@ MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and si
 MAX_RECORDS = 8  # that are smaller than a state in fp32 together, with the codec of the fewest bits
 MAX_UNITS_WANTED = 2**20  # sequences in one request
 
-Contributors = Annotated[dict[Name, Count], Field(max_length=MAX_SHARES)]
+Contributors = Annotated[dict[Name, Tokens], at_most_keys(MAX_SHARES)]
 
 
 def _check_window(pushes: int, delay: int) -> None:
@@ -56,7 +67,7 @@ def _sound(share: Share) -> Share:
 
 Delay = Annotated[int, Field(ge=1, le=100_000)]
 
-Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], Field(max_length=MAX_SHARES)]
+Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], at_most_keys(MAX_SHARES)]
 
 
 class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORKERS):
@@ -69,12 +80,12 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
 
     manifest_hash: Digest
     fragment: Index
-    term: Annotated[int, Field(ge=1, lt=2**62)]
-    base_version: Count
+    term: Term
+    base_version: Version
     base_digest: Digest
-    steps: Annotated[int, Field(ge=1, lt=2**40)]
-    tokens: Annotated[int, Field(ge=1, lt=2**48)]
-    age_s: Rate = 0.0
+    steps: SomeSteps
+    tokens: SomeTokens
+    age_s: Seconds = 0.0
     units: Units = Field(default_factory=list)
 
 
@@ -93,8 +104,8 @@ class Verdict(Message, kind="verdict"):
     late: bool = False
     record_follows: bool = False
     merged: bool = False
-    reason: Annotated[str, Field(max_length=512)] = ""
-    version: Count = 0
+    reason: Annotated[Said, Field(max_length=512)] = ""
+    version: Version = 0
     term: Count = 0
 
 
@@ -111,16 +122,16 @@ class Record(Message, kind="record"):
     """
 
     fragment: Index
-    term: Annotated[int, Field(ge=1, lt=2**62)]
-    version: Count
+    term: Term
+    version: Version
     more: Annotated[int, Field(ge=0, le=MAX_RECORDS)] = 0
     digest_before: Digest
     digest: Digest
     contributors: Contributors
     pushes: Count = 0
     delay: Delay = 1
-    applied_tokens: Count
-    cursor: Count = 0
+    applied_tokens: Tokens
+    cursor: Sequence = 0
     open: Units = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -138,7 +149,7 @@ class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEM
 
     manifest_hash: Digest
     fragment: Index
-    have_version: Annotated[int, Field(ge=-1, lt=2**62)] = -1
+    have_version: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = -1
     outer: bool = False
     in_parts: bool = False
 
@@ -147,11 +158,11 @@ class Anchor(Message):
     """Base of the messages that describe a fragment's anchor. No share in it is of a later version than the anchor."""
 
     fragment: Index
-    version: Count
+    version: Version
     digest: Digest
-    applied_tokens: Count
+    applied_tokens: Tokens
     shares: Shares = Field(default_factory=dict)
-    cursor: Count = 0
+    cursor: Sequence = 0
     open: Units = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -177,7 +188,7 @@ class PartRequest(Message, kind="part_request", place=Place.REQUEST, roles=MEMBE
     manifest_hash: Digest
     fragment: Index
     digest: Digest
-    part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
+    part: Annotated[int, Field(ge=0, le=MAX_PARTS - 1)]
 
 
 class StateHeader(Anchor, kind="state"):
@@ -227,4 +238,4 @@ class InnerHeader(Message, kind="inner"):
 
     names: Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=MAX_MOMENTS), FailFast()]
     numels: Annotated[list[Count], Field(max_length=MAX_MOMENTS), FailFast()]
-    steps: Annotated[list[Annotated[int, Field(ge=1, lt=2**40)]], Field(max_length=MAX_MOMENTS), FailFast()]
+    steps: Annotated[list[SomeSteps], Field(max_length=MAX_MOMENTS), FailFast()]

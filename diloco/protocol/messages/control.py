@@ -12,9 +12,9 @@ from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.keys import MAX_REVOKED
 from diloco.protocol.messages.base import (
     EVERYBODY,
+    MAX_NAMED,
     MEMBERS,
     Addresses,
-    Count,
     Digest,
     FewUnits,
     Index,
@@ -22,22 +22,24 @@ from diloco.protocol.messages.base import (
     Name,
     Names,
     Place,
-    Rate,
+    Seal,
     Units,
+    at_most_keys,
 )
+from diloco.protocol.numbers import Bytes, Count, Late, Loss, Rate, Seconds, Sequence, SomeSteps, Term, Tokens, Version
 from diloco.protocol.states import STATES, State
 
 __all__ = ["MAX_GREETING_BYTES", "Claim", "Figures", "Greeting", "Hello", "Published", "Revocations", "Status"]
 
 MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refusal of 2048 characters
 
-Versions = Annotated[list[Count], Field(max_length=2**20), FailFast()]
+Versions = Annotated[list[Version], Field(max_length=2**20), FailFast()]
 
 
 class Revocations(Message, kind="revocations", place=Place.CONTROL):
     """The newest list of what the run's owner has revoked, under its growing number; see `diloco.admission`."""
 
-    number: Annotated[int, Field(ge=1, lt=2**62)]
+    number: SomeSteps
     token_ids: Annotated[
         list[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]], Field(max_length=MAX_REVOKED), FailFast()
     ]
@@ -67,12 +69,12 @@ class Figures(Message):
         seconds: of the last round: compute, wait, comm, outer; empty before the first.
     """
 
-    discarded: Count = 0
-    loss: Rate = 0.0
-    bytes_sent: Count = 0
-    bytes_received: Count = 0
+    discarded: Tokens = 0
+    loss: Loss = 0.0
+    bytes_sent: Bytes = 0
+    bytes_received: Bytes = 0
     rounds: Count = 0
-    seconds: Annotated[list[Rate], Field(max_length=4), FailFast()] = Field(default_factory=list)
+    seconds: Annotated[list[Seconds], Field(max_length=4), FailFast()] = Field(default_factory=list)
 
 
 class Status(Message, kind="status", place=Place.CONTROL):
@@ -92,7 +94,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
     inner_step: Count = 0
     target_steps: Count = 0
     steps_per_s: Rate = 0.0
-    tokens: Count = 0
+    tokens: Tokens = 0
     units: FewUnits = Field(default_factory=list)
     figures: Figures | None = None
 
@@ -126,10 +128,10 @@ class _AboutFragment(Message):
     """
 
     fragment: Index
-    term: Annotated[int, Field(ge=1, lt=2**62)]
-    version: Count
+    term: Term
+    version: Version
     digest: Digest
-    cursor: Count = 0
+    cursor: Sequence = 0
     open: Units = Field(default_factory=list)
 
     def misfit(self, fragments: int) -> str | None:
@@ -141,11 +143,14 @@ class _AboutFragment(Message):
 class Claim(_AboutFragment, kind="claim", place=Place.CONTROL):
     """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from."""
 
-    applied_tokens: Count = 0
+    applied_tokens: Tokens = 0
 
 
 class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
-    """First message on a control stream: which run this peer is in, what it can do, and where the others are."""
+    """First message on a control stream: which run this peer is in, what it can do, and where the others are.
+
+    `seal` is the run key's signature of the manifest's hash, which every peer shows to newcomers.
+    """
 
     wire_version: Count
     run_id: Name
@@ -154,9 +159,10 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     trains: bool
     holds: bool
     device: Name = ""
-    peers: Names
-    addresses: Annotated[dict[Name, Addresses], Field(max_length=4097)] = Field(default_factory=dict)
+    peers: Annotated[list[Name], Field(max_length=MAX_NAMED), FailFast()]
+    addresses: Annotated[dict[Name, Addresses], at_most_keys(MAX_NAMED + 1)] = Field(default_factory=dict)
     status: Status
+    seal: Seal = ""
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
 
     def misfit(self, fragments: int) -> str | None:
@@ -170,5 +176,5 @@ class Published(_AboutFragment, kind="published", place=Place.CONTROL):
     """
 
     contributors: Names
-    applied_tokens: Count
-    staleness: Rate = 0.0
+    applied_tokens: Tokens
+    staleness: Late = 0.0

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Count, Message, Name, Place
+from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Message, Name, Place, Said, Seal
+from diloco.protocol.numbers import MAX_COUNT, Count
 
 __all__ = [
     "MAX_PROBE_BYTES", "MAX_SNAPSHOT_PIECE_BYTES", "DialBack", "DialBackReply", "ManifestReply", "ManifestRequest",
@@ -22,9 +23,10 @@ class ManifestRequest(Message, kind="manifest_request", place=Place.REQUEST, rol
 
 
 class ManifestReply(Message, kind="manifest"):
-    """The manifest as canonical JSON."""
+    """The manifest as canonical JSON, and in a closed run its seal: the run key's signature of its hash."""
 
     text: Annotated[str, Field(max_length=MAX_FRAME_BYTES // 2)]
+    seal: Seal = ""
 
 
 class SnapshotRequest(Message, kind="snapshot_request", place=Place.REQUEST, roles=EVERYBODY):
@@ -59,11 +61,11 @@ class ProbeReply(Message, kind="probe_reply"):
 
     wire_version: Count
     run_id: Name
-    name: Name
-    unix_s: Annotated[float, Field(ge=0, lt=2**40, allow_inf_nan=False)]
+    name: Annotated[Said, Field(max_length=128)]
+    unix_s: Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)]
     addresses: Addresses
     known: Annotated[list[Name], Field(max_length=64), FailFast()]
-    observed: Annotated[str, Field(max_length=256)] = ""
+    observed: Annotated[Said, Field(max_length=256)] = ""
 
 
 class DialBack(Message, kind="dial_back", place=Place.REQUEST, roles=EVERYBODY):
@@ -83,5 +85,5 @@ class DialBackReply(Message, kind="dial_back_reply"):
     """
 
     reached: Addresses
-    why: Annotated[str, Field(max_length=512)] = ""
-    observed: Annotated[str, Field(max_length=256)] = ""
+    why: Annotated[Said, Field(max_length=512)] = ""
+    observed: Annotated[Said, Field(max_length=256)] = ""

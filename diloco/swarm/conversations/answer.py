@@ -9,11 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import PayloadError
+from diloco.protocol.limits import REQUEST_BYTES, bulk_streams
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
 from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
-from diloco.protocol.penalties import Limiter, Offence, offences
+from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations import contribution, units
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
@@ -37,16 +38,18 @@ class BulkServer:
         self.serving = 0  # streams under way
         self.anchors = AnchorDonor(context)
         self._context = context
-        self._limiter = Limiter(len(context.replica.fragments))
+        self._limiter = bulk_streams(len(context.replica.fragments))
         self._inner = InnerDonor(inner_state)
         probes = ProbeServer(context.transport, context.protocol, context.now)
         self._answers: dict[type[Message], Answer] = {
-            Contribution: lambda stream, request: contribution.answer(context, stream, request),
+            Contribution: lambda stream, request: contribution.answer(context, stream, request, self.anchors.freeze),
             StateRequest: self.anchors.answer,
             PartRequest: self.anchors.answer_part,
             InnerRequest: self._send_inner,
             UnitRequest: lambda stream, request: units.answer(context, stream, request),
-            ManifestRequest: lambda stream, request: stream.send(ManifestReply(text=context.manifest_text)),
+            ManifestRequest: lambda stream, request: stream.send(
+                ManifestReply(text=context.manifest_text, seal=context.gate.memory.seal)
+            ),
             SnapshotRequest: lambda stream, request: send_snapshot(stream, context.recorder.packed(context.now())),
             Probe: probes.measure,
             DialBack: probes.call_back,
@@ -93,12 +96,12 @@ class BulkServer:
                 del self._context.records[fragment]
 
     async def _answer(self, stream: Stream) -> None:
-        with offences():
-            request = await stream.receive()
         penalty = self._context.protocol.penalties.refusal(stream.peer, self._context.now())
-        if penalty is not None:
+        if penalty is not None:  # and nothing that it says is decoded
             await stream.refuse(penalty)
             return
+        with offences():
+            request = await stream.receive(limit=REQUEST_BYTES)
         if request.place is not Place.REQUEST:
             raise Offence(f"a bulk stream cannot begin with {type(request).__name__}")
         objection = self._context.gate.objection(stream.peer, request)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from diloco.errors import PayloadError
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action
+from diloco.protocol.limits import CAUSED_BY_OTHERS, EventLines
 from diloco.protocol.peer import Peer
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.framing import UpdateRecord, anchor_codec
@@ -30,8 +31,8 @@ class Context:
     """The protocol core of a node, its tensors, its network, and how its conversations wait and report.
 
     `locks`, by fragment, are held to read or move an anchor, and to fold in a whole contribution. `records` are the
-    newest update records that this peer made, by fragment, the oldest first. `carry_out` does what the protocol asks
-    for; the node sets it.
+    newest update records that this peer made, by fragment, the oldest first. `contributing` are the streams on which
+    contributions arrive, by peer and fragment. `carry_out` does what the protocol asks for; the node sets it.
     """
 
     protocol: Peer
@@ -43,12 +44,15 @@ class Context:
     traffic: Traffic = field(default_factory=Traffic)
     tasks: Tasks = field(default_factory=Tasks)
     records: dict[int, list[UpdateRecord]] = field(default_factory=dict)
+    lines: EventLines = field(default_factory=EventLines)
+    contributing: dict[tuple[str, int], Stream] = field(default_factory=dict)
     carry_out: Callable[[Sequence[Action]], None] = field(init=False)
     locks: Sequence[FragmentLock] = field(init=False)
     recorder: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.protocol, self.manifest_text)
+        self.recorder.on_failure = self._recorder_failed
         self.locks = [FragmentLock() for _ in self.replica.fragments]
 
     def now(self) -> float:
@@ -56,9 +60,18 @@ class Context:
         return asyncio.get_running_loop().time()
 
     def note(self, kind: str, **fields: object) -> None:
-        """Hand one event to the log, and keep it for watchers."""
+        """Hand one event to the log, and keep it for watchers; of those that others cause only so many (`limits`)."""
+        if kind in CAUSED_BY_OTHERS:
+            suppressed = self.lines.suppressed(kind, str(fields.get(CAUSED_BY_OTHERS[kind], "")), self.now())
+            if suppressed is None:
+                return
+            fields |= {"suppressed": suppressed} if suppressed else {}
         self.recorder.note(kind, fields, self.now())
         self.on_event(kind, fields)
+
+    def _recorder_failed(self, why: str) -> None:
+        if self.lines.suppressed("recorder_failed", "", self.now()) is not None:  # the recorder itself cannot keep it
+            self.on_event("recorder_failed", {"why": why})
 
     def do(self, actions: Sequence[Action]) -> None:
         """Carry out what the protocol asks for; whatever waits for a change of the protocol looks again."""

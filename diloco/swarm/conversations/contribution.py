@@ -14,7 +14,7 @@ The syncer's own contribution takes the same way through `fold_chunk` or `fold_w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +24,17 @@ from diloco.errors import PayloadError
 from diloco.protocol.fragment import Lease
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import Contribution, Receipt, Record, StateHeader, Verdict
+from diloco.protocol.numbers import MAX_SECONDS, within_bounds
 from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.parts import copy_state
 from diloco.swarm.conversations.tasks import in_thread
-from diloco.swarm.wire.streams import Stream
+from diloco.swarm.wire.streams import Stream, only_stream
 
 __all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole"]
+
+Freeze = Callable[[int], Awaitable[framing.FragmentState]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
     called_at = context.now()
     async with context.open(lease.holder) as stream:
         begun_at = context.now()
-        age_s = header.age_s + context.now() - called_at
+        age_s = within_bounds(header.age_s + context.now() - called_at, MAX_SECONDS)
         await stream.send(header.model_copy(update={"age_s": age_s}))
         verdict = expect(await stream.receive(), Verdict)
         if not verdict.accepted:
@@ -81,8 +83,8 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
         return Answered(verdict, update, sent_at - begun_at + context.now() - closed_at, closed_at - sent_at)
 
 
-async def answer(context: Context, stream: Stream, header: Contribution) -> None:
-    """Take a contribution in and send what it becomes part of.
+async def answer(context: Context, stream: Stream, header: Contribution, freeze: Freeze) -> None:
+    """Take a contribution in and send what it becomes part of; `freeze` gives an anchor that all its readers share.
 
     Raises `Offence` when the header claims what cannot be, or the payload is invalid, and `PayloadError` when the
     version closed without this contribution, or the fragment got another syncer.
@@ -99,11 +101,8 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
     assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
     await stream.send(verdict)
     collects = syncer.collects(stream.peer)
-    if verdict.first_chunk < len(context.replica.chunks[fragment]):  # else it is here, from a stream that broke later
-        if collects:
-            before = await _collect(context, stream, syncer, header.base_version)
-        else:
-            await _fold_on_arrival(context, stream, syncer, header.base_version, verdict.first_chunk)
+    with only_stream(context.contributing, fragment, stream):  # an older one holds payload, and its peer is gone
+        before = await _take(context, stream, header, verdict, syncer, before)
     await stream.send(Receipt())
     await context.tasks.until(
         lambda: (
@@ -116,12 +115,24 @@ async def answer(context: Context, stream: Stream, header: Contribution) -> None
     if records := context.records_since(fragment, header.base_version):
         await framing.send_records(stream, records, context.replica)
     elif collects and context.holds(syncer):
-        await framing.send_state(stream, await copy_state(context, fragment), context.replica)
+        await framing.send_state(stream, await freeze(fragment), context.replica)
     else:
         raise _another_syncer(fragment)
     await stream.drained()
     if closed_at is not None:
         protocol.delivered(context.now() - closed_at)
+
+
+async def _take(
+    context: Context, stream: Stream, header: Contribution, verdict: Verdict, syncer: Syncer, before: int
+) -> int:
+    """Take in what a verdict asks for; returns the version that it was not in yet, `before` unless others closed."""
+    if verdict.first_chunk == len(context.replica.chunks[header.fragment]):
+        return before  # it is here, from a stream that broke later
+    if syncer.collects(stream.peer):
+        return await _collect(context, stream, syncer, header.base_version)
+    await _fold_on_arrival(context, stream, syncer, header.base_version, verdict.first_chunk)
+    return before
 
 
 async def _decline(context: Context, stream: Stream, header: Contribution, verdict: Verdict) -> None:

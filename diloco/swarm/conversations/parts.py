@@ -9,8 +9,9 @@
 4. A donor that vanishes gives its part back. One that sends anything wrong is an event, and is asked for no more parts.
 5. When no donor is left (the swarm has moved on), what has arrived is kept for the next attempt, which begins anew.
 
-Memory: one fp32 vector of the fragment for the newcomer, into which the parts are received, and one for a donor, as
-long as anybody reads it, however many do.
+Memory: one fp32 vector of the fragment for the newcomer, into which the parts are received. A donor has one for each
+version that somebody still reads, however many do, and of a few versions at most (`limits`). The same holds for the
+outer state, which only the heir of a fragment gets.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from diloco.outer.digest import part_digest, part_digests, part_ranges
 from diloco.outer.fragments import CHUNK
 from diloco.outer.held import Held
 from diloco.protocol.download import MAX_DONORS, PartPlan
+from diloco.protocol.limits import COPIES, MIN_BYTES_PER_S, OUTER_COPIES, PATIENCE_S
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
 from diloco.protocol.rendezvous import score
@@ -42,7 +44,8 @@ from diloco.swarm.conversations.framing import (
     send_vector,
 )
 from diloco.swarm.conversations.tasks import in_thread
-from diloco.swarm.wire.streams import BROKEN, Stream
+from diloco.swarm.wire.deadline import within
+from diloco.swarm.wire.streams import BROKEN, Stream, only_stream
 
 __all__ = ["AnchorDonor", "Download", "PartialAnchor", "announcing", "copy_state"]
 
@@ -221,11 +224,14 @@ async def _copy_state(context: Context, fragment: int, held: Held | None) -> Fra
 class AnchorDonor:
     """The donor's side. A peer that asks for parts gets them all from the same version.
 
-    That takes one copy of the fragment for as long as anybody reads it, however many do.
+    On failure: a reader that takes longer than the slowest honest link is cut off, and one for whose copy there is no
+    room is refused with the reason (`PayloadError`). Either asks another donor, or this one later.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._outer: WeakValueDictionary[tuple[int, str], FragmentState] = WeakValueDictionary()
+        self._heirs: dict[tuple[str, int], Stream] = {}  # on which an heir reads the outer state of a fragment
         self._kept: WeakValueDictionary[tuple[int, str], FragmentState] = WeakValueDictionary()
         self._copying = [asyncio.Lock() for _ in context.replica.fragments]
 
@@ -238,13 +244,43 @@ class AnchorDonor:
         if records:
             await send_records(stream, records, context.replica)
         elif request.in_parts and not request.outer:
-            await self._offer(stream, fragment)
+            await within(self._patience_s(fragment), self._offer(stream, fragment))
         else:
-            await send_state(stream, await copy_state(context, fragment, request.outer), context.replica)
+            send = self._send_outer if request.outer else self._send_whole
+            await within(self._patience_s(fragment), send(stream, fragment))
+
+    async def _send_whole(self, stream: Stream, fragment: int) -> None:
+        await send_state(stream, await self.freeze(fragment), self._context.replica)
+
+    async def _send_outer(self, stream: Stream, fragment: int) -> None:
+        """Send the outer state to an heir. A stream on which it read this before ends."""
+        if not self._context.protocol.may_inherit(stream.peer, fragment):
+            raise PayloadError(f"only the heir of fragment {fragment} gets its outer state")
+        with only_stream(self._heirs, fragment, stream):
+            await send_state(stream, await self._freeze_outer(fragment), self._context.replica)
+
+    async def _freeze_outer(self, fragment: int) -> FragmentState:
+        """Anchor and outer state as they are now; heirs that ask for the same version share a copy."""
+        protocol = self._context.protocol
+        async with self._copying[fragment]:
+            await self._context.tasks.until(lambda: not protocol.merging(fragment))
+            kept = self._outer.get((fragment, protocol.fragments[fragment].digest))
+            if kept is not None:
+                protocol.handed_over(fragment)
+                return kept
+            if sum(copied == fragment for copied, _ in self._outer) >= OUTER_COPIES:
+                raise PayloadError(f"the outer state of fragment {fragment} is being read here; try again later")
+            state = await copy_state(self._context, fragment, outer=True)
+            self._outer[fragment, state.header.digest] = state
+            return state
+
+    def _patience_s(self, fragment: int) -> float:
+        """How long a peer may read a fragment."""
+        return PATIENCE_S + 4 * 4 * self._context.replica.fragments[fragment].numel / MIN_BYTES_PER_S
 
     async def _offer(self, stream: Stream, fragment: int) -> None:
         """List the parts of the anchor as it is now, and send those that are asked for."""
-        frozen = await self._freeze(fragment)
+        frozen = await self.freeze(fragment)
         digests = await in_thread(part_digests, frozen.anchor)
         named = frozen.header.model_dump(exclude={"kind", "outer", "pushes", "delay"})
         await stream.send(PartList(**named, parts=list(digests)))
@@ -255,7 +291,7 @@ class AnchorDonor:
         while True:
             self._check(request)
             if frozen is None:
-                frozen = await self._freeze(request.fragment, request.digest)
+                frozen = await self.freeze(request.fragment, request.digest)
             header = frozen.header.model_copy(update={"shares": {}, "open": []})  # they came with the list of parts
             ranges = part_ranges(frozen.anchor.numel())
             if request.fragment != header.fragment or request.part >= len(ranges):
@@ -267,13 +303,15 @@ class AnchorDonor:
                 await send_vector(stream, frozen.anchor[start:stop], PIECE, codec)
             request = expect(await stream.receive(PART_IDLE_S), PartRequest)
 
-    async def _freeze(self, fragment: int, digest: str = "") -> FragmentState:
+    async def freeze(self, fragment: int, digest: str = "") -> FragmentState:
         """The anchor with that digest, if somebody still reads it; otherwise as it is now."""
         async with self._copying[fragment]:  # two that ask for the same version share a copy
             frozen = self._kept.get((fragment, digest))
             if frozen is None:
                 frozen = self._kept.get((fragment, self._context.protocol.fragments[fragment].digest))
             if frozen is None:
+                if sum(kept == fragment for kept, _ in self._kept) >= COPIES:
+                    raise PayloadError(f"{COPIES} versions of fragment {fragment} are being read here; try again later")
                 frozen = await copy_state(self._context, fragment)
                 self._kept[fragment, frozen.header.digest] = frozen
             return frozen

@@ -2,7 +2,8 @@
 
 The answering side limits them, because any stranger may ask:
 
-- A probe carries at most 4 MiB of payload each way, and each asker has a budget of bytes per minute.
+- A probe carries at most 4 MiB of payload each way. Each asker has a budget of bytes per minute, and so have all
+  askers together.
 - Calls back are made one at a time, a few per minute in all, and one per 10 s for each asker. They go only to the
   asker's own id (libp2p checks that it answers), and only to the IP that its connection comes from.
 """
@@ -21,6 +22,14 @@ import torch
 from diloco.config import WIRE_VERSION
 from diloco.config.address import host_of, problem
 from diloco.errors import PayloadError
+from diloco.protocol.limits import (
+    CALL_EVERY_S,
+    CALLS_PER_MINUTE,
+    PROBE_BYTES,
+    PROBE_BYTES_IN_ALL,
+    Bucket,
+    Buckets,
+)
 from diloco.protocol.messages import Refusal, expect
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.protocol.peer import Peer
@@ -31,9 +40,6 @@ __all__ = ["ProbeServer", "Probed", "ask_to_be_called", "probe"]
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES_PER_MINUTE = 2**26
-CALLS_PER_MINUTE = 20
-CALL_EVERY_S = 10.0
 CALLS_AT_ONCE = 4  # addresses of one request
 ASKED_PEERS = 3
 ANSWER_S = 30.0
@@ -120,7 +126,8 @@ class ProbeServer:
         self._transport = transport
         self._protocol = protocol
         self._now = now
-        self._measured: deque[tuple[float, str, int]] = deque()  # when, for whom, how many bytes, in the last minute
+        self._measured: Buckets[str] = Buckets(PROBE_BYTES / 60, PROBE_BYTES)  # bytes, by asker
+        self._measured_in_all = Bucket(PROBE_BYTES_IN_ALL / 60, PROBE_BYTES_IN_ALL)
         self._called: dict[str, float] = {}  # when each asker was called last
         self._calls: deque[float] = deque(maxlen=CALLS_PER_MINUTE)
         self._calling = asyncio.Lock()
@@ -150,13 +157,8 @@ class ProbeServer:
 
     def _may_measure(self, peer: str, nbytes: int) -> bool:
         now = self._now()
-        while self._measured and now - self._measured[0][0] > 60.0:
-            self._measured.popleft()
-        used = sum(n for _, asker, n in self._measured if asker == peer)
-        if used + nbytes > PROBE_BYTES_PER_MINUTE:
-            return False
-        self._measured.append((now, peer, nbytes))
-        return True
+        enough = self._measured_in_all.left(now) >= nbytes  # identities cost a stranger nothing
+        return enough and self._measured.take(peer, now, nbytes) and self._measured_in_all.take(now, nbytes)
 
     async def call_back(self, stream: Stream, request: DialBack) -> None:
         """Call the asker, and say at which addresses it answered."""

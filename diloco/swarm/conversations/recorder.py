@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
 import diloco.protocol.snapshot as schema
 from diloco.config import WIRE_VERSION
+from diloco.errors import PayloadError
 from diloco.protocol.membership import AddressBook, Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.control import Figures, Published, Status
+from diloco.protocol.numbers import MAX_SECONDS, MAX_TOKENS, at_most, within_bounds
 from diloco.protocol.peer import Peer
 from diloco.protocol.phase_seconds import PHASES, PhaseSeconds
 
@@ -34,11 +37,14 @@ ROUTINE = ("units",)
 class Recorder:
     """What has happened in the swarm, as the node of this protocol core has heard. `now` is seconds of its clock.
 
-    Nothing that a peer says makes this raise. Each history has a bound; that of the loss spans the whole run, ever more
-    coarsely.
+    Each history has a bound; that of the loss spans the whole run, ever more coarsely.
+
+    On failure: training needs nothing that is kept here, so no bug in this class ends it. Whatever goes wrong here is
+    passed to `on_failure` with the error as one line, and what was to be recorded is missing from the histories.
     """
 
     def __init__(self, protocol: Peer, manifest_text: str) -> None:
+        self.on_failure: Callable[[str], None] = lambda why: None
         self._protocol = protocol
         self._manifest_text = manifest_text
         self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
@@ -56,16 +62,18 @@ class Recorder:
         """Keep one line of the event log, unless each peer writes such a line in every round."""
         if kind in ROUTINE:
             return
-        text = " ".join(f"{key}={value}" for key, value in fields.items())
-        self._events.append(schema.Event(at=now, kind=kind[:128], text=text[:512]))
+        with self._harmless():
+            text = " ".join(f"{key}={value}" for key, value in fields.items())
+            self._events.append(schema.Event(at=now, kind=kind[:128], text=text[:512]))
 
     def heard(self, peer: str, message: Message, now: float) -> None:
         """A member, or this peer itself, said something. The protocol has taken it in already."""
-        match message:
-            case Status():
-                self._heard_status(peer, message, now)
-            case Published():
-                self._heard_published(message, now)
+        with self._harmless():
+            match message:
+                case Status():
+                    self._heard_status(peer, message, now)
+                case Published():
+                    self._heard_published(message, now)
 
     def named(self, peers: Mapping[str, object], now: float) -> None:
         """The DHT names these peers."""
@@ -127,13 +135,29 @@ class Recorder:
             self._loss_every_s *= 2
 
     def packed(self, now: float) -> list[bytes]:
-        """The snapshot in pieces; one that is fresh is not made again."""
+        """The snapshot in pieces; one that is fresh is not made again. `PayloadError` when there is none."""
         if self._packed is None or now - self._packed[0] >= FRESH_S:
-            self._packed = now, schema.pack(self.snapshot(now))
+            found = self.snapshot(now)
+            with self._harmless():
+                self._packed = None if found is None else (now, schema.pack(found))
+        if self._packed is None:
+            raise PayloadError("no snapshot can be made here; ask another peer")
         return self._packed[1]
 
-    def snapshot(self, now: float) -> schema.Snapshot:
-        """Everything that this node knows now, with unix times."""
+    def snapshot(self, now: float) -> schema.Snapshot | None:
+        """Everything that this node knows now, with unix times; None when it cannot be put together."""
+        with self._harmless():
+            return self._snapshot(now)
+        return None
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.on_failure(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+    def _snapshot(self, now: float) -> schema.Snapshot:
         protocol, since = self._protocol, time.time() - now
         myself = Member(
             protocol.me, protocol.name, protocol.trains, protocol.holds, protocol.status(figures=True), now, now,
@@ -163,7 +187,7 @@ class Recorder:
         """As far as this node knows. Of peers that left before it came, it counts only the tokens in the model."""
         last = self._last | {member.peer: member.status for member in everybody}
         applied = self._protocol.swarm_clock()[1]
-        processed = max(applied, sum(status.tokens for status in last.values()))
+        processed = max(applied, at_most(sum(status.tokens for status in last.values()), MAX_TOKENS))
         discarded = min(processed - applied, sum(s.figures.discarded for s in last.values() if s.figures))
         return schema.LedgerTotals(
             processed=processed,
@@ -198,7 +222,7 @@ def _peer(member: Member, newest: int, now: float, places: AddressBook) -> schem
         loss=figures.loss or None,
         bytes_sent=figures.bytes_sent,
         bytes_received=figures.bytes_received,
-        last_seen_s=max(0.0, now - member.heard_at),
+        last_seen_s=within_bounds(now - member.heard_at, MAX_SECONDS),
         seconds=_phases(figures),
         addresses=list(places.of(member.peer)),
     )
@@ -229,8 +253,11 @@ def _means(timeline: deque[schema.PeerRound]) -> dict[int, PhaseSeconds]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean of values of which each may be as large as a float can be: their sum is not finite then."""
-    return sum(value / len(values) for value in values)
+    return sum(values) / len(values)
+
+
+def _budget(number: int | None, *limit: int) -> int | None:
+    return None if number is None else at_most(number, *limit)
 
 
 def _run(protocol: Peer, manifest_text: str, at: float) -> schema.RunInfo:
@@ -244,8 +271,8 @@ def _run(protocol: Peer, manifest_text: str, at: float) -> schema.RunInfo:
         wire_version=WIRE_VERSION,
         mode=mode,
         model=str(model.get("name") or ""),
-        outer_steps=budget.get("outer_steps"),
-        tokens=budget.get("tokens"),
+        outer_steps=_budget(budget.get("outer_steps")),
+        tokens=_budget(budget.get("tokens"), MAX_TOKENS),
         version=version,
         applied_tokens=applied,
         at=at,

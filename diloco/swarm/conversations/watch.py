@@ -15,11 +15,11 @@ from diloco.swarm.wire.transport import Transport
 __all__ = ["request_manifest", "request_snapshot", "send_snapshot"]
 
 
-async def request_manifest(transport: Transport, peer: str) -> str:
-    """The manifest of the run that a peer is in, as untrusted JSON text; `PayloadError` when it refuses."""
+async def request_manifest(transport: Transport, peer: str) -> ManifestReply:
+    """The manifest of a peer's run as untrusted JSON text, and its seal; `PayloadError` when the peer refuses."""
     async with open_bulk(transport, peer, Traffic()) as stream:
         await stream.send(ManifestRequest())
-        return expect(await stream.receive(), ManifestReply).text
+        return expect(await stream.receive(), ManifestReply)
 
 
 async def request_snapshot(transport: Transport, peer: str) -> Snapshot:

@@ -15,6 +15,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
 from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.numbers import leaps_too_far
 from diloco.protocol.shares import Share
 from diloco.protocol.states import STATES
 from diloco.swarm.conversations.anchor import AnchorFetcher
@@ -201,6 +202,8 @@ class Anchors:
             self._check_free(fragment)
             if version < here.version + (here.syncer is not None):
                 raise PayloadError(f"version {version} is not newer than what is here")
+            if leaps_too_far(here.version, version):
+                raise PayloadError(f"no run gets from version {here.version} to version {version}")
             await self._context.tasks.complete(self._replace(state))
 
     async def _replace(self, state: FragmentState) -> None:

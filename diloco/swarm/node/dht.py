@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.wire.dht_records import LEASES, leases_in
+from diloco.swarm.wire.dht_records import LEASES, MAX_LEASES, leases_in
 from diloco.swarm.wire.streams import BROKEN
 
 __all__ = ["RECORD_PERIOD_S", "learn_terms", "read", "store", "store_leases"]
@@ -37,7 +37,8 @@ async def read(context: Context, kind: str) -> dict[str, object]:
 async def store_leases(context: Context) -> None:
     """Tell which fragments this peer holds under which terms."""
     protocol = context.protocol
-    await store(context, LEASES, [[lease.fragment, lease.term] for lease in protocol.leases.held_by(protocol.me)])
+    held = protocol.leases.held_by(protocol.me)[:MAX_LEASES]
+    await store(context, LEASES, [[lease.fragment, lease.term] for lease in held])
 
 
 async def learn_terms(context: Context) -> None:

@@ -9,6 +9,7 @@ from diloco.outer.merging import Staged
 from diloco.outer.robust import Judgement
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.messages.bulk import Record
+from diloco.protocol.numbers import MAX_TOKENS, at_most
 from diloco.protocol.syncer import Close, Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
@@ -60,6 +61,7 @@ class Merging:
         step = held.state.step(len(close.contributors), close.delay)
         digest = await in_thread(held.merge_, step, update, judged)
         lost = not self._context.holds(syncer)
+        tokens = close.tokens if fragment.index == CONTROL_FRAGMENT else 0
         header = Record(
             fragment=fragment.index,
             term=syncer.term,
@@ -69,7 +71,7 @@ class Merging:
             contributors=dict(close.contributors),
             pushes=step.pushes,
             delay=step.delay,
-            applied_tokens=self._protocol.applied_tokens + (close.tokens if fragment.index == CONTROL_FRAGMENT else 0),
+            applied_tokens=at_most(self._protocol.applied_tokens + tokens, MAX_TOKENS),
             **(cursor if lost else accounts.data_cursor(fragment.index, close.contributors)),
         )
         if lost:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterable
 
 from diloco.errors import DilocoError, PayloadError
+from diloco.protocol.limits import Dials, control_messages, control_streams, frame_bytes
 from diloco.protocol.messages import Message, Refusal, UnknownKind, expect
 from diloco.protocol.messages.control import Hello, Revocations, Status
 from diloco.protocol.penalties import Offence, offences
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 10.0
 CLOSE_S = 2.0
+DIALS_EVERY_S = 0.25
 FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
 SHOWN = 5  # settings that differ between two manifests
 
@@ -53,6 +56,10 @@ class ControlMesh:
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, Stream] = {}
         self._dialling: dict[str, asyncio.Task[bool]] = {}
+        self._dials = Dials()  # peers that others have named
+        fragments = len(context.protocol.fragments)
+        self._streams, self._messages = control_streams(), control_messages(fragments)
+        self._hello_bytes, self._frame_bytes = frame_bytes(fragments, context.gate.admission is not None)
         self._checking: set[str] = set()
         self._started = False
         self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
@@ -94,7 +101,7 @@ class ControlMesh:
 
     def all_greeted(self) -> bool:
         """Whether no call is under way, and every peer that answered one has said hello in turn."""
-        answered = all(task.done() for task in self._dialling.values())
+        answered = not self._dials and all(task.done() for task in self._dialling.values())
         return answered and all(peer in self._protocol.members for peer in self._outgoing)
 
     def dial(self, peer: str) -> asyncio.Task[bool]:
@@ -105,7 +112,29 @@ class ControlMesh:
         task = self._dialling.get(peer)
         if task is None or task.done():
             task = self._dialling[peer] = self._context.tasks.start(self._dial(peer))
+            task.add_done_callback(lambda _: self._dialled(peer))
         return task
+
+    def _dialled(self, peer: str) -> None:
+        task = self._dialling.get(peer)
+        if task is not None and task.done():
+            del self._dialling[peer]
+
+    def _dial_named(self, peers: Iterable[str]) -> None:
+        """Dial peers that another peer or the DHT names: many at once would make this peer a tool of whoever did."""
+        waiting = len(self._dials) > 0
+        known = {self._protocol.me, *self._outgoing, *self._dialling}
+        self._dials.hear(peer for peer in peers if peer not in known)
+        if not waiting:
+            self._dial_due()
+
+    def _dial_due(self) -> None:
+        if self._context.tasks.closed:
+            return
+        for peer in self._dials.due(self._context.now()):
+            self.dial(peer)
+        if self._dials:
+            asyncio.get_running_loop().call_later(DIALS_EVERY_S, self._dial_due)
 
     async def _dial(self, peer: str) -> bool:
         if peer in self._outgoing or peer == self._protocol.me:
@@ -116,7 +145,7 @@ class ControlMesh:
         try:
             reader, writer = await within(DIAL_TIMEOUT_S, self._context.transport.open(peer, CONTROL))
             stream = Stream(peer, reader, writer, self._context.traffic)
-            await stream.send(self._protocol.hello())
+            await stream.send(self._protocol.hello().model_copy(update={"seal": self._context.gate.memory.seal}))
             answer = await stream.receive(DIAL_TIMEOUT_S)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
@@ -148,7 +177,7 @@ class ControlMesh:
             return
         if "manifest" in reason:
             try:
-                differing = self._run.differences(await request_manifest(context.transport, peer))
+                differing = self._run.differences((await request_manifest(context.transport, peer)).text)
                 reason = f"the run there has other settings: {'; '.join(differing[:SHOWN])}; use the same"
             except (*BROKEN, DilocoError) as error:
                 logger.debug("the manifest of %s could not be compared: %r", peer, error)
@@ -178,10 +207,30 @@ class ControlMesh:
 
     async def _serve(self, peer: str, reader: Reader, writer: Writer) -> None:
         """Their stream to us: hello, then whatever they say."""
-        stream = Stream(peer, reader, writer, self._context.traffic)
+        context, stream = self._context, Stream(peer, reader, writer, self._context.traffic)
+        why = self._streams.opened(peer, context.now())
+        if why is not None:
+            logger.debug("a control stream of %s is over a limit: %s", peer, why)
+            stream.close()
+            return
         try:
+            await self._listen(peer, stream)
+        finally:
+            self._streams.closed(peer)
+            stream.close()
+        if self._incoming.get(peer) is stream:
+            del self._incoming[peer]
+            await self._check(peer)
+
+    async def _listen(self, peer: str, stream: Stream) -> None:
+        context = self._context
+        try:
+            penalty = self._penalty(peer)
+            if penalty is not None:  # and nothing that it says is decoded
+                await stream.refuse(penalty, discard=self._hello_bytes)
+                return
             with offences():
-                hello = expect(await stream.receive(), Hello)
+                hello = expect(await stream.receive(limit=self._hello_bytes), Hello)
             objection = self._objection(peer, hello)
             if objection is not None:
                 await stream.refuse(objection, discard=0)
@@ -192,21 +241,19 @@ class ControlMesh:
             while True:
                 try:
                     with offences():
-                        message = await stream.receive(None)
+                        message = await stream.receive(None, self._frame_bytes)
                 except UnknownKind as error:
                     logger.debug("%s may be newer: %s", peer, error)
                     continue
                 self._check_possible(message)
                 self._hear(peer, message)
+                delay_s = self._messages.of(peer, context.now()).delay_s(context.now())
+                if delay_s:  # it says more than any honest peer, so it is read more slowly
+                    await asyncio.sleep(delay_s)
         except PayloadError as error:
             await self._give_up(peer, stream, error)
         except BROKEN as error:
             logger.debug("the stream from %s ended: %r", peer, error)
-        finally:
-            stream.close()
-        if self._incoming.get(peer) is stream:
-            del self._incoming[peer]
-            await self._check(peer)
 
     def _objection(self, peer: str, hello: Hello) -> str | None:
         """Why a peer may not connect."""
@@ -217,16 +264,16 @@ class ControlMesh:
             return reason
         if self._context.tasks.closed:
             return "this peer is leaving"
-        return self._protocol.objection(hello) or self._penalty(peer)
+        return self._protocol.objection(hello)
 
     def _greet(self, peer: str, hello: Hello, stream: Stream) -> None:
         if self._context.tasks.closed:
             raise ConnectionError("this node is closed")  # since the hello was read
         self._incoming[peer] = stream
+        self._context.gate.learn_seal(self._run.manifest_hash, hello.seal)
         self._context.do(self._protocol.connected(peer, hello, self._context.now()))
         self._context.tasks.spawn(self._call_back(peer))
-        for other in hello.peers:
-            self.dial(other)
+        self._dial_named(hello.peers)
 
     def _hear(self, peer: str, message: Message) -> None:
         context = self._context
@@ -290,7 +337,7 @@ class ControlMesh:
             context.recorder.named(named, context.now())
             for peer, record in named.items():
                 context.gate.witness(peer, record)
-                self.dial(peer)
+            self._dial_named(named)
             for member in self._protocol.members.all():
                 self.dial(member.peer)  # it may hear nothing of us, if it refused our call when it called us
             await asyncio.sleep(RECORD_PERIOD_S)

@@ -173,8 +173,8 @@ class Node:
         """The data that is leased to this peer; its methods may be called from the training loop's thread."""
         return self._units.data
 
-    async def observe(self) -> Snapshot:
-        """What this peer knows of the swarm."""
+    async def observe(self) -> Snapshot | None:
+        """What this peer knows of the swarm; None when a bug prevents to put it together (`recorder_failed`)."""
         return self.context.recorder.snapshot(self.context.now())
 
     async def enter(self, state: State) -> None:

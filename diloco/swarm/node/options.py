@@ -99,6 +99,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
             protocol.leases.see_term(fragment, term)
         protocol.accounts.restore_shares(saved.shares)
         protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))
+    protocol.address_book.may_call = transport.may_call
     protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})
     transport.where = protocol.address_book.of
     context = Context(

@@ -2,7 +2,7 @@
 
 1. All addresses are called at once. The peers that answer name others, which are called by their ids.
 2. Each of a few peers says its clock, its wire version and its addresses; on demand the link to it is measured.
-3. One of them sends the manifest.
+3. One of them sends the manifest; in a closed run its owner has signed it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from diloco.config import WIRE_VERSION, Manifest
+from diloco.config.foreign import check_foreign
 from diloco.errors import PayloadError, SwarmError
 from diloco.swarm.conversations.probe import Probed, probe
 from diloco.swarm.conversations.watch import request_manifest, request_snapshot
@@ -27,6 +29,10 @@ __all__ = ["CLOCK_LIMIT_S", "Found", "check_clock", "look", "parse_manifest"]
 
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
+UNSEALED = (
+    "no peer there shows the settings of the run with the signature of its owner; the owner has to start a peer with "
+    "swarm.key_path"
+)
 PATIENCE_S = 15.0  # for each of the peers that are asked at once
 
 
@@ -89,15 +95,19 @@ async def _look(
             peers += await _probe_all(visitor, list(dict.fromkeys(more))[: PEERS_ASKED - len(peers)], 0, [])
         for peer in [one.peer for one in peers] or visitor.seeds:
             try:
-                text = await request_manifest(visitor, peer)
+                reply = await request_manifest(visitor, peer)
+                if not gate.sealed(sha256(reply.text.encode()).hexdigest(), reply.seal):
+                    raise PayloadError(UNSEALED)
             except (*BROKEN, PayloadError) as error:
                 refusals.append(str(error))
                 continue
             if measure_bytes:
                 peers = await _measure(visitor, peers, measure_bytes)
-            return Found(text, peers, visitor.silent, await _paces(visitor, peer))
+            return Found(reply.text, peers, visitor.silent, await _paces(visitor, peer))
     finally:
         await visitor.close()
+    if UNSEALED in refusals:
+        raise SwarmError(UNSEALED)
     refused = next((text.removeprefix("refused: ") for text in refusals if text.startswith("refused: ")), None)
     if refused is not None:
         raise SwarmError(f"the swarm refused this peer: {refused}")
@@ -135,7 +145,11 @@ async def _measure(visitor: Libp2p, peers: Sequence[Probed], nbytes: int) -> lis
 
 
 def parse_manifest(text: str) -> Manifest:
-    """The manifest of a swarm; `ConfigError` when it is not valid, `SwarmError` when it is of another wire version."""
+    """The manifest of a swarm that this machine may join or host.
+
+    Raises `ConfigError` when it is not valid or asks for files of this machine (see `check_foreign`), and `SwarmError`
+    when it is of another wire version.
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -147,7 +161,9 @@ def parse_manifest(text: str) -> Manifest:
             f"the swarm speaks wire version {there}, which is {older} than this diloco's {WIRE_VERSION}; "
             f"install the newer diloco {where}"
         )
-    return Manifest.from_json(text)
+    manifest = Manifest.from_json(text)
+    check_foreign(manifest)
+    return manifest
 
 
 def check_clock(found: Found) -> str | None:

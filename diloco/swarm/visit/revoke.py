@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from diloco.admission import Revoked, RunKey
 from diloco.errors import SwarmError
@@ -13,15 +13,8 @@ from diloco.swarm.wire.libp2p import Libp2p
 __all__ = ["revoke"]
 
 
-async def revoke(
-    initial_peers: Sequence[str],
-    gate: Gate,
-    key: RunKey,
-    before: Revoked,
-    token_ids: Collection[str],
-    peer_ids: Collection[str],
-) -> Revoked:
-    """Add to the lists of what is revoked in the swarm and in `before`; returns the new list once peers have it.
+async def revoke(initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked: Revoked) -> Revoked:
+    """Give a list to the swarm; returns the list that peers have taken, with what the swarm's own list had before.
 
     The gate is that of a visitor that has the owner's key. Raises `SwarmError` when nobody answers there, or nobody
     takes the list.
@@ -30,13 +23,9 @@ async def revoke(
     visitor = await Libp2p.visit(initial_peers, gate)  # the greeting brings the swarm's list
     try:
         there = gate.admission.revoked
-        newest = Revoked.sign(
-            key,
-            gate.admission.run_id,
-            1 + max(there.number, before.number),
-            {*there.token_ids, *before.token_ids, *token_ids},
-            {*there.peer_ids, *before.peer_ids, *peer_ids},
-        )
+        newest = revoked
+        if there.number >= revoked.number or not _covers(revoked, there):
+            newest = revoked.extended(key, gate.admission.run_id, there.token_ids, there.peer_ids, there.number)
         gate.admission.revoke(newest)
         tell = (visitor.greet(seed) for seed in visitor.seeds)
         answers = await asyncio.gather(*tell, return_exceptions=True)
@@ -45,3 +34,8 @@ async def revoke(
         return newest
     finally:
         await visitor.close()
+
+
+def _covers(one: Revoked, other: Revoked) -> bool:
+    """Whether a list has everything that another one has."""
+    return set(other.token_ids) <= set(one.token_ids) and set(other.peer_ids) <= set(one.peer_ids)

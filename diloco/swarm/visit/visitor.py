@@ -32,18 +32,19 @@ MAX_KNOWN = 64  # peers to ask when the one that answered last is gone
 ACQUAINTED = 3  # of these it connects to so many beforehand, while a living peer can say where they are
 
 
-def light_hivemind() -> None:
-    """Let this process import `hivemind.p2p` without the rest of hivemind.
+def light_hivemind(shells: Sequence[str] = ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht")) -> None:
+    """Let this process import parts of hivemind without the rest. The packages `shells` become empty shells.
 
-    The packages around it become empty shells; nothing else of hivemind can be imported afterwards. Nothing happens
-    when hivemind is imported already.
+    By default only `hivemind.p2p` can be imported afterwards, which is enough to watch. With the shell `hivemind` alone
+    everything is there that a peer needs, without the averaging and the optimizers of hivemind, and without scipy,
+    which they import. Nothing happens when hivemind is imported already.
     """
     if "hivemind" in sys.modules:
         return
     found = importlib.util.find_spec("hivemind")
     if found is None or not found.submodule_search_locations:
         return  # the import itself says what is wrong
-    for name in ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht"):
+    for name in shells:
         shell = ModuleType(name)
         inside = name.removeprefix("hivemind").replace(".", "/")
         shell.__path__ = [place + inside for place in found.submodule_search_locations]

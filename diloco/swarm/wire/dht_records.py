@@ -6,11 +6,13 @@
 
 Protected: nobody can write, replace or change another peer's record. A record belongs to one run and key, and ends when
 its owner said. Both the peer that stores a record and the peer that reads it refuse any other form. A peer id is the
-hash of a public key; a record carries that key, and nobody has to vouch for it.
+hash of a public key, which a record carries. In a closed run it carries the credential of its owner, too, so nobody can
+fill the DHT with records of identities that were never invited. That the credential has expired or was revoked since
+does not matter here, because a dictionary with one wrong record is refused whole, and peers hear of revocations at
+different times. What a peer stores has a limit (`BoundedStorage`).
 
-Not protected: a peer that stores records can withhold them, or return an old one until it ends (a minute). A dictionary
-with one wrong record is refused whole. Therefore the DHT only gives hints whom to dial; the peers themselves agree on
-terms and versions.
+Not protected: a peer that stores records can withhold them, or return an old one until it ends (a minute). Therefore
+the DHT only gives hints whom to dial; the peers themselves agree on terms and versions.
 """
 
 from __future__ import annotations
@@ -24,30 +26,38 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
+from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Message, decode
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.protocol.messages.control import Revocations
+from diloco.protocol.numbers import MAX_COUNT
+from diloco.swarm.wire.gate import Gate, revoked_of
 
-__all__ = ["LEASES", "PEERS", "REVOKED", "OwnedRecords", "leases_in", "revoked_in"]
+__all__ = ["LEASES", "MAX_LEASES", "PEERS", "REVOKED", "BoundedStorage", "OwnedRecords", "leases_in", "revoked_in"]
 
 PEERS, LEASES, REVOKED = "peers", "leases", "revoked"
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
 MAX_KEY_BYTES = 1024
-MAX_LEASES = 65536
+MAX_LEASES = 1024  # of a record; a peer that holds more says nothing of the others
+MAX_VALUE_BYTES = {PEERS: 4096, LEASES: 32 * MAX_LEASES, REVOKED: MAX_FRAME_BYTES // 2}
+MAX_OWNERS = 4096  # of records of a kind; those that end first make room
+MAX_FRAGMENTS = 65536
 _CONTEXT = b"diloco record\0"
 
 
 class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
     """Signs this peer's records and checks those of others. `on_refused` is called for each that is wrong."""
 
-    def __init__(self, run_id: str, identity: bytes) -> None:
-        self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
+    def __init__(self, run_id: str, identity: bytes, gate: Gate) -> None:
+        self.on_refused: Callable[[str, str], None] = gate.refused
+        self._gate = gate
         key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(identity).data, password=None)
         assert isinstance(key, rsa.RSAPrivateKey)
         self._key = key
@@ -55,13 +65,17 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
         self.me = _owner_of(self._public)
-        forms = {PEERS: _is_peer, LEASES: _is_leases, REVOKED: revoked_in}
-        self._forms = {DHTID.generate(source=f"{run_id}/{kind}").to_bytes(): form for kind, form in forms.items()}
+        forms: dict[str, Callable[[object], object]] = {PEERS: _is_peer, LEASES: _is_leases, REVOKED: self._is_revoked}
+        self._forms = {
+            DHTID.generate(source=f"{run_id}/{kind}").to_bytes(): (form, MAX_VALUE_BYTES[kind])
+            for kind, form in forms.items()
+        }
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        """The value with this peer's key and signature."""
+        """The value with this peer's key, signature and credential."""
         signature = self._key.sign(_content(record, record.value), padding.PKCS1v15(), hashes.SHA256())
-        return bytes(msgpack.packb([record.value, self._public, signature]))
+        credential = "".join(self._gate.evidence()).encode()
+        return bytes(msgpack.packb([record.value, self._public, signature, credential]))
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """The value as its owner gave it; `record` is valid."""
@@ -76,24 +90,50 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
         return reason is None
 
     def _objection(self, record: DHTRecord, owner: object) -> str | None:
-        form = self._forms.get(record.key)
+        form, most_bytes = self._forms.get(record.key, (None, 0))
         if form is None:
             return "has a key that nothing here uses"
-        if len(record.value) > MAX_FRAME_BYTES or record.expiration_time > get_dht_time() + MAX_LIFE_S:
+        if (
+            len(record.value) > most_bytes + 2 * MAX_KEY_BYTES + MAX_CHARACTERS
+            or record.expiration_time > get_dht_time() + MAX_LIFE_S
+        ):
             return "is too large or lasts too long"
         signed = _unpack(record.value)
-        if not isinstance(signed, list) or len(signed) != 3 or not all(isinstance(part, bytes) for part in signed):
+        if not isinstance(signed, list) or len(signed) != 4 or not all(isinstance(part, bytes) for part in signed):
             return "is not signed"
-        value, public, signature = signed
+        value, public, signature, credential = signed
         if len(public) > MAX_KEY_BYTES or _owner_of(public) != owner:
             return "is signed by another peer"
         if not _verify(public, _content(record, value), signature):
             return "was changed after it was signed"
+        if not self._gate.vouches(str(owner), credential.decode("latin-1")):
+            return "is of a peer that was not invited"
         return None if form(_unpack(value)) else "does not have the form of one"
+
+    def _is_revoked(self, value: object) -> bool:
+        said, admission = revoked_in(value), self._gate.admission
+        return (
+            said is not None
+            and admission is not None
+            and revoked_of(said).signed_by(admission.run_key, admission.run_id)
+        )
 
     def merge_with(self, other: Any) -> bool:
         """There is one per node."""
         return False
+
+
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
+    """What a node keeps for the others: hivemind's storage, with at most `MAX_OWNERS` records under each key."""
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """As in hivemind. Above the limit the record that ends first goes."""
+        stored = bool(super().store_subkey(key, subkey, value, expiration_time))
+        records = self.data[key].value if key in self.data else None
+        if isinstance(records, DictionaryDHTValue):
+            records.maxsize = MAX_OWNERS
+            records._remove_outdated()
+        return stored
 
 
 def leases_in(value: object) -> list[tuple[int, int]]:
@@ -123,7 +163,7 @@ def _is_leases(value: object) -> bool:
 def _is_lease(value: object) -> bool:
     if not isinstance(value, list | tuple) or len(value) != 2 or any(type(number) is not int for number in value):
         return False
-    return bool(0 <= value[0] < MAX_LEASES and 0 < value[1] < 2**62)
+    return bool(0 <= value[0] < MAX_FRAGMENTS and 0 < value[1] <= MAX_COUNT)
 
 
 def _unpack(raw: bytes) -> object:

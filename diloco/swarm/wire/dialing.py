@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 from asyncio.subprocess import Process
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 CALL_S = 10.0
+DESCRIPTORS = 2**14
 LATECOMERS_S = 1.0  # for the other addresses, once one has answered
 _REASONS = {  # libp2p's words, and what they mean; the first that is found counts
     "connection refused": "nobody listens on that port",
@@ -92,6 +94,7 @@ async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
     hivemind leaves two errors to the garbage collector, which prints them to stderr: a daemon that did not start, and
     the failed tasks that talked with a daemon that was killed (see `Libp2p.failed`).
     """
+    _allow_descriptors()
     loop, started = asyncio.get_running_loop(), list[Process]()
 
     async def subprocess_exec(*arguments: Any, **options: Any) -> tuple[Any, Any]:
@@ -114,6 +117,15 @@ async def start_daemon(kind: type[P2P] = P2P, **options: Any) -> P2P:
     for task in (p2p._client.control._read_task, p2p._client.control._write_task):
         task.add_done_callback(_note_end)
     return p2p
+
+
+def _allow_descriptors() -> None:
+    """Raise the soft limit of open files for this process and its daemon: each stream takes one or two of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # a system may allow less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _note_end(task: asyncio.Task[None]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from typing import Any
 from hivemind.p2p.p2p_daemon import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 
-from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
+from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
 from diloco.errors import ConfigError, PayloadError
+from diloco.protocol.limits import REFUSALS, REFUSALS_PER_S, Buckets, Newest
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.base import MEMBERS
 from diloco.protocol.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
@@ -37,14 +38,14 @@ from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic
 from diloco.swarm.wire.transport import Disbelieved, Reader, Refused, Writer
 
-__all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "watching"]
+__all__ = ["GREETING", "Gate", "GuardedP2P", "gate_for", "revoked_of", "watching"]
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
 QUIET_S = 60.0
 OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives itself at each start
 VISIT_LIFE_S = 86400
-MAX_EVENTS = 20  # refusals noted in `QUIET_S`: identities cost a stranger nothing, and the log takes disk space
+WORDS = 3  # of a reason, that say what kind it is; the rest may name a peer or a run
 
 Opener = Callable[[], Awaitable[tuple[Reader, Writer]]]
 
@@ -58,8 +59,11 @@ class Gate:
     counts. `greet` raises `Refused` when the other side does not admit this one, `Disbelieved` the other way round.
     """
 
-    def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
+    def __init__(
+        self, admission: Admission | None = None, role: Role | None = None, memory: Memory | None = None
+    ) -> None:
         self.admission = admission
+        self.memory = admission.memory if admission is not None else memory or Memory()
         self.me = ""  # the transport sets it
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
         self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
@@ -67,6 +71,10 @@ class Gate:
         self._greeted: set[str] = set()
         self._serving: defaultdict[str, dict[Writer, None]] = defaultdict(dict)  # in their order, unlike a set
         self._noted: deque[tuple[float, str, str]] = deque()
+        self._condemned: dict[str, str] = {}  # since `expel`
+        self._lines: Buckets[str] = Buckets(REFUSALS_PER_S, REFUSALS)
+        self._unnoted: Counter[str] = Counter()  # refusals by the same words, since the last one that was noted
+        self._strangers: Newest[Writer] = Newest()
 
     @property
     def run_key(self) -> str | None:
@@ -76,8 +84,10 @@ class Gate:
     # -- this side begins ---------------------------------------------------------------------------------------------
 
     def believes(self, peer: str) -> bool:
-        """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process."""
-        return self.admission is None or self.role_of(peer) is not None
+        """Whether the word of this peer counts. A stranger's refusal, for example, must not end this process, and an
+        observer has nothing to say of the run.
+        """
+        return peer not in self.memory.offenders and (self.admission is None or self.role_of(peer) in MEMBERS)
 
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
         """Make both sides known to each other, unless they are."""
@@ -94,6 +104,7 @@ class Gate:
             reason = self._take(peer, theirs)
             if reason is None:
                 await self._compare(stream, mine, theirs)
+                reason = None if self.believes(peer) else "its invitation allows to watch only"
             elif mine.revoked > theirs.revoked:  # the other may be on the list, and has to hear of that
                 with contextlib.suppress(*BROKEN):
                     await self._compare(stream, mine, theirs)
@@ -112,6 +123,8 @@ class Gate:
         """Answer a greeting."""
         stream = Stream(peer, reader, writer, Traffic())
         try:
+            if not self.believes(peer):
+                self._make_room(peer, writer)
             theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
             mine, reason = self._greeting(), self._take(peer, theirs)
             if reason is None:
@@ -127,16 +140,24 @@ class Gate:
         except BROKEN:
             pass
         finally:
+            self._strangers.remove(writer)
             stream.close()
+
+    def _make_room(self, peer: str, writer: Writer) -> None:
+        """A stream of a stranger: it ends those that others left open, because identities cost a stranger nothing."""
+        for older in self._strangers.add(peer, writer):
+            older.close()
 
     async def serve(self, peer: str, reader: Reader, writer: Writer, handler: Callable[..., Awaitable[None]]) -> None:
         """Let the handler have a stream, if the peer is known."""
-        if not self.believes(peer):
-            reason = "" if self.admission is None else self.admission.objection(peer, "", (), time.time()) or ""
+        reason = self._stranger(peer)
+        if reason is not None:
             self.refused(peer, reason)
+            self._make_room(peer, writer)
             stream = Stream(peer, reader, writer, Traffic())
             with contextlib.suppress(*BROKEN, PayloadError):
                 await stream.refuse(reason, discard=MAX_GREETING_BYTES)
+            self._strangers.remove(writer)
             stream.close()
             return
         self._serving[peer][writer] = None
@@ -149,7 +170,9 @@ class Gate:
 
     def call_objection(self, peer: str) -> str | None:
         """Why this peer may not use the DHT here; None when it may."""
-        return None if self.admission is None else self.admission.objection(peer, "a DHT call", MEMBERS, time.time())
+        if self.admission is None or peer in self.memory.offenders:
+            return self.memory.offenders.get(peer)
+        return self.admission.objection(peer, "a DHT call", MEMBERS, time.time())
 
     def objection(self, peer: str, message: Message) -> str | None:
         """Why the peer may not begin a stream with this message; None when it may."""
@@ -160,6 +183,12 @@ class Gate:
         return self.admission.objection(peer, message.kind, message.roles, time.time())
 
     # -- who is in ----------------------------------------------------------------------------------------------------
+
+    def _stranger(self, peer: str) -> str | None:
+        """Why nothing is read of a peer; None when it is in."""
+        if self.admission is None or peer in self.memory.offenders:
+            return self.memory.offenders.get(peer)
+        return None if self.role_of(peer) is not None else self.admission.admit(peer, "", time.time())
 
     def role_of(self, peer: str) -> Role | None:
         """The role of a peer that is in; None too where everybody is."""
@@ -174,9 +203,20 @@ class Gate:
         if self.admission is not None and isinstance(record, list | tuple) and len(record) == 2:
             self.admission.witness(peer, str(record[1]), time.time())
 
+    def condemn(self, peer: str, why: str) -> None:
+        """Refuse a peer for good, also after a restart: there is a proof that it lied. `expel` puts it out."""
+        self.memory.condemn(peer, why)
+        self._condemned[peer] = self.memory.offenders[peer]
+
+    def vouches(self, peer: str, evidence: str) -> bool:
+        """Whether a record with this evidence (see `evidence`) may be kept for the peer."""
+        return evidence == "" if self.admission is None else self.admission.vouches(peer, evidence)
+
     def expel(self) -> dict[str, str]:
         """Put out the peers that are no longer admitted, and close their streams; returns the reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
+        out |= self._condemned
+        self._condemned = {}
         for peer, reason in out.items():
             self._greeted.discard(peer)
             self.refused(peer, reason)
@@ -207,20 +247,39 @@ class Gate:
         """Take in a list from anybody; True when it is the owner's and news."""
         if self.admission is None:
             return False
-        revoked = Revoked(said.number, tuple(said.token_ids), tuple(said.peer_ids), bytes.fromhex(said.signature))
-        news = self.admission.revoke(revoked)
+        news = self.admission.revoke(revoked_of(said))
         if news:
             self.on_revoked(said)
         return news
 
+    # -- the owner's manifest ------------------------------------------------------------------------------------------
+
+    def sealed(self, manifest_hash: str, seal: str) -> bool:
+        """Whether settings with this hash may be believed: the run's owner signed them, or everybody is let in."""
+        return self.admission is None or self.admission.sealed(manifest_hash, seal)
+
+    def learn_seal(self, manifest_hash: str, seal: str) -> None:
+        """Keep the owner's signature of the manifest of this peer's run, to show it to newcomers."""
+        if self.admission is not None and seal != self.memory.seal and self.sealed(manifest_hash, seal):
+            self.memory.seal = seal
+            self.memory.keep()
+
     def refused(self, peer: str, reason: str) -> None:
-        """Note a refusal, unless the same was noted lately or there were too many."""
-        now = time.time()
+        """Note a refusal, unless the same was noted lately, or there were too many for a reason in the same words.
+
+        So whoever makes up identities or reasons hides no refusal of another kind.
+        """
+        now, words = time.time(), " ".join(reason.split()[:WORDS])
         while self._noted and self._noted[0][0] < now - QUIET_S:
             self._noted.popleft()
-        if len(self._noted) < MAX_EVENTS and all((peer, reason) != known[1:] for known in self._noted):
-            self._noted.append((now, peer, reason))
-            self.on_refused(peer, reason)
+        if any((peer, reason) == known[1:] for known in self._noted):
+            return
+        if not self._lines.take(words, now):
+            self._unnoted[words] += 1
+            return
+        self._noted.append((now, peer, reason))
+        suppressed = self._unnoted.pop(words, 0)
+        self.on_refused(peer, f"{reason} ({suppressed} more were not noted)" if suppressed else reason)
 
     def _greeting(self) -> Greeting:
         if self.admission is None:
@@ -229,7 +288,9 @@ class Gate:
         return Greeting(credential=credential, revoked=self.admission.revoked.number)
 
     def _take(self, peer: str, greeting: Greeting) -> str | None:
-        return None if self.admission is None else self.admission.admit(peer, greeting.credential, time.time())
+        if self.admission is None or peer in self.memory.offenders:
+            return self.memory.offenders.get(peer)
+        return self.admission.admit(peer, greeting.credential, time.time())
 
     async def _compare(self, stream: Stream, mine: Greeting, theirs: Greeting) -> None:
         """The side with the newer list sends it, and waits until the other has read it and ends the stream."""
@@ -273,15 +334,29 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         return await super().call_protobuf_handler(peer_id, name, *arguments, **options)
 
 
-def gate_for(run_id: str, run_key: str | None, token: str | None, key_path: str | None, trains: bool = True) -> Gate:
+def revoked_of(said: Revocations) -> Revoked:
+    """The list in a message, whose signature is not verified yet."""
+    return Revoked(said.number, tuple(said.token_ids), tuple(said.peer_ids), bytes.fromhex(said.signature))
+
+
+def gate_for(
+    run_id: str,
+    run_key: str | None,
+    token: str | None,
+    key_path: str | None,
+    trains: bool = True,
+    manifest_hash: str = "",
+    memory_path: Path | None = None,
+) -> Gate:
     """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`).
 
-    Raises `ConfigError` when the run has a key and there is neither an invitation nor the private half, or they do not
-    fit.
+    With the private half it seals the manifest. The file at `memory_path` has whom this peer refused before. Raises
+    `ConfigError` when the run has a key and there is neither an invitation nor the private half, or they do not fit, or
+    the file is damaged.
     """
     if run_key is None and token is None and key_path is None:
-        return Gate()
-    revoked = None
+        return Gate(memory=Memory(memory_path, f"{run_id}/{manifest_hash}"))
+    key, revoked = None, None
     if key_path is not None:
         key = RunKey.read(Path(key_path))
         own = issue(key, run_id, "worker" if trains else "host", int(time.time()) + OWN_LIFE_S)
@@ -297,10 +372,13 @@ def gate_for(run_id: str, run_key: str | None, token: str | None, key_path: str 
         raise ConfigError(f"swarm.token is for run.id={own.grant.run_id}, and this is run.id={run_id}; ask for another")
     if run_key not in (None, own.grant.run_key.hex()):
         raise ConfigError(f"run.key={run_key} is not the key that signed swarm.token; ask the owner for another one")
-    admission = Admission(own)
+    admission = Admission(own, Memory(memory_path, f"{run_id}/{own.grant.run_key.hex()}"))
     if revoked is not None:
         admission.revoke(revoked)
-    return Gate(admission, "host" if own.grant.role == "worker" and not trains else None)
+    gate = Gate(admission, "host" if own.grant.role == "worker" and not trains else None)
+    if not gate.sealed(manifest_hash, gate.memory.seal):  # of an earlier manifest, or none yet
+        gate.memory.seal = "" if key is None else key.seal(run_id, manifest_hash)
+    return gate
 
 
 def watching(run_id: str, token: str | None, key_path: str | None = None) -> Gate:

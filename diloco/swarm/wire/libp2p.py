@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hivemind.p2p.p2p_daemon import P2P
@@ -23,8 +24,9 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
+from diloco.admission.keys import check_private
 from diloco.config import SwarmConfig
-from diloco.config.address import Address, problem, scope
+from diloco.config.address import Address, problem, same_subnet, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
@@ -88,10 +90,19 @@ def _identity(path: Path) -> bytes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            P2P.generate_identity(str(path))
-        return path.read_bytes()
+            _make_identity(path)
+        with path.open("rb") as file:
+            check_private(file, path, "swarm.identity_path")
+            return file.read()
     except OSError as error:
         raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
+
+
+def _make_identity(path: Path) -> None:
+    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment before its `chmod`."""
+    with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
+        P2P.generate_identity(str(Path(private, "key")))
+        os.replace(Path(private, "key"), path)
 
 
 def own_id(path: Path) -> str:
@@ -180,6 +191,7 @@ class Libp2p:
         self.reachable = True
         self.advice = ""  # what would make this peer reachable
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
+        self._ranges = {"public"}  # scopes of addresses that anybody may name
         self._p2p = p2p
         self._dht: DHTNode | None = None
         self._gate = p2p.gate = gate
@@ -209,6 +221,7 @@ class Libp2p:
             )
         p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
+        self._ranges |= {scope(seed) for seed in seeds}
         try:
             await self._greet_seeds()
             if network.reachable != "no":
@@ -236,13 +249,13 @@ class Libp2p:
         # Both import torch or all of hivemind, which takes longer than a visit.
         from hivemind.dht.node import DHTNode
 
-        from diloco.swarm.wire.dht_records import OwnedRecords
+        from diloco.swarm.wire.dht_records import BoundedStorage, OwnedRecords
 
-        records = OwnedRecords(run_id, _identity(identity_path))
-        records.on_refused = self._gate.refused
+        records = OwnedRecords(run_id, _identity(identity_path), self._gate)
         self._dht = await DHTNode.create(
             p2p=self._p2p, initial_peers=_multiaddrs(seeds), record_validator=records, client_mode=not self.reachable
         )
+        self._dht.protocol.storage, self._dht.protocol.cache = BoundedStorage(), BoundedStorage()
 
     @classmethod
     async def visit(
@@ -358,6 +371,12 @@ class Libp2p:
             return outcome
         finally:
             await visitor.shutdown()
+
+    def may_call(self, address: str) -> bool:
+        """As in `Transport`. Without a seed in a LAN, this is the subnet of an address of this peer itself."""
+        if scope(address) in self._ranges:
+            return True
+        return any(same_subnet(address, own) for own in self.addresses)
 
     async def failed(self) -> None:
         """As in `Transport`. Without its daemon a peer would train on alone and not know it."""

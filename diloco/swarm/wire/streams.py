@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from diloco.swarm.wire.transport import Reader, Transport, Writer
 if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
     from torch import Tensor
 
-__all__ = ["BROKEN", "BULK", "CONTROL", "Stream", "Traffic", "open_bulk"]
+__all__ = ["BROKEN", "BULK", "CONTROL", "Stream", "Traffic", "only_stream", "open_bulk"]
 
 CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
@@ -165,3 +165,18 @@ async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> AsyncI
         yield stream
     finally:
         stream.close()
+
+
+@contextmanager
+def only_stream(streams: dict[tuple[str, int], Stream], fragment: int, stream: Stream) -> Iterator[None]:
+    """One stream of a peer about a fragment at a time, kept in `streams`: a newer one ends the older one."""
+    key = (stream.peer, fragment)
+    older = streams.pop(key, None)
+    if older is not None:
+        older.close()
+    streams[key] = stream
+    try:
+        yield
+    finally:
+        if streams.get(key) is stream:
+            del streams[key]

@@ -78,6 +78,13 @@ class Transport(Protocol):
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
         """Try to connect to a peer at each of these addresses as if it were new; the error by address, "" for none."""
 
+    def may_call(self, address: str) -> bool:
+        """Whether to call an address because a peer says that another one is there.
+
+        Public addresses are called. Addresses of a LAN or of this machine are called only where this session has
+        connections of its own: nobody may turn a volunteer against its own network.
+        """
+
     async def failed(self) -> None:
         """Wait until this transport has failed, and raise `SwarmError`."""
 

@@ -1,0 +1,81 @@
+"""What a manifest of somebody else may ask of this machine, and what it needs from elsewhere.
+
+Whoever gives a volunteer an address chooses what the volunteer's machine reads, trains on and gives away. Therefore a
+run that is joined takes its model, its text and its tokenizer from the Hugging Face hub at a commit that the manifest
+names, or from this package (a model from `model.config`, the standard library, bytes). It never takes them from a path
+of this machine. `data.path` is no exception: the manifest does not have it, the volunteer types it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco.config.explain import show
+from diloco.config.manifest import Manifest, flatten
+from diloco.errors import ConfigError
+
+__all__ = ["Source", "check_foreign", "sources_of"]
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HUB_NAME = re.compile(f"{_PART}/{_PART}")
+
+
+class Source(NamedTuple):
+    """Something that a run needs and that this package does not contain."""
+
+    what: str  # model, data or tokenizer
+    key: str  # the setting that names it
+    name: str | None  # on the hub; None: the volunteer's own files
+    revision: str | None
+
+    @property
+    def publisher(self) -> str | None:
+        """Who publishes it: the first part of its name on the hub."""
+        return None if self.name is None else self.name.partition("/")[0]
+
+
+def sources_of(manifest: Manifest) -> Iterator[Source]:
+    """Yields what the run needs from outside this package."""
+    model, data = manifest.model, manifest.data
+    if model.path is not None:
+        yield Source("model", "model.path", model.path, model.revision)
+    if data.source != "stdlib":
+        yield Source("data", "data.name", data.name, data.revision)
+    if data.tokenizer != "bytes":
+        yield Source("tokenizer", "data.tokenizer", data.tokenizer, data.tokenizer_revision)
+
+
+def check_foreign(manifest: Manifest) -> None:
+    """Raises ConfigError, with one line, if a volunteer must not take this manifest from a swarm."""
+    for key, value in flatten(manifest.model_dump(mode="json")):
+        if not key.isprintable() or (isinstance(value, str) and not value.isprintable()):
+            raise ConfigError(
+                f"{show(key)}={show(value)} of the run holds characters that nobody can see; join no such run"
+            )
+    for source in sources_of(manifest):
+        if source.name is not None:
+            _check_hub(source, source.name)
+
+
+def _check_hub(source: Source, name: str) -> None:
+    if not _HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
+        raise ConfigError(
+            f"{source.key}={show(name)} of the run is no name on the Hugging Face hub, such as allenai/c4; a run that "
+            "others join takes nothing from their disks, so whoever started it has to publish it there"
+        )
+    if source.revision is None:
+        revision = (
+            "data.tokenizer_revision" if source.what == "tokenizer" else f"{source.key.partition('.')[0]}.revision"
+        )
+        raise ConfigError(
+            f"{source.key}={name} of the run has no commit, so nobody knows what will be fetched; whoever started the "
+            f"run has to set {revision}"
+        )
+    if Path(name).exists():
+        raise ConfigError(
+            f"{source.key}={name} of the run is also a path here, and libraries would read that; start in another "
+            "directory"
+        )

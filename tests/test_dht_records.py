@@ -1,0 +1,102 @@
+"""Records in the DHT without a network: whose are kept, how large, how many, and how many of their names are called."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils.timed_storage import get_dht_time
+
+from diloco.admission import Admission, Revoked, RunKey, issue
+from diloco.admission.keys import new_key
+from diloco.protocol.messages import encode
+from diloco.protocol.messages.control import Revocations
+from diloco.swarm.wire import dht_records
+from diloco.swarm.wire.dht_records import LEASES, MAX_LEASES, PEERS, REVOKED, BoundedStorage, OwnedRecords
+from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.libp2p import _identity, own_id
+
+KEY = RunKey(new_key())
+SOON = int(time.time()) + 3600
+
+
+def node(tmp_path: Path, name: str, key: RunKey | None = KEY, role: Any = "worker") -> OwnedRecords:
+    """The records of a peer; without a key its run is open."""
+    gate = Gate() if key is None else Gate(Admission(issue(key, "run", role, SOON)))
+    path = tmp_path / name
+    gate.me = own_id(path)
+    return OwnedRecords("run", _identity(path), gate)
+
+
+def record(owner: OwnedRecords, kind: str, value: Any) -> DHTRecord:
+    """A record as its owner stores it."""
+    key, subkey = DHTID.generate(source=f"run/{kind}").to_bytes(), msgpack.packb(owner.me)
+    unsigned = DHTRecord(key, subkey, msgpack.packb(value), get_dht_time() + 60)
+    return DHTRecord(key, subkey, owner.sign_value(unsigned), unsigned.expiration_time)
+
+
+def refusal(one: OwnedRecords, said: DHTRecord) -> str:
+    """Why a peer does not keep a record; empty if it does."""
+    why: list[str] = []
+    one.on_refused = lambda peer, reason: why.append(reason)
+    assert one.validate(said) is not bool(why)
+    return "".join(why)
+
+
+@pytest.mark.parametrize("kind", [PEERS, LEASES])
+def test_only_records_of_invited_peers_are_kept_in_a_closed_run(tmp_path: Path, kind: str) -> None:
+    keeper, member = node(tmp_path, "keeper"), node(tmp_path, "member")
+    value = ["name"] if kind == PEERS else [[0, 1]]
+    assert refusal(keeper, record(member, kind, value)) == ""
+    made_up, other = node(tmp_path, "made-up", None), node(tmp_path, "other", RunKey(new_key()))
+    for stranger in (made_up, other, node(tmp_path, "eye", role="observer")):
+        assert "is of a peer that was not invited" in refusal(keeper, record(stranger, kind, value))
+    made_up._gate = member._gate  # with a credential that it has overheard
+    assert "is of a peer that was not invited" in refusal(keeper, record(made_up, kind, value))
+
+
+def test_a_peer_whose_invitation_was_revoked_spoils_nobody_s_dictionary(tmp_path: Path) -> None:
+    keeper, member = node(tmp_path, "keeper"), node(tmp_path, "member")
+    assert keeper._gate.admission is not None
+    assert keeper._gate.admission.revoke(Revoked.sign(KEY, "run", 1, [], [member.me]))
+    assert refusal(keeper, record(member, PEERS, ["name"])) == ""
+
+
+def test_records_have_sizes_and_lists_the_owner_s_signature(tmp_path: Path) -> None:
+    keeper, member = node(tmp_path, "keeper"), node(tmp_path, "member")
+    assert refusal(keeper, record(member, LEASES, [[65535, 2**40]] * MAX_LEASES)) == ""
+    assert "does not have the form" in refusal(keeper, record(member, LEASES, [[0, 1]] * (MAX_LEASES + 1)))
+    assert "is too large" in refusal(keeper, record(member, PEERS, ["x" * 20_000]))
+
+    def listed(key: RunKey) -> bytes:
+        signed = Revoked.sign(key, "run", 1, ["0" * 16], [])
+        said = Revocations(number=1, token_ids=["0" * 16], peer_ids=[], signature=signed.signature.hex())
+        return encode(said)
+
+    assert refusal(keeper, record(member, REVOKED, listed(KEY))) == ""
+    assert "does not have the form" in refusal(keeper, record(member, REVOKED, listed(RunKey(new_key()))))
+    keeper, member = (node(tmp_path, name, None) for name in ("keeper", "member"))
+    assert refusal(keeper, record(member, LEASES, [[0, 1]])) == ""
+    assert "does not have the form" in refusal(keeper, record(member, REVOKED, listed(KEY)))  # nobody owns an open run
+
+
+def test_what_a_node_keeps_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_records, "MAX_OWNERS", 10)
+    storage, key, ends = BoundedStorage(), DHTID.generate(source="run/peers"), get_dht_time() + 60
+    for number in range(1000):
+        storage.store_subkey(key, f"Qm{number}", b"record", ends + number / 1000)
+    kept = storage.get(key)
+    assert kept is not None and [name for name, _ in kept.value.items()] == [
+        f"Qm{number}" for number in range(990, 1000)
+    ]
+
+
+def test_an_identity_is_never_readable_by_others(tmp_path: Path) -> None:
+    own_id(tmp_path / "new" / "identity.key")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["identity.key"]
+    assert (tmp_path / "new" / "identity.key").stat().st_mode & 0o777 == 0o400

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.config import OuterConfig
-from diloco.protocol.buckets import MAX_PEERS
+from diloco.protocol.limits import MAX_PEERS
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.work import MULTIPLE, Credit, Weights, capped, fill_rate, impossible
 from tests.protocol_helpers import MANIFEST, digest_of

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from diloco.config import OuterConfig
-from diloco.protocol.buckets import Buckets
+from diloco.protocol.limits import Buckets
 from diloco.protocol.membership import Member
 
 __all__ = [
@@ -81,7 +81,8 @@ class Patience:
     def __init__(self, version: int, now: float) -> None:
         self.slow: set[str] = set()
         self._opened = {version: now}  # when contributors could have each version
-        self._pauses = Buckets(PAUSE_LIMIT_S, PAUSE_LIMIT_S)  # seconds for which the others wait beyond their patience
+        # Seconds for which the others wait beyond their patience.
+        self._pauses: Buckets[str] = Buckets(PAUSE_RATE, PAUSE_LIMIT_S)
 
     def opens(self, version: int, now: float) -> None:
         """Contributors can have this version from now on."""
@@ -120,13 +121,13 @@ class Patience:
         """Seconds for which a peer may still pause, if it has said since this version opened that it does."""
         if member is None or member.peer in self.slow or member.paused_at < self._opened[version]:
             return 0.0
-        return max(0.0, self._pauses.left(member.peer, PAUSE_RATE, now))
+        return self._pauses.of(member.peer, now).left(now)
 
     def _pay(self, version: int, member: Member | None, over_s: float, now: float) -> float:
         """Pay for seconds that were too long; returns those for which the peer has nothing."""
         paid_s = min(over_s, self._pause_s(version, member, now))
         if member is not None and paid_s > 0:
-            self._pauses.take(member.peer, paid_s, PAUSE_RATE, now)
+            self._pauses.take(member.peer, now, paid_s)
             return over_s - paid_s
         return over_s
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
 from diloco.config import OuterConfig
-from diloco.protocol.buckets import MAX_PEERS, Buckets
+from diloco.protocol.limits import MAX_PEERS, Buckets
 from diloco.protocol.messages.bulk import Contribution
 
 __all__ = ["MULTIPLE", "Credit", "Weights", "capped", "fill_rate", "impossible"]
@@ -60,7 +60,7 @@ class Credit:
 
     def __init__(self, sync_every: int) -> None:
         # Two cycles: after a pause, and for what could not be sent.
-        self._buckets = Buckets(float(sync_every), 2.0 * sync_every)
+        self._buckets: Buckets[str] = Buckets(math.inf, burst=2.0 * sync_every, first=float(sync_every))
         self._paid: dict[str, tuple[int, float]] = {}  # base version of the newest contribution, and what it has cost
 
     def counts_at(self, peer: str, base_version: int, steps: float, rate: float, now: float) -> float:
@@ -70,8 +70,9 @@ class Credit:
         self._paid[peer] = (base_version, max(steps, paid))
         while len(self._paid) > MAX_PEERS:
             del self._paid[next(iter(self._paid))]
-        left = self._buckets.take(peer, max(0.0, steps - paid), rate, now)
-        return now if left >= 0 or rate == math.inf else now - left / rate
+        bucket = self._buckets.of(peer, now)
+        bucket.per_s = rate
+        return now + bucket.delay_s(now, max(0.0, steps - paid))
 
 
 def capped(weights: Mapping[str, float]) -> dict[str, float]:

@@ -183,7 +183,15 @@ MUTANTS = [
         "diloco.protocol.peer",
         "if header.base_version == fragment.version and header.base_digest != fragment.digest:",
         "if False:",
-        first=4090,
+        test="tests/test_protocol_peer.py::test_what_was_learned_from_an_anchor_of_another_history_is_refused",
+    ),
+    Mutant(
+        "higher-version-wins",
+        "The history of more versions replaces one of more work: that of a fast peer which was alone.",
+        "diloco.swarm.node.anchors",
+        "        return not outweighs(state.header.shares, here.shares)\n",
+        "        return state.header.version < here.version\n",
+        test="tests/test_fuzz.py::test_a_fast_peer_that_was_alone_does_not_overwrite_the_work_of_the_others",
     ),
     Mutant(
         "torn-checkpoint",

@@ -196,7 +196,7 @@ def test_a_state_that_leaps_is_refused() -> None:
             fragment=0, version=MAX_COUNT, digest=digest_of(anchor), applied_tokens=0, outer=False, shares={}
         )
         with pytest.raises(PayloadError, match="no run gets from version 0 to version"):
-            await host.anchors.adopt_state(FragmentState(header, anchor))
+            await host.anchors.adopt_state(FragmentState(header, anchor), OTHER)
         assert host.protocol.versions == [0]
 
     run(scene)

@@ -269,6 +269,14 @@ def test_contributions_are_collected_anew_when_the_anchor_they_refer_to_is_repla
     assert peer.offer(OTHER, contribution(peer, 0)).first_chunk == 0
 
 
+def test_what_was_learned_from_an_anchor_of_another_history_is_refused() -> None:
+    peer = pair()
+    other = contribution(peer, 0).model_copy(update={"base_digest": digest_of("other")})
+    verdict = peer.offer(OTHER, other)
+    assert not verdict.accepted and verdict.reason == "version 0 of fragment 0 is another anchor here"
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+
+
 def test_a_syncer_that_caught_up_takes_nothing_that_is_in_the_version_it_fetched() -> None:
     peer = pair(outer=OuterConfig(method="diloco", sync_every=1, quorum=1, staleness_limit=2))
     late = contribution(peer, 0)

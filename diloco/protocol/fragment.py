@@ -33,7 +33,8 @@ REMEMBERED = 128  # versions whose digests are kept: so late a contribution may 
 class Lease:
     """The claim on a fragment that this peer believes in, and the version and digest that the syncer published last.
 
-    `applied_tokens` is the swarm clock at that version, for the control fragment.
+    `applied_tokens` is the swarm clock at that version, for the control fragment. `skipped` of the numbers up to it
+    were given to no version.
     """
 
     fragment: int
@@ -42,6 +43,12 @@ class Lease:
     version: int
     digest: str
     applied_tokens: int = 0
+    skipped: int = 0
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to that version."""
+        return self.version - self.skipped
 
 
 class Busy(Enum):
@@ -68,6 +75,10 @@ class Fragment:
         handed_over: this peer leaves and gave the outer state away; a later version would be missing from that.
         closed_at: when the merge that is under way was decided.
         past: digests of the versions before this one, as far as they were here in a row.
+        skipped: numbers up to `version` that were given to no version of this history (see `forks`).
+        lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
+        disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
+        outweighed: by peer, the digest of the anchor here when its other history was found to have less work.
     """
 
     index: int
@@ -83,6 +94,10 @@ class Fragment:
     handed_over: bool = False
     closed_at: float | None = None
     past: dict[int, str] = field(default_factory=dict)
+    skipped: int = 0
+    lighter: str = ""
+    disputed_since: float | None = None
+    outweighed: dict[str, str] = field(default_factory=dict)
 
     def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
         """The anchor is at that version now: the next one of its history, or by a `leap` one of any history."""
@@ -90,6 +105,7 @@ class Fragment:
         while len(past) > REMEMBERED:
             del past[next(iter(past))]
         self.past = past
+        self.disputed_since = None
         self.version, self.digest, self.came_at = version, digest, now
 
     def follows(self, version: int, digest: str) -> bool:
@@ -109,6 +125,24 @@ class Fragment:
         """Peers whose contributions made the version here."""
         made = (peer for peer, share in self.shares.items() if share.last_version == self.version and peer != OTHERS)
         return tuple(sorted(made)) if self.version else ()
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to the anchor here."""
+        return self.version - self.skipped
+
+    @property
+    def disputed(self) -> bool:
+        """Whether the fragment's syncer goes on from a history with less work than the one here."""
+        return self.disputed_since is not None
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether the fragment's syncer has the anchor that is here, under a higher number."""
+        lease = self.lease
+        if lease is None or self.syncer is not None or lease.version <= self.version:
+            return False
+        return (lease.digest, lease.steps) == (self.digest, self.steps)
 
     def agrees(self) -> bool:
         """Whether the anchor here is the one that the syncer published last."""
@@ -165,7 +199,9 @@ class LeaseTable:
             self.vacate(claim.fragment)
             self._held.setdefault(peer, {})[claim.fragment] = None
             self.generation += 1
-        fragment.lease = Lease(claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens)
+        fragment.lease = Lease(
+            claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens, claim.skipped
+        )
         return True
 
     def published(self, message: Published) -> bool:
@@ -189,5 +225,5 @@ class LeaseTable:
         del held[fragment]
         if not held:
             del self._held[lease.holder]
-        self._fragments[fragment].lease = None
+        self._fragments[fragment].lease = self._fragments[fragment].disputed_since = None
         self.generation += 1

@@ -57,8 +57,8 @@ LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 
 CAUSED_BY_OTHERS: Mapping[str, str] = {
     "claim": "peer", "contribution_broke": "syncer", "digest_mismatch": "", "fetch_failed": "donor",
-    "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lost": "peer", "lying_donor": "peer",
-    "missing": "", "penalty": "peer", "refused": "peer", "refused_us": "peer",
+    "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lighter_history": "peer", "lost": "peer",
+    "lying_donor": "peer", "missing": "", "penalty": "peer", "refused": "peer", "refused_us": "peer",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
 

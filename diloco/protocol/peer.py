@@ -40,7 +40,7 @@ from diloco.protocol.numbers import (
 )
 from diloco.protocol.shares import Share
 from diloco.protocol.states import State, may_follow
-from diloco.protocol.succession import catch_ups, to_claim
+from diloco.protocol.succession import catch_ups, settle_disputes, to_claim
 from diloco.protocol.syncer import Syncer
 from diloco.protocol.view import View
 
@@ -135,6 +135,7 @@ class Peer(View):
         actions: list[Action] = []
         for peer in self.members.silent(now) if self._pace.looks(now) else ():
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
+        actions += self._tell(now, at_once=True) if settle_disputes(self, now) else []
         actions += self._claim_vacant(now)
         actions += self._close_versions(now)
         actions += catch_ups(self)
@@ -202,12 +203,15 @@ class Peer(View):
         now: float,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
+        skipped: int | None = None,
     ) -> list[Action]:
         """The anchor of a fragment moved to a version: by an update record, which names the tokens of its
-        `contributors`, or by fetching its state, which brings the `shares` in it.
+        `contributors`, or by fetching its state, which brings the `shares` in it. `skipped` numbers up to the version
+        were given to no version of its history; without it as many as before.
         """
         fragment = self.fragments[index]
         fragment.ended(Busy.CATCHING_UP)
+        fragment.skipped = fragment.skipped if skipped is None else skipped
         if shares is not None:
             fragment.shares = dict(shares)
         if contributors is not None:
@@ -224,7 +228,7 @@ class Peer(View):
             fragment.busy = Busy.NO
             if index == CONTROL_FRAGMENT:
                 self.accounts.deal()
-            claim = self.claim_of(Lease(index, self.me, syncer.term, version, digest))
+            claim = self.claim_of(Lease(index, self.me, syncer.term, version, digest, skipped=fragment.skipped))
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by the version that the syncer says it has
         return [*actions, *self.tick(now)]
@@ -232,6 +236,24 @@ class Peer(View):
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
         self.fragments[fragment].ended(Busy.CATCHING_UP)
+
+    def outweighs(self, index: int, donor: str, digest: str, now: float) -> list[Action]:
+        """The history here has more work than the one that this donor sent, whose anchor has that digest.
+
+        If the donor is the syncer, it is told so, and fetches the anchor from here. Should it not, the fragment is
+        claimed from it.
+        """
+        fragment = self.fragments[index]
+        fragment.ended(Busy.CATCHING_UP)
+        fragment.outweighed[donor] = fragment.digest
+        if fragment.lease is None or fragment.lease.holder != donor:
+            return self.tick(now)
+        fragment.lighter = digest
+        if fragment.disputed:
+            return self.tick(now)
+        fragment.disputed_since = now
+        note = Note("lighter_history", {"fragment": index, "peer": donor, "version": fragment.version})
+        return [note, *self._tell(now, at_once=True), *self.tick(now)]
 
     def handed_over(self, fragment: int) -> None:
         """This peer leaves, and gave the fragment's outer state away: later versions would be missing from that."""
@@ -356,7 +378,7 @@ class Peer(View):
             self.takeovers += 1
         if index == CONTROL_FRAGMENT:
             self.accounts.deal()
-        claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest))
+        claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest, skipped=fragment.skipped))
         actions = self._heard_claim(self.me, claim)
         made_by, merged = fragment.contributors(), fragment.merged()
         opened_at = now if fragment.came_at is None else fragment.came_at

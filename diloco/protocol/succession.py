@@ -8,7 +8,7 @@ from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "to_claim"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "settle_disputes", "to_claim"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -76,8 +76,10 @@ def catch_ups(view: View) -> list[CatchUp]:
         if lease is None or fragment.busy is not Busy.NO or _vacant(view, fragment):
             continue
         if lease.holder == view.me:
-            donors = tuple(view.members.donors(fragment.index, fragment.version + 1))
-        elif lease.version < fragment.version or fragment.agrees() or (at_work and fragment.index not in view.followed):
+            donors = _with_another_history(view, fragment)
+        elif lease.version < fragment.version or fragment.agrees() or fragment.lighter == lease.digest:
+            continue
+        elif at_work and fragment.index not in view.followed and not fragment.renumbered:
             continue
         else:
             donors = (lease.holder,)
@@ -85,3 +87,26 @@ def catch_ups(view: View) -> list[CatchUp]:
             fragment.busy = Busy.CATCHING_UP
             found.append(CatchUp(fragment.index, donors, outer=False))
     return found
+
+
+def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:
+    """Peers that may have a history of more work than that of this peer's fragment: of a higher version, or they say
+    that they have.
+    """
+    higher = view.members.donors(fragment.index, fragment.version + 1)
+    disputing = [member.peer for member in view.members.all() if fragment.index in member.status.disputed]
+    found = dict.fromkeys([*higher, *disputing])
+    return tuple(peer for peer in found if fragment.outweighed.get(peer) != fragment.digest)
+
+
+def settle_disputes(view: View, now: float) -> bool:
+    """A syncer that goes on for long from a history with less work loses its lease here; whether one does."""
+    settled = False
+    for fragment in view.fragments:
+        holder = None if fragment.lease is None else view.members.get(fragment.lease.holder)
+        if fragment.disputed_since is None or holder is None:
+            continue
+        if now - fragment.disputed_since > holder.silence_s():
+            view.leases.vacate(fragment.index)
+            settled = True
+    return settled

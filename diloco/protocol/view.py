@@ -101,6 +101,11 @@ class View:
         return [fragment.version for fragment in self.fragments]
 
     @property
+    def steps(self) -> int:
+        """How many outer steps led to the anchors here, to that with the fewest."""
+        return min(fragment.steps for fragment in self.fragments)
+
+    @property
     def digests(self) -> list[str]:
         """Digest of each fragment's anchor here."""
         return [fragment.digest for fragment in self.fragments]
@@ -129,6 +134,7 @@ class View:
             state=self.state, versions=self.versions,
             inner_step=inner_step, target_steps=target_steps, steps_per_s=steps_per_s, tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
+            disputed=[fragment.index for fragment in self.fragments if fragment.disputed],
             figures=Figures(**self._figures) if figures else None,
         )  # fmt: skip
 
@@ -152,7 +158,7 @@ class View:
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
         return Claim(
-            fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest,
+            fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest, skipped=lease.skipped,
             applied_tokens=0 if lease.fragment else self.applied_tokens, **self.accounts.data_cursor(lease.fragment),
         )  # fmt: skip
 
@@ -332,8 +338,8 @@ class View:
         return not self.near(fragment)
 
     def swarm_clock(self) -> tuple[int, int]:
-        """Lowest version of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
-        newest = (f.version if f.lease is None else max(f.version, f.lease.version) for f in self.fragments)
+        """Fewest outer steps of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
+        newest = (f.steps if f.lease is None else max(f.steps, f.lease.steps) for f in self.fragments)
         control = self.fragments[CONTROL_FRAGMENT].lease
         return min(newest), max(self.applied_tokens, 0 if control is None else control.applied_tokens)
 

@@ -76,8 +76,8 @@ class Credit:
 
 
 def capped(weights: Mapping[str, float]) -> dict[str, float]:
-    """Weights of at most twice their median, which for one or two contributions caps nothing."""
-    most = HEAVIEST * statistics.median(weights.values())
+    """Weights (or work, see `forks`) of at most twice their median, which caps neither one nor two of them."""
+    most = HEAVIEST * statistics.median(weights.values()) if weights else 0.0
     return {peer: min(weight, most) for peer, weight in weights.items()}
 
 
@@ -120,7 +120,7 @@ class Weights:
     def published(self, counts: Iterable[tuple[int, int]]) -> None:
         """A version of these contributions is made."""
         weights = {str(number): self._raw(*each) for number, each in enumerate(counts)}
-        self._recent.extend(capped(weights).values() if weights else ())
+        self._recent.extend(capped(weights).values())
 
     def restart(self) -> None:
         """The next version collects from now on."""

@@ -74,7 +74,7 @@ class Attachment:
         self.outer = outer
         self.island = island
         self.phases = phases
-        self.version = saved.versions[0] if saved else 0
+        self.version = saved.steps if saved else 0
         self.applied_tokens = saved.applied_tokens if saved else 0
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = self.interrupted = False
@@ -130,7 +130,7 @@ class Attachment:
                 self.island.share_(self.parameters.values())
                 if self.node is not None:
                     protocol = self.node.protocol
-                    self.version, self.applied_tokens = min(protocol.versions), protocol.applied_tokens
+                    self.version, self.applied_tokens = protocol.steps, protocol.applied_tokens
         finally:
             self.close()
 

@@ -100,6 +100,7 @@ class Session:
             units=state.get("units", (0, ())),
             shares=[{peer: Share(*share) for peer, share in known.items()} for known in state.get("shares", ())],
             applied={int(base_version): tokens for base_version, tokens in state.get("applied", {}).items()},
+            skipped=state.get("skipped", ()),
             outer={fragment: _outer_state(outer, state, fragment) for fragment in held},
             residuals={int(name): residual for name, residual in self._checkpoint.tensors["residual"].items()},
         )
@@ -190,6 +191,7 @@ def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "units": [cursor, [list(unit) for unit in open_]],
         "shares": [{peer: list(share) for peer, share in known.items()} for known in saved.shares],
         "applied": dict(saved.applied),
+        "skipped": list(saved.skipped),
         "windows": windows,
     }
 

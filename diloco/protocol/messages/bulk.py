@@ -155,12 +155,16 @@ class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEM
 
 
 class Anchor(Message):
-    """Base of the messages that describe a fragment's anchor. No share in it is of a later version than the anchor."""
+    """Base of the messages that describe a fragment's anchor. No share in it is of a later version than the anchor.
+
+    `skipped` of the numbers up to `version` were given to no version of its history (see `forks`).
+    """
 
     fragment: Index
     version: Version
     digest: Digest
     applied_tokens: Tokens
+    skipped: Count = 0
     shares: Shares = Field(default_factory=dict)
     cursor: Sequence = 0
     open: Units = Field(default_factory=list)

@@ -211,6 +211,7 @@ async def _copy_state(context: Context, fragment: int, held: Held | None) -> Fra
         fragment=fragment,
         version=protocol.fragments[fragment].version,
         digest=protocol.fragments[fragment].digest,
+        skipped=protocol.fragments[fragment].skipped,
         applied_tokens=protocol.applied_tokens,
         outer=state is not None,
         pushes=0 if state is None else state[1].pushes,

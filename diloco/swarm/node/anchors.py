@@ -14,7 +14,8 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
-from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.forks import outweighs
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.numbers import leaps_too_far
 from diloco.protocol.shares import Share
 from diloco.protocol.states import STATES
@@ -91,7 +92,7 @@ class Anchors:
 
     async def _snapshot(self, copies: bool) -> Saved:
         protocol, replica = self._protocol, self._replica
-        anchors, versions, shares, outer = [], [], [], {}
+        anchors, versions, skipped, shares, outer = [], [], [], [], {}
         for fragment, lock in enumerate(self._context.locks):
             await lock.start_reading()
             self._saving.callback(lock.stop_reading)
@@ -100,6 +101,7 @@ class Anchors:
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
             anchors.append(anchor)
             versions.append(protocol.fragments[fragment].version)
+            skipped.append(protocol.fragments[fragment].skipped)
             shares.append(protocol.accounts.shares(fragment))
             if fragment == CONTROL_FRAGMENT:
                 clock, cursor = protocol.applied_tokens, protocol.accounts.dealer.cursor_at(versions[fragment])
@@ -111,7 +113,8 @@ class Anchors:
         residuals = dict(replica.residuals)
         if copies:
             residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
-        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, self.own_tokens.applied)
+        applied = self.own_tokens.applied
+        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, applied, skipped)
 
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""
@@ -125,6 +128,8 @@ class Anchors:
         That are the records that are missing here, or the state when they do not fit, or when `whole` or `outer` asks
         for it. When no donor answers, the peers are asked that have the version that the syncer published last.
         """
+        if await self._renumbered(fragment):
+            return
         further = [] if outer else [one for one in self.fetcher.further_donors(fragment) if one not in donors]
         dishonest: set[str] = set()
         for donor in [*donors, *further]:
@@ -135,7 +140,7 @@ class Anchors:
                 try:
                     fetched = await self.fetcher.fetch(donor, fragment, have, outer, dishonest)
                     if isinstance(fetched, FragmentState):
-                        await self.adopt_state(fetched)
+                        await self.adopt_state(fetched, donor)
                     elif not await self.adopt_records(fetched):
                         self._protocol.catch_up_failed(fragment)
                     return
@@ -194,17 +199,57 @@ class Anchors:
         self.moved(header.fragment, header.version, digest, contributors=header.contributors)
         return digest
 
-    async def adopt_state(self, state: FragmentState) -> None:
-        """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer."""
-        fragment, version = state.header.fragment, state.header.version
-        here = self._protocol.fragments[fragment]
-        async with self._context.locks[fragment].writing():
-            self._check_free(fragment)
-            if version < here.version + (here.syncer is not None):
-                raise PayloadError(f"version {version} is not newer than what is here")
-            if leaps_too_far(here.version, version):
-                raise PayloadError(f"no run gets from version {here.version} to version {version}")
+    async def adopt_state(self, state: FragmentState, donor: str) -> None:
+        """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer.
+
+        One of another history is taken over if that has more work than the history here, or as much and it is the
+        syncer's (see `protocol.forks`). The syncer gives the history that goes on a number above both.
+        """
+        header, here = state.header, self._protocol.fragments[state.header.fragment]
+        async with self._context.locks[here.index].writing():
+            self._check_free(here.index)
+            if leaps_too_far(here.version, header.version):
+                raise PayloadError(f"no run gets from version {here.version} to version {header.version}")
+            leads, other = here.syncer is not None, header.digest != here.digest
+            if other and self._stays(here, state, donor):
+                if header.version >= here.version and (leads or self._protocol.live_lease(here.index) is None):
+                    await self._renumber(here, header.version + 1, here.skipped + header.version + 1 - here.version)
+                now = self._context.now()
+                self._context.do(self._protocol.outweighs(here.index, donor, header.digest, now))
+                return
+            if leads and other and header.version <= here.version:
+                above = here.version + 1 - header.version
+                number = {"version": here.version + 1, "skipped": header.skipped + above}
+                state = replace(state, header=header.model_copy(update=number))
+            if state.header.version < here.version + leads:
+                raise PayloadError(f"version {header.version} is not newer than what is here")
             await self._context.tasks.complete(self._replace(state))
+
+    @staticmethod
+    def _stays(here: Fragment, state: FragmentState, donor: str) -> bool:
+        """Whether the history here goes on, and not the other one of a donor."""
+        if here.lease is not None and here.lease.holder == donor:
+            return outweighs(here.shares, state.header.shares)
+        return not outweighs(state.header.shares, here.shares)
+
+    async def _renumbered(self, fragment: int) -> bool:
+        """Whether the syncer has the anchor that is here, under a higher number; then it has that number here, too."""
+        here = self._protocol.fragments[fragment]
+        if not here.renumbered:
+            return False
+        async with self._context.locks[fragment].writing():
+            if here.lease is not None and here.renumbered and not self._protocol.merging(fragment):
+                await self._renumber(here, here.lease.version, here.lease.skipped)
+                return True
+        return False
+
+    async def _renumber(self, here: Fragment, version: int, skipped: int) -> None:
+        """The anchor that is here gets a higher number. The lock is held."""
+        before = (here.version, here.digest)
+        self._replica.renumber(here.index, version)
+        if self.loaded[here.index] == before:
+            self.loaded[here.index] = (version, here.digest)
+        self.moved(here.index, version, here.digest, skipped=skipped)
 
     async def _replace(self, state: FragmentState) -> None:
         header, fragment = state.header, state.header.fragment
@@ -216,7 +261,8 @@ class Anchors:
         if fragment == CONTROL_FRAGMENT:
             self._recount(header.shares)
             self._protocol.accounts.hear_data_cursor(header)
-        self.moved(fragment, header.version, header.digest, state.outer is not None, shares=header.shares)
+        with_outer = state.outer is not None
+        self.moved(fragment, header.version, header.digest, with_outer, shares=header.shares, skipped=header.skipped)
 
     async def about_to_move(self, fragment: int, contributors: Collection[str]) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
@@ -237,6 +283,7 @@ class Anchors:
         outer: bool = False,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
+        skipped: int | None = None,
     ) -> None:
         """Tell the protocol that the anchor, whose lock is held, is at another version.
 
@@ -247,7 +294,7 @@ class Anchors:
         elif not outer:
             self._replica.release(fragment)
         now = self._context.now()
-        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares))
+        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares, skipped))
 
     def _check_free(self, fragment: int) -> None:
         if self._protocol.merging(fragment):

@@ -60,7 +60,7 @@ class Backups:
             if not isinstance(state, FragmentState) or state.outer is None:
                 return
             if self._keeps_up and state.header.version > here.version:  # from here on the updates are fetched
-                await self._anchors.adopt_state(FragmentState(state.header, state.anchor))
+                await self._anchors.adopt_state(FragmentState(state.header, state.anchor), lease.holder)
             async with lock.writing():
                 if here.syncer is None:
                     replica.stand_by(fragment, state.outer[1])

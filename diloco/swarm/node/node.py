@@ -341,8 +341,14 @@ class Node:
         """The lowest version that the local parameters started from."""
         return min(version for version, _ in self._anchors.loaded)
 
+    @property
+    def _steps(self) -> int:
+        """The fewest outer steps that led to what the local parameters started from."""
+        loaded = zip(self._anchors.loaded, self.protocol.fragments, strict=True)
+        return max(0, min(version - fragment.skipped for (version, _), fragment in loaded))
+
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        return Exchanged(self._version, self.protocol.applied_tokens, discarded, seconds, position)
+        return Exchanged(self._steps, self.protocol.applied_tokens, discarded, seconds, position)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
 
@@ -371,9 +377,9 @@ class Node:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     async def load_anchors(self) -> int:
-        """At the very end, the local parameters become the anchors; returns their version."""
+        """At the very end, the local parameters become the anchors; returns how many outer steps led to them."""
         await self._anchors.load()
-        return self._version
+        return self._steps
 
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""

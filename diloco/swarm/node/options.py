@@ -97,6 +97,8 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
     if saved is not None:
         for fragment, term in enumerate(saved.terms):
             protocol.leases.see_term(fragment, term)
+        for known, skipped in zip(protocol.fragments, saved.skipped, strict=False):
+            known.skipped = skipped
         protocol.accounts.restore_shares(saved.shares)
         protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))
     protocol.address_book.may_call = transport.may_call

@@ -268,7 +268,7 @@ class Rounds:
         if isinstance(answered.update, FragmentState):
             exchange.merged(answered.update.header.version)
             if exchange.fragment not in self._protocol.followed:  # else its updates are on their way, one by one
-                await self._anchors.adopt_state(answered.update)
+                await self._anchors.adopt_state(answered.update, lease.holder)
         elif answered.update is not None:
             contributors = {peer for record in answered.update for peer in record.header.contributors}
             exchange.recorded(contributors, self._protocol.me)

@@ -25,6 +25,7 @@ class Saved:
     `residuals` are what error feedback still has to send, by fragment. `units` is the data cursor: the first sequence
     that nobody was given, and the ranges before it that are not in the anchors. `shares` are, by fragment, who
     contributed how much to the anchor; `applied` are this peer's own tokens in the control fragment's, by base version.
+    `skipped` numbers up to each version were given to no version of its history (see `protocol.forks`).
     """
 
     anchors: Sequence[Tensor]
@@ -36,6 +37,12 @@ class Saved:
     units: DataCursor = (0, ())
     shares: Sequence[Mapping[str, Share]] = ()
     applied: Mapping[int, int] = field(default_factory=dict)
+    skipped: Sequence[int] = ()
+
+    @property
+    def steps(self) -> int:
+        """Outer steps of the control fragment."""
+        return self.versions[0] - (self.skipped[0] if self.skipped else 0)
 
     def load_(self, replica: Replica) -> None:
         """Copy the anchors, the outer states and the residuals into a new replica; it shares no memory with them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
 from diloco.protocol.messages.bulk import Contribution, Record, StateHeader, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
 from diloco.swarm.conversations.context import Context
@@ -306,6 +308,27 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
         host.protocol.state = "done"  # so that it is not waited for
         host.do(host.protocol.arrived(OTHER, 0, host.now()))
         assert await exchanging == (10, 1)
+
+    run(scene)
+
+
+def test_of_two_histories_the_syncer_goes_on_from_more_work_under_a_number_above_both() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        for version, tokens, skipped, goes_on, number, steps in [
+            (5, 50, 0, True, 5, 5),
+            (2, 100, 0, True, 6, 2),
+            (9, 60, 0, False, 10, 2),
+            (9, 100, 0, False, 10, 2),
+            (9, 110, MAX_COUNT, True, 11, 0),
+        ]:
+            state = host.state(version, torch.full((6,), float(100 * version + tokens)))
+            said = {"shares": {OTHER: Share(version, tokens, 1, version)}, "skipped": skipped}
+            await host.anchors.adopt_state(replace(state, header=state.header.model_copy(update=said)), OTHER)
+            assert torch.equal(host.replica.anchors[0], state.anchor) == goes_on
+            assert (host.protocol.versions, host.protocol.steps) == ([number], steps)
+            lease = host.protocol.leases.get(0)
+            assert lease is not None and (lease.version, lease.steps) == (number, steps)
 
     run(scene)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from diloco.protocol.messages.control import Claim, Published
-from diloco.protocol.numbers import LEAP, leaps_too_far
+from diloco.protocol.numbers import LEAP, at_most, leaps_too_far
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
@@ -48,7 +48,7 @@ class Lease:
     @property
     def steps(self) -> int:
         """How many outer steps led to that version."""
-        return self.version - self.skipped
+        return at_most(self.version - self.skipped)
 
 
 class Busy(Enum):
@@ -78,7 +78,7 @@ class Fragment:
         skipped: numbers up to `version` that were given to no version of this history (see `forks`).
         lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
         disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
-        outweighed: by peer, the digest of the anchor here when its other history was found to have less work.
+        outweighed: peers whose other history was found to have less work than that of the anchor which is here now.
     """
 
     index: int
@@ -97,7 +97,7 @@ class Fragment:
     skipped: int = 0
     lighter: str = ""
     disputed_since: float | None = None
-    outweighed: dict[str, str] = field(default_factory=dict)
+    outweighed: set[str] = field(default_factory=set)
 
     def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
         """The anchor is at that version now: the next one of its history, or by a `leap` one of any history."""
@@ -105,7 +105,7 @@ class Fragment:
         while len(past) > REMEMBERED:
             del past[next(iter(past))]
         self.past = past
-        self.disputed_since = None
+        self.disputed_since, self.outweighed = None, set()
         self.version, self.digest, self.came_at = version, digest, now
 
     def follows(self, version: int, digest: str) -> bool:
@@ -129,7 +129,7 @@ class Fragment:
     @property
     def steps(self) -> int:
         """How many outer steps led to the anchor here."""
-        return self.version - self.skipped
+        return at_most(self.version - self.skipped)
 
     @property
     def disputed(self) -> bool:

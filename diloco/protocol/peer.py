@@ -245,7 +245,7 @@ class Peer(View):
         """
         fragment = self.fragments[index]
         fragment.ended(Busy.CATCHING_UP)
-        fragment.outweighed[donor] = fragment.digest
+        fragment.outweighed.add(donor)
         if fragment.lease is None or fragment.lease.holder != donor:
             return self.tick(now)
         fragment.lighter = digest

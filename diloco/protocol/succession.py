@@ -96,7 +96,7 @@ def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:
     higher = view.members.donors(fragment.index, fragment.version + 1)
     disputing = [member.peer for member in view.members.all() if fragment.index in member.status.disputed]
     found = dict.fromkeys([*higher, *disputing])
-    return tuple(peer for peer in found if fragment.outweighed.get(peer) != fragment.digest)
+    return tuple(peer for peer in found if peer not in fragment.outweighed)
 
 
 def settle_disputes(view: View, now: float) -> bool:

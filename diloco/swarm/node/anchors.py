@@ -16,7 +16,7 @@ from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
 from diloco.protocol.forks import outweighs
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
-from diloco.protocol.numbers import leaps_too_far
+from diloco.protocol.numbers import at_most, leaps_too_far
 from diloco.protocol.shares import Share
 from diloco.protocol.states import STATES
 from diloco.swarm.conversations.anchor import AnchorFetcher
@@ -219,7 +219,7 @@ class Anchors:
                 return
             if leads and other and header.version <= here.version:
                 above = here.version + 1 - header.version
-                number = {"version": here.version + 1, "skipped": header.skipped + above}
+                number = {"version": here.version + 1, "skipped": at_most(header.skipped + above)}
                 state = replace(state, header=header.model_copy(update=number))
             if state.header.version < here.version + leads:
                 raise PayloadError(f"version {header.version} is not newer than what is here")
@@ -249,7 +249,7 @@ class Anchors:
         self._replica.renumber(here.index, version)
         if self.loaded[here.index] == before:
             self.loaded[here.index] = (version, here.digest)
-        self.moved(here.index, version, here.digest, skipped=skipped)
+        self.moved(here.index, version, here.digest, skipped=at_most(skipped))
 
     async def _replace(self, state: FragmentState) -> None:
         header, fragment = state.header, state.header.fragment

@@ -18,7 +18,6 @@ SYNCER = "nobody checks what a syncer publishes"
 WEIGHTS = "a peer may claim four times the pace of the others"
 
 OPEN = {
-    "higher-version": HEARSAY,
     "false-clock": HEARSAY,
     "forged-record": HEARSAY,
     "takes-a-fragment": CLAIMS,
@@ -40,5 +39,4 @@ OPEN = {
     "slow-word": "a peer that says it pauses is waited for, ten minutes at first",
     "seems-to-get-on": "a version waits 20 s for a peer, once",
     "all-data": "any data may be named as applied or had",
-    "lone-fast-peer": "the history with the higher version wins",
 }

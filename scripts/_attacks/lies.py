@@ -256,7 +256,7 @@ async def alone_and_fast(x: Attacker) -> None:
     shares = node.protocol.accounts.shares(0)
     kept = sum(shares[name].tokens for name in others if name in shares) - before
     x.measure(lost_of_the_majority=max(0.0, 1 - kept / learned))
-    arena.goal = max(max(life.node.protocol.versions) for life in arena.living() if life.node is not None) + 2
+    arena.goal = max(life.node.protocol.steps for life in arena.living() if life.node is not None) + 2
 
 
 def _tokens(x: Attacker, name: str) -> int:

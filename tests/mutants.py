@@ -313,7 +313,7 @@ MUTANTS = [
                 "        if not exchange.discarded:\n            return 0\n",
             ),
         ),
-        first=177,
+        test="tests/test_rounds.py::test_tokens_of_an_exchange_that_is_over_and_not_taken_are_discarded_when_another_history_wins",
     ),
 ]
 

@@ -437,6 +437,24 @@ def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
     run(scene)
 
 
+def test_tokens_of_an_exchange_that_is_over_and_not_taken_are_discarded_when_another_history_wins() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.anchors.load()
+        host.parameters["w"].sub_(1.0)
+        await host.rounds.send({0: (1, 10)})
+        await host.context.tasks.until(lambda: host.rounds.arrived([0]))
+        won = host.state(5, torch.full((6,), 3.0))
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=5, digest=won.header.digest), host.now()))
+        host.client.answers = {1: won}
+        await host.anchors.catch_up(0, [OTHER])
+        assert host.rounds.take([0])[0] == 10
+        assert host.own_tokens.applied == {}
+
+    run(scene)
+
+
 def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_them_won() -> None:
     async def scene() -> None:
         host = StubHost(OTHER)

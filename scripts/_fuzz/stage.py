@@ -145,8 +145,8 @@ class _Stage:
 
     async def _finish(self) -> None:
         crowd = self.crowd
-        highest = max(max(life.node.protocol.versions) for life in crowd.members() if life.node is not None)
-        crowd.goal = self.plan.rounds + highest
+        nodes = [life.node for life in crowd.members() if life.node is not None]
+        crowd.goal = self.plan.rounds + max(known.steps for node in nodes for known in node.protocol.fragments)
         trainers = [life for life in crowd.members() if life.member.trains]
         await self._until(lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done")
         for life in crowd.living():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import DataError
+from diloco.text import one_line
 
 __all__ = ["MODEL_FILES", "TOKENIZER_FILES", "check_reachable", "files_at", "size_at"]
 
@@ -72,7 +73,7 @@ def files_at(key: str, name: str, revision: str, files: Sequence[str], most_byte
         )
     except Exception as error:
         raise DataError(
-            f"{key}: {name} at {revision[:12]} cannot be fetched ({_one_line(error)}); check the network"
+            f"{key}: {name} at {revision[:12]} cannot be fetched ({one_line(error)}); check the network"
         ) from error
 
 
@@ -90,17 +91,13 @@ def _info(key: str, kind: str, name: str, revision: str | None, sizes: bool = Fa
         return info(name, revision=revision, timeout=10, files_metadata=sizes)
     except Exception as error:
         if isinstance(error, HfHubHTTPError | HFValidationError):
-            text = f"is no {kind} that the Hugging Face hub shows you ({_one_line(error)})"
+            text = f"is no {kind} that the Hugging Face hub shows you ({one_line(error)})"
             remedy = "check the name, or log in with `hf auth login`"
         else:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
-            text = f"cannot be fetched, the Hugging Face hub is not reachable ({_one_line(error)})"
+            text = f"cannot be fetched, the Hugging Face hub is not reachable ({one_line(error)})"
             remedy = "check the network, or use local files"
         raise DataError(f"{key}: {name!r} {text}; {remedy}") from error
 
 
 def _one_of(file: Any, patterns: Sequence[str]) -> bool:
     return any(fnmatch(file.rfilename, pattern) for pattern in patterns)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

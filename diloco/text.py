@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-__all__ = ["human_bytes", "human_count", "human_seconds", "plain", "sparkline"]
+__all__ = ["human_bytes", "human_count", "human_seconds", "one_line", "plain", "sparkline"]
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -14,6 +14,12 @@ BARS = "▁▂▃▄▅▆▇█"
 def plain(value: object) -> str:
     """Printable text on one line: text that a peer sent can neither move a cursor nor break a line."""
     return "".join(character if character.isprintable() else " " for character in str(value))
+
+
+def one_line(error: BaseException) -> str:
+    """The text of another library's exception, on one line and at most 300 characters long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

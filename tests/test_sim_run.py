@@ -121,6 +121,8 @@ def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
         simulated(tmp_path, "sim.step_s=[1,2]")
     with pytest.raises(ConfigError, match=r"outer\.method=data_parallel has no swarm"):
         simulated(tmp_path, "outer=data_parallel")
+    with pytest.raises(ConfigError, match="as the model has 2 layers"):  # only the first peer's start finds it out
+        simulated(tmp_path, "outer.fragments=3", "outer.pattern=strided")
     with pytest.raises(SwarmError, match="every peer crashed"):
         simulated(tmp_path, "sim.events=[crash:0@1,crash:1@1,crash:2@2,crash:3@3]")
     (tmp_path / "checkpoints/p0/step-1").mkdir(parents=True)

@@ -20,10 +20,10 @@ from diloco.config.address import scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need, parameters_of, step_seconds
 from diloco.fit.volunteer import PeerDirectory, fit_to_machine
-from diloco.model.files import one_line
 from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
 from diloco.swarm.visit.rehearse import try_to_listen
 from diloco.swarm.wire.gate import Gate, watching
+from diloco.text import one_line
 
 __all__ = ["Check", "Doctor"]
 

@@ -28,7 +28,8 @@ from torch import Tensor, default_generator, nn
 from diloco.config import ModelConfig, flatten
 from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, files_at
-from diloco.model.files import check_directory, load, one_line, transformers
+from diloco.model.files import check_directory, load, transformers
+from diloco.text import one_line
 
 __all__ = ["build", "config_of", "loss", "num_parameters", "outline"]
 

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from diloco.errors import CheckpointError, ConfigError
+from diloco.text import one_line
 
-__all__ = ["Vocabulary", "check_directory", "load", "one_line", "save", "transformers"]
+__all__ = ["Vocabulary", "check_directory", "load", "save", "transformers"]
 
 
 class Vocabulary(Protocol):
@@ -134,9 +135,3 @@ def transformers() -> Any:
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()
     return module
-
-
-def one_line(error: BaseException) -> str:
-    """The text of another library's exception, on one line and at most 300 characters long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

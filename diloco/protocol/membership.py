@@ -28,7 +28,10 @@ MAX_PEERS = 4096  # whose addresses are kept
 
 @dataclass
 class Member:
-    """Another peer: its last status, when it was heard of last, and when it made progress last."""
+    """Another peer: its last status, when it was heard of last, and when it made progress last.
+
+    `ended_cycle` tells whether its inner steps have begun again with 0 since it was `starting`.
+    """
 
     peer: str
     name: str
@@ -39,6 +42,7 @@ class Member:
     progress_at: float
     device: str = ""
     interval_s: float = 0.0
+    ended_cycle: bool = False
     round_versions: list[int] | None = None  # its anchors when it began the round that it is in
     began_at: float = 0.0  # when it was heard to begin that round
     pace: float = 0.0  # inner steps per second, as it said when it took steps last
@@ -60,6 +64,8 @@ class Member:
             self.pace = status.steps_per_s or self.pace
         begins = self.status.state != "training" or status.inner_step < self.status.inner_step
         self.heard_at = now
+        begins_again = self.ended_cycle or status.inner_step < self.status.inner_step
+        self.ended_cycle = begins_again and status.state != "starting"
         if status.figures is None and self.status.figures is not None:
             status = status.model_copy(update={"figures": self.status.figures})
         self.status = status

@@ -153,12 +153,16 @@ def about_to_send(settings: OuterConfig, fragment: int, member: Member, now: flo
 
     With staggered fragments a newcomer may be too late for this version, and is expected only after its first
     contribution. A newcomer that is a step behind the others would never deliver one in time; so its syncer waits for
-    it as long as the overlap hides.
+    it as long as the overlap hides. It does not while the newcomer waits for the update of a fragment before this one:
+    that one's syncer may wait for contributors to this one.
     """
     status = member.status
-    due_at = -(-(fragment + 1) * status.target_steps // settings.fragments)
-    left = due_at - status.inner_step - (now - member.heard_at) * status.steps_per_s
-    return status.steps_per_s > 0 and abs(left) <= settings.overlap + 1
+    exchanges = status.state == "exchanging"
+    inner_step = status.inner_step + (0.0 if exchanges else (now - member.heard_at) * status.steps_per_s)
+    left = -(-(fragment + 1) * status.target_steps // settings.fragments) - inner_step
+    if member.ended_cycle and 2 * left > status.target_steps:  # it was due before the steps began again with 0
+        left -= status.target_steps
+    return status.steps_per_s > 0 and abs(left) <= settings.overlap + 1 and not (exchanges and left > 0)
 
 
 def active(members: Mapping[str, Member]) -> int:

@@ -179,11 +179,18 @@ class _Simulation:
         starters = events.starters(self.events, self.config.local.peers)
         for number, index in enumerate(starters):
             self._join(index, len(starters))
-            if number == 0:
-                await self.peers[index].ready.wait()  # whom the others join
+            if number == 0 and not await self._is_ready(self.peers[index]):  # the others join this one
+                return
         for event in self.events:
             await asyncio.sleep(max(0.0, event.at_s - self.loop.time()))
             self._happen(event)
+
+    async def _is_ready(self, peer: _Peer) -> bool:
+        """Wait until others can join this peer; False when it ended before, and `_run` raises why."""
+        ready = self.loop.create_task(peer.ready.wait())
+        await asyncio.wait({ready, peer.task}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return peer.ready.is_set()
 
     def _happen(self, event: Event) -> None:
         peer = self.peers.get(event.peer)

@@ -71,26 +71,20 @@ class Attachment:
         saved = None if options is None else options.saved
         self.parameters = parameters
         self.view: NodeView | None = None
-        self.outer = outer
-        self.island = island
-        self.phases = phases
-        self.version = saved.steps if saved else 0
+        self.outer, self.island, self.phases = outer, island, phases
+        self.version = self._round_version = saved.steps if saved else 0
         self.applied_tokens = saved.applied_tokens if saved else 0
         self.steps = self.tokens = self.discarded_tokens = 0
-        self.exchanged = self.interrupted = False
+        self.exchanged = self.interrupted = self._asked_to_stop = False
         self._link = SwarmLink(island, runtime, phases)
-        self._optimizer = optimizer
-        self._options = options
+        self._optimizer, self._options = optimizer, options
         self._on_event, self._on_ready = on_event, on_ready
         self._hook: Any = None
         self._schedule = Schedule(outer.fragments, outer.sync_every, outer.staggered, outer.overlap)
         self._unsent = Unsent(outer.fragments)
         self._progress = Progress(phases, runtime.clock)
         self._inner_start = InnerStart(optimizer, island, on_event)
-        self._counted_tokens = 0
-        self._sequences_per_round = 0
-        self._round_version = self.version
-        self._asked_to_stop = False
+        self._counted_tokens = self._sequences_per_round = 0
         self._is_paused = False  # for evaluating, or for writing a checkpoint
         self._left_behind = False  # the swarm went on meanwhile
         self._cold = False  # in a first round that is left out
@@ -258,8 +252,8 @@ class Attachment:
         self._link.call_soon(lambda node: node.protocol.progress, *figures)
         if not self.outer.barrier:  # the run goes on, and ends, while this peer trains
             self.version, self.applied_tokens = self._link.swarm_clock()
-        outrun = [] if self._cold else [one for one in self._link.outrun() if one not in due.send]
-        behind = self._schedule.position_after(outrun, due) if outrun else -1
+        exchanges = bool(due.send or due.receive)
+        outrun, behind = ([], -1) if self._cold or exchanges else self._outrun(due)
         # Rank 0 decides: a signal may have reached only some of the ranks, and at different steps.
         interrupted, left_behind, position = self.island.agree([self._asked_to_stop, self._left_behind, behind])
         self.interrupted, self._left_behind = bool(interrupted), False
@@ -269,10 +263,17 @@ class Attachment:
             return self._warm_up()
         if left_behind:
             return self._rejoin()
-        if due.send or due.receive:
+        if exchanges:
             self._exchange(due)
+            outrun, behind = self._outrun(due)  # by now: the others may have gone on while this peer waited
+            [position] = self.island.agree([behind])
         if position >= 0 and not self.interrupted:
             self._follow(outrun, int(position))
+
+    def _outrun(self, due: Due) -> tuple[list[int], int]:
+        """As `Node.outrun`, and where in the others' cycle this peer is; -1 if nothing is outrun."""
+        outrun = self._link.outrun()
+        return outrun, self._schedule.position_after(outrun, due) if outrun else -1
 
     def _rejoin(self) -> None:
         """The swarm went on while this peer paused: begin a round with the others, and leave out the one that began."""

@@ -30,6 +30,7 @@ At the end, when everything is healed and everybody is done:
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class Watch:
         self._touched: dict[str, Life] = {}
         self._seen: dict[str, tuple[list[int], list[str]]] = {}
         self._authors: dict[tuple[int, int, int], tuple[str, str]] = {}
-        self._outer: dict[str, str] = {}  # by the digest of an anchor: that of the outer state beside it
+        self._outer: defaultdict[str, set[str]] = defaultdict(set)  # by the digest of an anchor: those beside it
         crowd.on_life = self._observe
         crowd.loop.on_turn = self._look
 
@@ -153,15 +154,18 @@ class Watch:
             fold_whole(payloads, *rest)
             folded.append(b"".join(payload.numpy().tobytes() for payload in payloads))
 
+        if not handed_over:  # a backup has the momentum, and lacks what the codec has not said yet
+            self._outer[digest_of(held.anchor)].add(outer_state(held))
+
         def merges(step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
-            expected = self._outer.get(digest_of(held.anchor)) if handed_over and not self._crowd.torn else None
-            if expected not in (None, outer_state(held)):
+            known = self._outer[digest_of(held.anchor)]
+            if known and handed_over and not self._crowd.torn and outer_state(held) not in known:
                 raise Violation(
                     f"a new syncer makes version {step.version + 1} of fragment {held.fragment.index} with the "
                     f"outer state of another version"
                 )
             digest = merge_(step, update, judged)
-            self._outer.setdefault(digest, outer_state(held))
+            self._outer[digest].add(outer_state(held))
             whole = [peer for peer in sorted(taken) if len(taken[peer]) == len(held.chunks)]
             counted = [peer for peer in whole if judged is None or peer in judged[0]]
             self.lineage.payloads[digest] = [*folded, *(b"".join([peer.encode(), *taken[peer]]) for peer in counted)]

@@ -348,7 +348,10 @@ class Node:
         return max(0, min(version - fragment.skipped for (version, _), fragment in loaded))
 
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        return Exchanged(self._steps, self.protocol.applied_tokens, discarded, seconds, position)
+        clock = self._steps, self.protocol.applied_tokens
+        if not self.replica.settings.barrier:  # the others went on while this peer exchanged
+            clock = self.protocol.swarm_clock()
+        return Exchanged(*clock, discarded, seconds, position)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
 

@@ -44,8 +44,9 @@ class Seconds:
 class Exchanged:
     """Outcome of one exchange: where the model is now, and how many of this peer's tokens are not in it.
 
-    `version` is the lowest of all fragments that the local parameters started from. `position` is where in its cycle
-    this peer goes on, after it had to get in step with the others anew.
+    `version` is the lowest of all fragments that the local parameters started from; without a barrier it is the lowest
+    that was published, and `applied_tokens` belongs to it. `position` is where in its cycle this peer goes on, after it
+    had to get in step with the others anew.
     """
 
     version: int

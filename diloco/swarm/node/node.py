@@ -268,8 +268,7 @@ class Node:
         if not self.rounds.arrived(fragments):
             await self.enter("exchanging")
             await self.context.tasks.until(lambda: self._interrupted or self.rounds.arrived(fragments))
-        waited_s = self.context.now() - begun_at
-        position = 0
+        waited_s, position = self.context.now() - begun_at, 0
         if self.protocol.lockstep and not self._interrupted and self.rounds.out_of_step():
             position = await self._get_in_step()
         if self._interrupted:
@@ -348,9 +347,8 @@ class Node:
         return max(0, min(version - fragment.skipped for (version, _), fragment in loaded))
 
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        clock = self._steps, self.protocol.applied_tokens
-        if not self.replica.settings.barrier:  # the others went on while this peer exchanged
-            clock = self.protocol.swarm_clock()
+        barrier = self.replica.settings.barrier  # without one the others went on while this peer exchanged
+        clock = (self._steps, self.protocol.applied_tokens) if barrier else self.protocol.swarm_clock()
         return Exchanged(*clock, discarded, seconds, position)
 
     # -- between two rounds -------------------------------------------------------------------------------------------

@@ -125,8 +125,8 @@ MUTANTS = [
         "successor-merges-again",
         "A successor does not know what is in its anchor, and merges a contribution that is in it.",
         "diloco.protocol.peer",
-        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)",
-        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by)",
+        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged, opened_at)",
+        "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, now=opened_at)",
         test="tests/test_protocol_peer.py::test_a_successor_takes_nothing_that_is_in_the_anchor_from_which_it_goes_on",
     ),
     Mutant(
@@ -149,8 +149,8 @@ MUTANTS = [
         "caught-up-syncer-forgets-what-is-merged",
         "A syncer that caught up does not know what is in the version that it fetched.",
         "diloco.protocol.peer",
-        "syncer.advance(version, fragment.merged())",
-        "syncer.advance(version)",
+        "syncer.advance(version, fragment.merged(), now)",
+        "syncer.advance(version, now=now)",
         test="tests/test_protocol_peer.py::test_a_syncer_that_caught_up_takes_nothing_that_is_in_the_version_it_fetched",
     ),
     Mutant(
@@ -183,7 +183,15 @@ MUTANTS = [
         "diloco.protocol.peer",
         "if header.base_version == fragment.version and header.base_digest != fragment.digest:",
         "if False:",
-        first=4090,
+        test="tests/test_protocol_peer.py::test_what_was_learned_from_an_anchor_of_another_history_is_refused",
+    ),
+    Mutant(
+        "higher-version-wins",
+        "The history of more versions replaces one of more work: that of a fast peer which was alone.",
+        "diloco.swarm.node.anchors",
+        "        return not outweighs(state.header.shares, here.shares)\n",
+        "        return state.header.version < here.version\n",
+        test="tests/test_fuzz.py::test_a_fast_peer_that_was_alone_does_not_overwrite_the_work_of_the_others",
     ),
     Mutant(
         "torn-checkpoint",
@@ -236,8 +244,8 @@ MUTANTS = [
         "late-offer-survives-a-fetched-version",
         "A contribution on its way is in the version that its syncer fetched, and is merged once more.",
         "diloco.protocol.syncer",
-        "if self.folds_whole and not offer.whole and offer.base_version > self._merged.get(peer, -1)",
-        "if self.folds_whole and not offer.whole",
+        "if self.collects(peer) and not offer.whole and offer.base_version > self._merged.get(peer, -1)",
+        "if self.collects(peer) and not offer.whole",
         test="tests/test_protocol_syncer.py::test_what_is_on_its_way_is_dropped_when_the_version_that_was_caught_up_with_holds_it",
     ),
     Mutant(
@@ -305,7 +313,7 @@ MUTANTS = [
                 "        if not exchange.discarded:\n            return 0\n",
             ),
         ),
-        first=177,
+        test="tests/test_rounds.py::test_tokens_of_an_exchange_that_is_over_and_not_taken_are_discarded_when_another_history_wins",
     ),
 ]
 

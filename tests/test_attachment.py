@@ -127,8 +127,8 @@ class LastFlight:
 
     def __init__(self) -> None:
         self.protocol = SimpleNamespace(
-            steps=3,
             versions=[3],
+            steps=3,
             applied_tokens=30,
             measured=None,
             progress=None,

@@ -6,10 +6,10 @@ Every story is also watched: `scripts/_fuzz/invariants.py` has what must hold af
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from diloco.protocol.messages.heads import Line
 from diloco.protocol.syncer import Syncer
 from tests.crowd_helpers import TOKENS_PER_ROUND, Belief, agreed, story
 
@@ -58,9 +58,9 @@ def test_int8_versions_have_the_same_bits_whatever_arrives_first(robust: str, mo
     arrivals: dict[tuple[int, int], list[str]] = {}
     arrived = Syncer.arrived
 
-    def noted(self: Syncer, peer: str, line: Line | None = None) -> None:
+    def noted(self: Syncer, peer: str, *rest: Any) -> None:
         arrivals.setdefault((self.fragment, self.version), []).append(peer)
-        arrived(self, peer, line)
+        arrived(self, peer, *rest)
 
     monkeypatch.setattr(Syncer, "arrived", noted)
     digests, orders = set(), set()

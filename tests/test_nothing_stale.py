@@ -140,7 +140,7 @@ class Reader:
         base = replica.anchors[fragment] if local.base is None else local.base
         if digest_of(base) == read.loaded[fragment][1]:
             return
-        late = self.outer.staleness_limit or self.outer.round_late
+        late = self.outer.carries_late or self.outer.round_late
         noticed = not self.outer.lockstep and before and before[-1].loaded[fragment][0] < before[-1].anchors[fragment]
         if late or noticed or peer.versions[fragment] <= read.loaded[fragment][0]:
             self._say(life, f"fragment {fragment} is measured against another anchor than that of {read.loaded}")

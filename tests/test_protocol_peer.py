@@ -269,12 +269,40 @@ def test_contributions_are_collected_anew_when_the_anchor_they_refer_to_is_repla
     assert peer.offer(OTHER, contribution(peer, 0)).first_chunk == 0
 
 
+def test_what_was_learned_from_an_anchor_of_another_history_is_refused() -> None:
+    peer = pair()
+    other = contribution(peer, 0).model_copy(update={"base_digest": digest_of("other")})
+    verdict = peer.offer(OTHER, other)
+    assert not verdict.accepted and verdict.reason == "version 0 of fragment 0 is another anchor here"
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+
+
 def test_a_syncer_that_caught_up_takes_nothing_that_is_in_the_version_it_fetched() -> None:
     peer = pair(outer=OuterConfig(method="diloco", sync_every=1, quorum=1, staleness_limit=2))
     late = contribution(peer, 0)
     peer.adopted(0, 1, digest_of("one"), 2.0, shares={OTHER: Share(1, 10, 1, 1)})
     verdict = peer.offer(OTHER, late)
     assert not verdict.accepted and verdict.merged
+
+
+def test_without_a_barrier_a_peer_makes_no_more_versions_than_the_others_pace_pays_for() -> None:
+    """One worker claimed a cycle of steps for each version, in no time, and made all versions."""
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=10, quorum=1, staleness_limit=10))
+    peer.connected("x", hello_of(status_of("training"), holds=False), 0.0)
+    for who, pace in (("x", 1.0), (OTHER, 1e12)):
+        status = status_of("training", inner_step=1).model_copy(update={"steps_per_s": pace})
+        peer.heard(who, status, 1.0)
+    counts_at = []
+    for version in range(4):
+        header = contribution(peer, 0).model_copy(update={"steps": 10})
+        assert peer.offer(OTHER, header, 1.0).accepted
+        counts_at.append(peer.syncers[0].counts_at(OTHER))
+        peer.syncers[0].folded(OTHER)
+        peer.arrived(OTHER, 0, 1.0)
+        peer.published(0, digest_of("version", version), {OTHER: 9}, 1.0)
+    assert counts_at == [1.0, 3.5, 6.0, 8.5]
+    assert peer.offer("x", contribution(peer, 0).model_copy(update={"steps": 10}), 1.0).accepted
+    assert peer.syncers[0].counts_at("x") == 1.0
 
 
 def test_a_successor_takes_nothing_that_is_in_the_anchor_from_which_it_goes_on() -> None:

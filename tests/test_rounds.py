@@ -18,12 +18,13 @@ from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.protocol.actions import Action, Hold, Merge, Release
+from diloco.protocol.actions import Action, Hold, Merge, Release, Renumber
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
 from diloco.protocol.heads import wrong_record
 from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
 from diloco.swarm.conversations.context import Context
@@ -122,6 +123,8 @@ class StubHost:
                     self.replica.release(action.fragment)
                 case Merge():
                     self.context.tasks.spawn(self.merging.merge(action.close))
+                case Renumber():
+                    self.context.tasks.spawn(self.anchors.renumber(action.fragment, action.above))
                 case _:
                     pass
 
@@ -135,12 +138,14 @@ class StubHost:
         discarded, _ = self.rounds.take([0])
         return discarded, self.protocol.versions[0]
 
-    def state(self, version: int, anchor: Tensor, **shares: Share) -> FragmentState:
-        """The anchor as a donor would send it."""
+    def state(self, version: int, anchor: Tensor, skipped: int = 0, **shares: Share) -> FragmentState:
+        """The anchor as a donor would send it, made of contributions of the other peer if nothing else is said."""
         digest = digest_of(anchor)
-        record = record_of(version, "f" * 64, digest, {}, shares=shares, author=OTHER) if version else None
+        shares = shares or ({OTHER: Share(version, 10 * version, 1, version)} if version else {})
+        said = {"shares": shares, "author": OTHER, "skipped": skipped}
+        record = record_of(version, "f" * 64, digest, {}, **said) if version else None
         header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, outer=False)
-        return FragmentState(header, anchor)
+        return FragmentState(header, anchor, donor=OTHER)
 
     def record(self, version: int, anchor: Tensor, before: str | None = None) -> UpdateRecord:
         """An update to an anchor; with the float codecs it carries the values themselves."""
@@ -331,6 +336,30 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
     run(scene)
 
 
+def test_of_two_histories_the_syncer_goes_on_from_more_work_under_a_number_above_both() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        for version, tokens, skipped, goes_on, number, steps in [
+            (5, 50, 0, True, 5, 5),
+            (2, 100, 0, True, 6, 2),
+            (9, 60, 0, False, 10, 2),
+            (9, 100, 0, False, 10, 2),
+            (9, 110, MAX_COUNT, True, 11, 0),
+        ]:
+            shares = {OTHER: Share(version, tokens, 1, version)}
+            state = host.state(version, torch.full((6,), float(100 * version + tokens)), skipped, **shares)
+            await host.anchors.adopt_state(state)
+            host.do(host.protocol.tick(host.now()))
+            assert torch.equal(host.replica.anchors[0], state.anchor) == goes_on
+            await host.context.tasks.until(lambda number=number: host.protocol.versions == [number])
+            assert host.protocol.steps == steps
+            lease = host.protocol.leases.get(0)
+            assert lease is not None and (lease.version, lease.steps) == (number, steps)
+
+    run(scene)
+
+
 def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
     async def scene() -> None:
         host = StubHost(ME)
@@ -344,7 +373,7 @@ def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
             catching_up = asyncio.ensure_future(host.anchors.catch_up(0, [OTHER]))
         await catching_up
         await exchanging
-        assert "fetch_failed" in host.notes
+        assert host.protocol.steps == 1
         assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1)
 
     run(scene)
@@ -429,6 +458,24 @@ def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
         assert host.notes.count("discarded") == 1
         assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
         assert host.own_tokens.take_lost() == 0
+
+    run(scene)
+
+
+def test_tokens_of_an_exchange_that_is_over_and_not_taken_are_discarded_when_another_history_wins() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.anchors.load()
+        host.parameters["w"].sub_(1.0)
+        await host.rounds.send({0: (1, 10)})
+        await host.context.tasks.until(lambda: host.rounds.arrived([0]))
+        won = host.state(5, torch.full((6,), 3.0))
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=5, digest=won.header.digest), host.now()))
+        host.client.answers = {1: won}
+        await host.anchors.catch_up(0, [OTHER])
+        assert host.rounds.take([0])[0] == 10
+        assert host.own_tokens.applied == {}
 
     run(scene)
 

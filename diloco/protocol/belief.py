@@ -2,7 +2,8 @@
 
 A peer believes what the living syncer has, or has announced; what was authored under a term by whom it believed to hold
 that; and, where it knows nothing of that, what most peers say they have, or what the peer authored in whom most
-believed when they met. Of another history the syncer believes older terms as well, because it weighs the two (`forks`).
+believed when they met. Of another history the syncer believes older terms as well, and what is disputed, because it
+weighs the two (`forks`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from diloco.protocol.messages.heads import Head, Record
 from diloco.protocol.numbers import LEAP
 from diloco.protocol.view import View
 
-__all__ = ["donors", "doubt", "number_to_pass", "unbelieved"]
+__all__ = ["disputants", "donors", "doubt", "number_to_pass", "unbelieved"]
 
 
 def unbelieved(view: View, record: Record, donor: str) -> str | None:
@@ -28,7 +29,7 @@ def unbelieved(view: View, record: Record, donor: str) -> str | None:
         return None
     if _named_by_most(view, record.fragment, head.version, head.digest):
         return None
-    if weighed and _backed_by_most(view, here, head):
+    if weighed and (donor in disputants(view, here) or _backed_by_most(view, here, head)):
         return None
     return (
         f"version {head.version} of fragment {record.fragment} is by {head.author} under term {head.term}, "
@@ -49,6 +50,11 @@ def _backed_by_most(view: View, here: Fragment, head: Head) -> bool:
     others = [m.peer for m in view.members.all() if m.holds and not m.status.gone]
     backers = [one for one in others if one == head.author or term in (here.votes.get(one), here.met.get(one))]
     return 2 * len(backers) > len(others)
+
+
+def disputants(view: View, fragment: Fragment) -> list[str]:
+    """Other peers that say that the syncer of a fragment goes on from a history with less work than their own."""
+    return [member.peer for member in view.members.all() if fragment.index in member.status.disputed]
 
 
 def donors(view: View, fragment: int, version: int) -> list[str]:

@@ -41,8 +41,8 @@ class Exchange:
     """State of one exchange. Once it is DONE, `discarded` says that the swarm went on without this contribution.
 
     Where a contribution `may_be_late`, versions may be published between its base and its merge, as many as the syncer
-    allows. The syncer's own contribution may then be from an older version too, because its anchor moves while it
-    trains.
+    allows. The owner may change its mind about that when its anchor is replaced by one of another history. The syncer's
+    own contribution may then be from an older version too, because its anchor moves while it trains.
     """
 
     fragment: int

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from diloco.protocol.messages.control import Claim, Published
 from diloco.protocol.messages.heads import Record
-from diloco.protocol.numbers import LEAP, leaps_too_far
+from diloco.protocol.numbers import LEAP, at_most, leaps_too_far
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
@@ -29,6 +29,7 @@ __all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable"
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
 AUTHORS = 64  # terms whose holders are remembered
+REMEMBERED = 128  # versions whose digests are kept: so late a contribution may be
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Lease:
     digest: str
     applied_tokens: int = 0
     skipped: int = 0
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to that version."""
+        return at_most(self.version - self.skipped)
 
 
 class Waiting(NamedTuple):
@@ -85,6 +91,10 @@ class Fragment:
         busy: what is being done to the anchor.
         handed_over: this peer leaves and gave the outer state away; a later version would be missing from that.
         closed_at: when the merge that is under way was decided.
+        past: digests of the versions before this one, as far as they were here in a row.
+        lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
+        disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
+        outweighed: peers whose other history was found to have less work than that of the anchor which is here now.
     """
 
     index: int
@@ -107,10 +117,23 @@ class Fragment:
     busy: Busy = Busy.NO
     handed_over: bool = False
     closed_at: float | None = None
+    past: dict[int, str] = field(default_factory=dict)
+    lighter: str = ""
+    disputed_since: float | None = None
+    outweighed: set[str] = field(default_factory=set)
 
-    def move(self, version: int, digest: str, now: float) -> None:
-        """The anchor is at that version now."""
+    def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
+        """The anchor is at that version now: the next one of its history, or by a `leap` one of any history."""
+        past = {} if leap else {**self.past, self.version: self.digest}
+        while len(past) > REMEMBERED:
+            del past[next(iter(past))]
+        self.past = past
+        self.disputed_since, self.outweighed = None, set()
         self.version, self.digest, self.came_at = version, digest, now
+
+    def follows(self, version: int, digest: str) -> bool:
+        """Whether the anchor here is that one, or came from it version by version."""
+        return digest == (self.digest if version == self.version else self.past.get(version))
 
     def ended(self, work: Busy) -> None:
         """That work on the anchor is over, if it was under way."""
@@ -134,7 +157,20 @@ class Fragment:
     @property
     def steps(self) -> int:
         """How many outer steps led to the anchor here."""
-        return self.version - self.skipped
+        return at_most(self.version - self.skipped)
+
+    @property
+    def disputed(self) -> bool:
+        """Whether the fragment's syncer goes on from a history with less work than the one here."""
+        return self.disputed_since is not None
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether the fragment's syncer has the anchor that is here, under a higher number."""
+        lease = self.lease
+        if lease is None or self.syncer is not None or lease.version <= self.version:
+            return False
+        return (lease.digest, lease.steps) == (self.digest, self.steps)
 
     def agrees(self) -> bool:
         """Whether the anchor here is the one that the syncer published last."""
@@ -226,5 +262,5 @@ class LeaseTable:
         del held[fragment]
         if not held:
             del self._held[lease.holder]
-        self._fragments[fragment].lease = None
+        self._fragments[fragment].lease = self._fragments[fragment].disputed_since = None
         self.generation += 1

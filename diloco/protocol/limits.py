@@ -60,8 +60,8 @@ LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 CAUSED_BY_OTHERS: Mapping[str, str] = {
     "claim": "peer", "claim_ignored": "peer", "contribution_broke": "syncer", "digest_mismatch": "",
     "fetch_failed": "donor", "handover_refused": "peer", "inner_state_failed": "donor", "join": "peer", "leave": "peer",
-    "lost": "peer", "lying_donor": "peer", "missing": "", "penalty": "peer", "proved": "peer", "refused": "peer",
-    "refused_us": "peer", "unbelieved": "donor",
+    "lighter_history": "peer", "lost": "peer", "lying_donor": "peer", "missing": "", "penalty": "peer",
+    "proved": "peer", "refused": "peer", "refused_us": "peer", "unbelieved": "donor",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
 
@@ -73,11 +73,11 @@ def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:
 
 
 class Bucket:
-    """Holds `burst`, and fills by `per_s` a second. It is full at first."""
+    """Holds `burst`, and fills by `per_s` a second, which may be set anew. It begins full, or at `now` with `first`."""
 
-    def __init__(self, per_s: float, burst: float) -> None:
+    def __init__(self, per_s: float, burst: float, first: float | None = None, now: float = float("-inf")) -> None:
         self.per_s, self.burst = per_s, burst
-        self._left, self._filled_at = burst, float("-inf")
+        self._left, self._filled_at = burst if first is None else first, now
 
     def left(self, now: float) -> float:
         """What is in it now; below 0 after `delay_s` has lent some."""
@@ -103,8 +103,8 @@ class Bucket:
 class Buckets(Generic[T]):
     """Equal buckets by key. Memory is bounded: full buckets are forgotten, and when none is full, the oldest ones."""
 
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s, self._burst = per_s, burst
+    def __init__(self, per_s: float, burst: float, first: float | None = None) -> None:
+        self._per_s, self._burst, self._first = per_s, burst, first
         self._by_key: dict[T, Bucket] = {}
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class Buckets(Generic[T]):
                 self._by_key = {k: b for k, b in self._by_key.items() if b.left(now) < self._burst}
             while len(self._by_key) >= MAX_PEERS:
                 del self._by_key[next(iter(self._by_key))]
-            bucket = self._by_key[key] = Bucket(self._per_s, self._burst)
+            bucket = self._by_key[key] = Bucket(self._per_s, self._burst, self._first, now)
         return bucket
 
     def take(self, key: T, now: float, amount: float = 1.0) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
-from diloco.protocol.belief import donors
+from diloco.protocol.belief import donors, doubt
 from diloco.protocol.elections import Elector
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
 from diloco.protocol.ledger import Units, difference
@@ -44,7 +44,7 @@ from diloco.protocol.numbers import (
 from diloco.protocol.proofs import convict, disagreements, hear_head
 from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
-from diloco.protocol.succession import catch_ups, to_claim
+from diloco.protocol.succession import catch_ups, settle_disputes, to_claim
 from diloco.protocol.syncer import Syncer
 
 __all__ = ["Peer"]
@@ -140,6 +140,7 @@ class Peer(Elector):
         actions: list[Action] = []
         for peer in self.members.silent(now) if self._pace.looks(now) else ():
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
+        actions += self._tell(now, at_once=True) if settle_disputes(self, now) else []
         actions += self._reconsider(now)
         actions += self._claim_vacant(now)
         actions += self._close_versions(now)
@@ -222,13 +223,13 @@ class Peer(Elector):
             self.accounts.credit(fragment, version, contributors)
         if version == fragment.version and digest != fragment.digest and version > 0:
             self.heals += 1
-        fragment.move(version, digest, now)
+        fragment.move(version, digest, now, leap=contributors is None)
         fragment.closed_at = None  # of a version that was made here
         actions = self._tell(now)
         syncer = fragment.syncer
         if syncer is not None and version >= syncer.version:
             # The contributions that were collected refer to the anchor that was replaced.
-            syncer.advance(version, fragment.merged())
+            syncer.advance(version, fragment.merged(), now)
             fragment.busy = Busy.NO
             if index == CONTROL_FRAGMENT:
                 self.accounts.deal()
@@ -240,6 +241,25 @@ class Peer(Elector):
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
         self.fragments[fragment].ended(Busy.CATCHING_UP)
+
+    def outweighs(self, index: int, donor: str, version: int, digest: str, now: float) -> list[Action]:
+        """The history here goes on, and not that of this donor, which has a certificate of another anchor.
+
+        If the donor is the syncer, it is told so, and fetches the anchor from here. Should it not, and most holders
+        dispute it, the fragment is claimed from it.
+        """
+        fragment = self.fragments[index]
+        fragment.ended(Busy.CATCHING_UP)
+        fragment.outweighed.add(donor)
+        doubt(self, index, donor, version)
+        told: list[Action] = []
+        if fragment.lease is not None and fragment.lease.holder == donor:
+            fragment.lighter = digest
+            if fragment.disputed:
+                return self.tick(now)
+            fragment.disputed_since = now
+            told = self._tell(now, at_once=True)
+        return [Note("lighter_history", {"fragment": index, "peer": donor, "version": version}), *told, *self.tick(now)]
 
     def handed_over(self, fragment: int) -> None:
         """This peer leaves, and gave the fragment's outer state away: later versions would be missing from that."""
@@ -262,7 +282,8 @@ class Peer(Elector):
             return Verdict(accepted=False, reason=reason, version=syncer.version, term=syncer.term)
         share = fragment.shares.get(peer)
         before = None if OTHERS in fragment.shares else 0 if share is None else share.tokens
-        verdict = syncer.offer(peer, header, self.num_trainers(), now, before)
+        carried = fragment.follows(header.base_version, header.base_digest) and not self.over()
+        verdict = syncer.offer(peer, header, self.num_trainers(), now, self.fill_rate(peer), carried, before)
         if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
             self.accounts.dealer.offered(peer, header.units)
         return verdict
@@ -274,8 +295,9 @@ class Peer(Elector):
     def arrived(self, peer: str, fragment: int, now: float, line: Line | None = None) -> list[Action]:
         """The whole payload of a contribution is folded in, and its contributor has signed this line."""
         syncer = self.fragments[fragment].syncer
+        member = self.members.get(peer)
         if syncer is not None:
-            syncer.arrived(peer, line)
+            syncer.arrived(peer, now, 0.0 if member is None else member.began_at, line)
         return self.tick(now)
 
     def published(
@@ -289,7 +311,7 @@ class Peer(Elector):
             return []
         took_s = 0.0 if fragment.closed_at is None else now - fragment.closed_at
         self.sync_s = max(took_s, self.sync_s)
-        syncer.advance(syncer.version + 1)
+        syncer.advance(syncer.version + 1, now=now)
         fragment.record = record
         fragment.move(syncer.version, digest, now)
         self.accounts.credit(fragment, syncer.version, contributors)
@@ -312,6 +334,8 @@ class Peer(Elector):
         grace_ends = []
         for fragment in self.fragments:
             syncer = fragment.syncer
+            if syncer is not None and self.lockstep and syncer.has_late and self.over():
+                syncer.drop_late()
             if syncer is None or fragment.busy is not Busy.NO or fragment.handed_over or not syncer.may_close(now):
                 continue
             if waited_for is None:
@@ -366,5 +390,6 @@ class Peer(Elector):
         claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest, skipped=fragment.skipped))
         actions = self._believe(self.me, claim, now)
         made_by, merged = fragment.contributors(), fragment.merged()
-        fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)
+        opened_at = now if fragment.came_at is None else fragment.came_at
+        fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged, opened_at)
         return [*actions, Hold(index, term), Broadcast(claim)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from diloco.protocol.actions import CatchUp, Renumber
-from diloco.protocol.belief import donors, number_to_pass
+from diloco.protocol.belief import disputants, donors, number_to_pass
 from diloco.protocol.fragment import Busy, Fragment
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "patience_s", "to_claim", "turn"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "patience_s", "settle_disputes", "to_claim", "turn"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -82,12 +82,14 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
         if lease is None or fragment.busy is not Busy.NO or view.vacant(fragment):
             continue
         if lease.holder == view.me:
-            able = tuple(donors(view, fragment.index, fragment.version + 1))
+            able = _with_another_history(view, fragment)
             if not able and (number := number_to_pass(view, fragment.index)):
                 fragment.busy = Busy.CATCHING_UP
                 found.append(Renumber(fragment.index, number))
                 continue
-        elif lease.version < fragment.version or fragment.agrees() or (at_work and fragment.index not in view.followed):
+        elif lease.version < fragment.version or fragment.agrees() or fragment.lighter == lease.digest:
+            continue
+        elif at_work and fragment.index not in view.followed and not fragment.renumbered:
             continue
         else:
             able = (lease.holder,)
@@ -95,3 +97,28 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
             fragment.busy = Busy.CATCHING_UP
             found.append(CatchUp(fragment.index, able, outer=False))
     return found
+
+
+def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:
+    """Peers that may have a history of more work than that of this peer's fragment: of a higher version, or they say
+    that they have.
+    """
+    disputing = [one for one in disputants(view, fragment) if one not in fragment.outweighed]
+    return tuple(dict.fromkeys([*donors(view, fragment.index, fragment.version + 1), *disputing]))
+
+
+def settle_disputes(view: View, now: float) -> bool:
+    """A syncer that goes on for long from a history with less work, as most holders find, counts as gone here.
+
+    Returns whether one does.
+    """
+    settled = False
+    for fragment in view.fragments:
+        holder = None if fragment.lease is None else view.members.get(fragment.lease.holder)
+        if fragment.disputed_since is None or holder is None or now - fragment.disputed_since <= holder.silence_s():
+            continue
+        others = [one for one in view.able() if one != holder.peer]
+        if 2 * len({*disputants(view, fragment), view.me}.intersection(others)) > len(others):
+            view.leases.vacate(fragment.index)
+            settled = True
+    return settled

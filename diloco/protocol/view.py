@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import inf
 from statistics import median_low
 from typing import Any
 
@@ -18,10 +19,11 @@ from diloco.protocol.messages.control import Claim, Figures, Hello, Published, S
 from diloco.protocol.messages.heads import Proof
 from diloco.protocol.numbers import MAX_COUNT, within_bounds
 from diloco.protocol.pace import Pace
-from diloco.protocol.penalties import Penalties, implausible
+from diloco.protocol.penalties import Penalties
 from diloco.protocol.rendezvous import assign, score
 from diloco.protocol.states import STATES, State
 from diloco.protocol.syncer import SYNC, Syncer
+from diloco.protocol.work import fill_rate, impossible
 
 __all__ = ["View"]
 
@@ -140,6 +142,7 @@ class View:
             state=self.state, versions=self.versions, marks=b"".join(mark(digest) for digest in self.digests),
             inner_step=inner_step, target_steps=target_steps, steps_per_s=steps_per_s, tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
+            disputed=[fragment.index for fragment in self.fragments if fragment.disputed],
             figures=Figures(**self._figures) if figures else None,
         )  # fmt: skip
 
@@ -214,15 +217,17 @@ class View:
             return f"a control stream does not carry {type(message).__name__}"
         return message.misfit(len(self.fragments))
 
-    def implausible(self, peer: str, header: Contribution, now: float) -> str | None:
+    def implausible(self, header: Contribution) -> str | None:
         """What cannot be true of a contribution's claims, in one line; None when they can be."""
-        member = self.members.get(peer)
-        pace = 0.0 if member is None else member.status.steps_per_s
-        fragment = self.fragments[header.fragment] if header.fragment < len(self.fragments) else None
-        since_base_s = None
-        if fragment is not None and fragment.came_at is not None and member is not None:
-            since_base_s = now - fragment.came_at if fragment.version == header.base_version else None
-        return implausible(header, self.tokens_per_step, self.outer.sync_every, pace, since_base_s)
+        return impossible(header, self.tokens_per_step, self.outer.sync_every)
+
+    def fill_rate(self, peer: str) -> float:
+        """How many inner steps per second a peer may claim, by the paces of the others; this peer believes itself."""
+        if peer == self.me:
+            return inf
+        others = (member for member in self.members.all() if member.trains and member.status.counted_in)
+        mine = [self._myself.pace] if self.trains and self._myself is not None else []
+        return fill_rate([*mine, *(member.pace for member in others if member.peer != peer)])
 
     # -- when to train ------------------------------------------------------------------------------------------------
 
@@ -373,11 +378,13 @@ class View:
 
     def swarm_clock(self) -> tuple[int, int]:
         """Fewest outer steps of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
-        newest = (
-            f.steps if f.lease is None else max(f.steps, f.lease.version - f.lease.skipped) for f in self.fragments
-        )
+        newest = (f.steps if f.lease is None else max(f.steps, f.lease.steps) for f in self.fragments)
         control = self.fragments[CONTROL_FRAGMENT].lease
         return min(newest), max(self.applied_tokens, 0 if control is None else control.applied_tokens)
+
+    def over(self) -> bool:
+        """Whether a peer is done with training, so that in lockstep there is no next version."""
+        return "done" in (self.state, *(member.status.state for member in self.members.all()))
 
     def ended_as_one(self) -> bool:
         """Whether all peers that train are done, and (where they do not end in lockstep) all have the same anchors."""

@@ -21,10 +21,6 @@ __all__ = ["FLAP_S", "SHAPES", "pairs", "split_scenario"]
 
 SHAPES = ("lone", "halves", "thirds", "one_way", "flap", "election")
 FLAP_S = 3.0
-WORK_WINS = False
-"""Whether `fuzz_protocol --splits` demands that the history with more work wins. Today it wins if most peers are on its
-side; else the syncer in whom most believe goes on, whatever work others have.
-"""
 
 
 def split_scenario(seed: int) -> Scenario:
@@ -54,8 +50,6 @@ def split_scenario(seed: int) -> Scenario:
         pieces=r.random() < 0.3,
         closed=False,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
-        work_wins=WORK_WINS,
-        splits=True,
     )
 
 

@@ -105,6 +105,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
         units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
+        disputed: fragments whose syncer goes on from a history with less work than the one here (see `forks`).
         figures: only in a heartbeat; None says that those of the last heartbeat still hold.
     """
 
@@ -116,6 +117,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
     steps_per_s: Rate = 0.0
     tokens: Tokens = 0
     units: FewUnits = Field(default_factory=list)
+    disputed: Annotated[list[Index], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
     figures: Figures | None = None
 
     @property
@@ -144,8 +146,8 @@ class Status(Message, kind="status", place=Place.CONTROL):
         return self.marks[fragment * MARK_BYTES : (fragment + 1) * MARK_BYTES]
 
     def misfit(self, fragments: int) -> str | None:
-        """A status names a version of each fragment."""
-        said = len(self.versions)
+        """A status names a version of each fragment, and disputes no other ones."""
+        said = max([len(self.versions), *(fragment + 1 for fragment in self.disputed)])
         return None if said == fragments else f"a status of {said} fragments, and the run has {fragments}"
 
 

@@ -3,7 +3,7 @@
 1. Contributor: header. Syncer: verdict, which says from which chunk on it wants the payload.
 2. Contributor: payload chunk by chunk, each encoded just before it is sent. At a barrier the syncer validates each
    chunk on arrival and folds it in. With a quorum it collects the whole payload first, because the version may close
-   at any moment.
+   at any moment; so it does at a barrier with what comes late.
 3. Contributor: its signed line, with the root over the whole payload. It encodes once more what an earlier stream
    carried. Syncer: receipt, if the line is about the payload that is here. Both wait for the version to close.
 4. Syncer: the update record, or several in a row if other versions were published meanwhile, or the state if that is
@@ -14,6 +14,7 @@ The syncer's own contribution takes the same way through `fold_chunk` or `fold_w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -106,7 +107,7 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     version closed without this contribution, or the fragment got another syncer.
     """
     protocol, fragment = context.protocol, header.fragment
-    claim = protocol.implausible(stream.peer, header, context.now())
+    claim = protocol.implausible(header)
     if claim is not None:
         raise Offence(claim)
     verdict = protocol.offer(stream.peer, header, context.now())
@@ -116,14 +117,21 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
     assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
     await stream.send(verdict)
+    collects = syncer.collects(stream.peer)
     with only_stream(context.contributing, fragment, stream):  # an older one holds payload, and its peer is gone
         before = await _take(context, stream, header, verdict, syncer, before)
     await stream.send(Receipt())
-    await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not context.holds(syncer))
+    await context.tasks.until(
+        lambda: (
+            protocol.fragments[fragment].version > before
+            or not context.holds(syncer)
+            or not syncer.keeps(stream.peer, header.base_version)
+        )
+    )
     closed_at = protocol.fragments[fragment].closed_at
     if records := context.records_since(fragment, header.base_version):
         await framing.send_records(stream, records, context.replica)
-    elif syncer.folds_whole and context.holds(syncer):
+    elif collects and context.holds(syncer):
         await framing.send_state(stream, await freeze(fragment), context.replica)
     else:
         raise _another_syncer(fragment)
@@ -139,7 +147,7 @@ async def _take(
     if syncer.line(stream.peer) is not None:
         await _receive_line(stream, header)  # the payload is here with its line, from a stream that broke later
         return before
-    if syncer.folds_whole:
+    if syncer.collects(stream.peer):
         return await _collect(context, stream, syncer, header)
     await _fold_on_arrival(context, stream, syncer, header, verdict.first_chunk)
     return before
@@ -179,13 +187,17 @@ async def _fold_on_arrival(
 
 
 async def _collect(context: Context, stream: Stream, syncer: Syncer, header: Contribution) -> int:
-    """With a quorum: receive a contribution whole and fold it in; returns the version that it was not in yet."""
+    """Receive a contribution whole and fold it in; returns the version that it was not in yet.
+
+    It is folded in as soon as the steps that it claims are paid for, and not while the version is closing.
+    """
     fragment = syncer.fragment
     chunks = range(len(context.replica.chunks[fragment]))
     payloads = [await _receive_chunk(context, stream, fragment, chunk) for chunk in chunks]
     if not context.holds(syncer):
         raise _another_syncer(fragment)
     line = await _receive_line(stream, header)
+    await asyncio.sleep(max(0.0, syncer.counts_at(stream.peer) - context.now()))
     async with context.locks[fragment].writing():
         with offences():
             before = await fold_whole(context, syncer, stream.peer, header, payloads, line)
@@ -262,7 +274,7 @@ async def fold_whole(
     held, before = context.replica.held.get(syncer.fragment), context.protocol.fragments[syncer.fragment].version
     if held is None or not context.holds(syncer):
         return None
-    tally = await in_thread(held.tally, payloads)
+    seen, tally = await in_thread(held.seen, payloads)
     if line is None:
         line = line_of(context, header, tally)
     else:
@@ -270,8 +282,14 @@ async def fold_whole(
     if not context.holds(syncer) or not syncer.wants(peer, 0, header.base_version):
         return None
     weight, discount = syncer.weight(peer), syncer.discount(peer)
+    if context.protocol.outer.barrier:  # the others' chunks go into the same sums in this thread
+        for chunk, payload in enumerate(payloads):
+            held.put(chunk, peer, payload, weight, discount)
+            syncer.folded(peer)
+        context.do(context.protocol.arrived(peer, syncer.fragment, context.now(), line))
+        return before
     for _ in payloads:
         syncer.folded(peer)
     context.do(context.protocol.arrived(peer, syncer.fragment, context.now(), line))
-    await in_thread(held.fold_whole, payloads, tally.norms, weight, discount)
+    await in_thread(held.fold_whole, payloads, seen, weight, discount)
     return before

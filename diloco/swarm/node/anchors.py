@@ -6,7 +6,7 @@ reads or moves an anchor holds the fragment's lock until the thread has ended an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeGuard
@@ -21,10 +21,13 @@ from diloco.protocol.forks import goes_on, renumbered
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.heads import shares_digest
 from diloco.protocol.limits import LONGEST_DOUBT_S
+from diloco.protocol.messages.bulk import Anchor
 from diloco.protocol.messages.heads import Record
 from diloco.protocol.numbers import leaps_too_far
 from diloco.protocol.penalties import Offence
 from diloco.protocol.shares import Share
+from diloco.protocol.states import STATES
+from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.certificates import Unbelieved, check_follows
 from diloco.swarm.conversations.context import Context
@@ -48,8 +51,7 @@ class Anchors:
         self._context = context
         self._protocol = context.protocol
         self._replica = context.replica
-        outer = context.replica.settings
-        self._keeps_bases = context.protocol.trains and (outer.staleness_limit > 0 or outer.round_late)
+        self._outer = context.replica.settings
         self._refused: dict[tuple[int, str], tuple[float, float]] = {}  # until when, and for how long
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
@@ -215,7 +217,7 @@ class Anchors:
 
     async def _apply(self, record: UpdateRecord) -> str:
         header = record.header
-        await self.about_to_move(header.fragment)
+        await self.about_to_move(header.fragment, header.contributors)
         self._protocol.accounts.hear_data_cursor(header.head)
         step = OuterStep(header.version - 1, len(header.lines), header.head.pushes, header.head.delay)
         digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
@@ -225,21 +227,24 @@ class Anchors:
     async def adopt_state(self, state: FragmentState) -> None:
         """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer.
 
-        A syncer takes one of another history over if that has more work than its own (see `protocol.forks`).
+        One of another history is taken over if that goes on (see `protocol.forks`), by the syncer under a number above
+        both.
         """
-        fragment, version = state.header.fragment, state.header.version
-        here = self._protocol.fragments[fragment]
-        async with self._context.locks[fragment].writing():
-            self._check_free(fragment)
-            if version < here.version + (here.syncer is not None):
-                raise PayloadError(f"version {version} is not newer than what is here")
-            if leaps_too_far(here.version, version):
-                raise PayloadError(f"no run gets from version {here.version} to version {version}")
-            if here.syncer is not None and not goes_on(state.header, here):
-                self._context.note("lighter_history", fragment=fragment, peer=state.donor, version=version)
-                doubt(self._protocol, fragment, state.donor, version)
-                self._protocol.catch_up_failed(fragment)
+        header, here = state.header, self._protocol.fragments[state.header.fragment]
+        async with self._context.locks[here.index].writing():
+            self._check_free(here.index)
+            if leaps_too_far(here.version, header.version):
+                raise PayloadError(f"no run gets from version {here.version} to version {header.version}")
+            other, syncer, now = header.digest != here.digest, here.syncer, self._context.now()
+            if other and not goes_on(header, here, state.donor):
+                kept = self._protocol.outweighs(here.index, state.donor, header.version, header.digest, now)
+                self._context.do(kept)
                 return
+            if other and syncer is not None and header.version <= here.version:
+                record = await self._number(syncer, header, state.anchor, here.version + 1)
+                state = replace(state, header=header.model_copy(update={"record": record}))
+            if state.header.version < here.version + (syncer is not None):
+                raise PayloadError(f"version {header.version} is not newer than what is here")
             await self._context.tasks.complete(self._replace(state))
 
     async def renumber(self, fragment: int, above: int) -> None:
@@ -252,15 +257,24 @@ class Anchors:
                 return
             self._replica.renumber(fragment, above + 1)
             held.restart(above + 1)
-            held.root = await in_thread(state_root, held.master, held.state)
-            if not self._context.holds(syncer):
+            try:
+                record = await self._number(syncer, here, held.master, above + 1)
+            except PayloadError:
                 self._protocol.catch_up_failed(fragment)
                 return
-            window = (held.root, held.state.pushes, held.state.delay)
-            record = renumbered(self._protocol, here, syncer.term, above + 1, window)
-            self._context.records.pop(fragment, None)
             self._renumbered(here, record)
         self._context.note("renumbered", fragment=fragment, version=here.version, skipped=here.skipped)
+
+    async def _number(self, syncer: Syncer, anchor: Fragment | Anchor, master: Tensor, number: int) -> Record:
+        """As syncer, sign a higher number for an anchor; `PayloadError` when the lease is lost meanwhile."""
+        held = self._replica.held[syncer.fragment]
+        held.state.settle_(number)
+        root = await in_thread(state_root, master, held.state)
+        if not self._context.holds(syncer):
+            raise PayloadError(f"fragment {syncer.fragment} has another syncer now")
+        held.root = root
+        self._context.records.pop(syncer.fragment, None)
+        return renumbered(self._protocol, anchor, syncer.term, number, (root, held.state.pushes, held.state.delay))
 
     def _renumbered(self, here: Fragment, record: Record) -> None:
         """The anchor that is here has a higher number. The lock is held."""
@@ -277,7 +291,8 @@ class Anchors:
         if here.syncer is None and state.outer is None and _only_renumbers(header.record, here):
             self._renumbered(here, header.record)
             return
-        await self.about_to_move(fragment)
+        base, _ = self.loaded[fragment]
+        await self.about_to_move(fragment, [peer for peer, share in header.shares.items() if share.last_version > base])
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
         outer = state.outer if await in_thread(intact, state) else None
         if state.outer is not None and outer is None and header.record is not None:
@@ -292,11 +307,15 @@ class Anchors:
             fragment, header.version, header.digest, outer is not None, shares=header.shares, record=header.record
         )
 
-    async def about_to_move(self, fragment: int) -> None:
+    async def about_to_move(self, fragment: int, contributors: Collection[str]) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
         the next version is there. The lock is held.
+
+        At one barrier of all, nothing of it is needed once this peer is among the contributors.
         """
-        if self._keeps_bases:
+        outer, protocol = self._outer, self._protocol
+        settled = outer.lockstep and (protocol.me in contributors or not STATES[protocol.state].in_round)
+        if protocol.trains and (outer.carries_late or outer.round_late) and not settled:
             await in_thread(self._replica.keep_base, fragment)
 
     def moved(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from diloco.errors import PayloadError
 from diloco.swarm.conversations.context import Context
@@ -61,7 +62,7 @@ class Backups:
             if not isinstance(state, FragmentState) or state.outer is None or not await in_thread(intact, state):
                 return
             if self._keeps_up and state.header.version > here.version:  # from here on the updates are fetched
-                await self._anchors.adopt_state(FragmentState(state.header, state.anchor))
+                await self._anchors.adopt_state(replace(state, outer=None))
             async with lock.writing():
                 if here.syncer is None:
                     replica.stand_by(fragment, state.outer[1])

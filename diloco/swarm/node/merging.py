@@ -56,7 +56,7 @@ class Merging:
         """False when the lease was lost meanwhile. `held` stays what it is, even if the lease comes back."""
         fragment, accounts = self._protocol.fragments[close.fragment], self._protocol.accounts
         judged = None
-        await self._anchors.about_to_move(fragment.index)
+        await self._anchors.about_to_move(fragment.index, close.contributors)
         if held.staged is not None and self._context.holds(syncer):
             close, judged = await self._judge(close, syncer, held, held.staged)
         if not self._context.holds(syncer):
@@ -102,7 +102,7 @@ class Merging:
 
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""
-        judged = await in_thread(held.judge, syncer.weights(close.contributors))
+        judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         close = self._without_opposed(close, syncer, *judged)
         if not self._replica.settings.spot_check:
             return close, judged
@@ -110,7 +110,7 @@ class Merging:
         if not failing or not self._context.holds(syncer):
             return close, judged
         close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
-        judged = await in_thread(held.judge, syncer.weights(close.contributors))
+        judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         return self._without_opposed(close, syncer, *judged), judged
 
     def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:

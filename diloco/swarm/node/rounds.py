@@ -141,7 +141,7 @@ class Rounds:
         steps, tokens = count
         exchange = Exchange(
             fragment, *self._anchors.loaded[fragment], steps, tokens, self._protocol.manifest_hash,
-            may_be_late=self._settings.staleness_limit > 0, begun_at=self._context.now(),
+            may_be_late=self._settings.carries_late, begun_at=self._context.now(),
         )  # fmt: skip
         if fragment == CONTROL_FRAGMENT:
             exchange.units = self._units.data.send()
@@ -209,6 +209,9 @@ class Rounds:
         while True:
             lease, version = protocol.live_lease(fragment), protocol.fragments[fragment].version
             merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
+            if protocol.lockstep:  # an anchor that was fetched may be of another history
+                here = protocol.fragments[fragment]
+                exchange.may_be_late = here.follows(exchange.base_version, exchange.base_digest)
             match exchange.next_step(lease, version, self._context.now(), retry_at, merged):
                 case Step.DONE:
                     return
@@ -291,11 +294,12 @@ class Rounds:
             if not verdict.late:
                 await self._context.tasks.pause(RETRY_S)
             return
+        whole = True
         try:
             if syncer.line(me) is not None:
                 pass  # it is here, and its flight was interrupted
-            elif not syncer.folds_whole:
-                await self._fold_chunks(syncer, header, verdict.first_chunk)
+            elif not syncer.collects(me):
+                whole = await self._fold_chunks(syncer, header, verdict.first_chunk)
             elif (folded_before := await self._fold_whole(syncer, header)) is not None:
                 before = folded_before
             else:
@@ -307,10 +311,14 @@ class Rounds:
             raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None
         waiting_since = self._context.now()
         await self._context.tasks.until(
-            lambda: protocol.fragments[fragment].version > before or not self._context.holds(syncer)
+            lambda: (
+                protocol.fragments[fragment].version > before
+                or not self._context.holds(syncer)
+                or (whole and not syncer.keeps(me, exchange.base_version))
+            )
         )
         seconds.wait += self._context.now() - waiting_since
-        if syncer.version == before + 1:
+        if whole and syncer.version == before + 1:  # else it is late now
             exchange.recorded(syncer.last_contributors, me)
 
     def _header(self, exchange: Exchange, lease: Lease) -> Contribution:
@@ -318,21 +326,22 @@ class Rounds:
         return exchange.header(lease, self._context.now(), 0 if share is None else share.tokens)
 
     async def _fold_whole(self, syncer: Syncer, header: Contribution) -> int | None:
-        """With a quorum: fold in all of it. Returns the version that it was not in yet; None when it is not wanted."""
+        """Fold in all of it at once. Returns the version that it was not in yet; None when it is not wanted."""
         fragment = syncer.fragment
         async with self._context.locks[fragment].writing():
             chunks = range(len(self._replica.chunks[fragment]))
             payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
             return await fold_whole(self._context, syncer, self._protocol.me, header, payloads)
 
-    async def _fold_chunks(self, syncer: Syncer, header: Contribution, first_chunk: int) -> None:
-        """At a barrier: fold in chunk by chunk, until the version closes without this peer."""
+    async def _fold_chunks(self, syncer: Syncer, header: Contribution, first_chunk: int) -> bool:
+        """At a barrier: fold in chunk by chunk; False when the version closes meanwhile, without this peer."""
         me, fragment = self._protocol.me, syncer.fragment
         for chunk in range(first_chunk, len(self._replica.chunks[fragment])):
             if not self._context.holds(syncer) or not syncer.wants(me, chunk, header.base_version):
-                return
+                return False
             fold_chunk(self._context, syncer, me, chunk, self._replica.encode(fragment, chunk))
             if chunk + 1 < len(self._replica.chunks[fragment]):
                 await asyncio.sleep(0)  # lets the others' chunks in
         line = line_of(self._context, header, self._replica.held[fragment].tallies[me])
         self._context.do(self._protocol.arrived(me, fragment, self._context.now(), line))
+        return True

@@ -86,6 +86,25 @@ def test_a_peer_that_holds_nothing_is_elected_by_nobody() -> None:
     assert holder_of(peer) != ("e", 9)
 
 
+def test_of_two_that_claim_one_term_the_one_of_most_stays_whoever_ranks_first() -> None:
+    for rival in ("h", "e"):
+        first = "e" if rival == "h" else "h"
+        peer = follower("a", "b", "c", "e", holder=rival)
+        for voter in ("a", "b", "c"):
+            peer.heard(voter, Vote(fragment=0, term=3, holder=rival), 1.0)
+        peer.heard(first, claim_of(3), 1.0)
+        for turn in range(5):
+            peer.tick(1.0 + turn)
+            assert holder_of(peer) == (rival, 3)
+
+
+def test_who_says_that_it_gave_way_claims_no_more() -> None:
+    peer = follower("a", "b", "c", "e")
+    peer.heard("h", Vote(fragment=0, term=3, holder="e"), 1.0)
+    peer.heard("e", claim_of(3), 1.0)
+    assert holder_of(peer) == ("e", 3) and "h" not in peer.fragments[0].claims
+
+
 def test_a_claim_that_came_early_is_believed_when_the_holder_goes() -> None:
     """The claimant has noticed before this peer that the holder is dead."""
     peer = follower("x")

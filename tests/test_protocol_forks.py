@@ -6,13 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.protocol.forks import goes_on, outweighs
-from diloco.protocol.fragment import Fragment
+from diloco.protocol.fragment import Fragment, Lease
 from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.shares import Share
-from diloco.protocol.syncer import Syncer
 from tests.protocol_helpers import digest_of, record_of
 
-ZERO, ONE, TWO = (digest_of(version) for version in range(3))
+ONE, TWO = digest_of(1), digest_of(2)
 
 
 def shares(**tokens: int) -> dict[str, Share]:
@@ -57,16 +56,16 @@ def test_no_number_of_tokens_that_one_peer_claims_outweighs_three_others(claimed
     assert outweighs(shares(b=100, c=100, d=100), shares(a=claimed))
 
 
-def test_nobody_goes_on_from_the_newest_version_under_an_older_term() -> None:
-    here = Fragment(0, 2, ONE, shares=shares(a=10, b=10), record=record_of(2, ZERO, ONE, {"a": 5}, term=3))
-    here.syncer = Syncer(0, 3, 2)
+def test_of_equal_histories_that_of_the_syncer_goes_on_and_terms_do_not_count() -> None:
+    here = Fragment(0, 2, ONE, shares=shares(a=10, b=10), lease=Lease(0, "h", 3, 5, TWO))
 
-    def theirs(term: int, **tokens: int) -> StateHeader:
-        record = record_of(5, ONE, TWO, {"a": 5}, term=term, author="a")
+    def theirs(**tokens: int) -> StateHeader:
+        record = record_of(5, ONE, TWO, {"a": 5}, term=2, author="a")
         return StateHeader(fragment=0, digest=TWO, record=record, shares=shares(**tokens), outer=False)
 
-    assert goes_on(theirs(3, a=20, b=10), here, "c") and not goes_on(theirs(2, a=20, b=10), here, "c")
-    assert goes_on(theirs(2, a=30, b=5), here, "c"), "it parted from this one earlier"
+    assert goes_on(theirs(a=20, b=10), here, "h") and goes_on(theirs(a=20, b=10), here, "x")
+    assert goes_on(theirs(a=20), here, "h") is False, "b did as much, and is left out"
+    assert goes_on(theirs(a=10, b=10), here, "h") and not goes_on(theirs(a=10, b=10), here, "x")
 
 
 def test_of_two_peers_that_parted_the_one_that_did_more_goes_on() -> None:

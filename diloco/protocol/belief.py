@@ -29,7 +29,9 @@ def unbelieved(view: View, record: Record, donor: str) -> str | None:
         return None
     if _named_by_most(view, record.fragment, head.version, head.digest):
         return None
-    if weighed and (donor in disputants(view, here) or _backed_by_most(view, here, head)):
+    if here.syncer is not None and donor in disputants(view, here):
+        return None
+    if weighed and _backed_by_most(view, here, head):
         return None
     return (
         f"version {head.version} of fragment {record.fragment} is by {head.author} under term {head.term}, "

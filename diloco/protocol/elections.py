@@ -50,10 +50,11 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
         return True
     if lease is None or view.vacant(fragment):
         return not (view.opened and fragment.authors) or _in_order(view, fragment, peer, now)
-    return claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S
+    at_once = claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S
+    return at_once and not decided(view, fragment, lease.holder, lease)
 
 
-def decided(view: View, fragment: Fragment, peer: str, claim: Claim) -> bool:
+def decided(view: View, fragment: Fragment, peer: str, claim: Claim | Lease) -> bool:
     """Whether others have decided that this peer holds the term: most of the living holders, or the holder itself."""
     lease = view.live_lease(fragment.index)
     if lease is not None and fragment.votes.get(lease.holder) == (claim.term, peer):
@@ -65,7 +66,7 @@ def decided(view: View, fragment: Fragment, peer: str, claim: Claim) -> bool:
     return 2 * len(agree) > len(holders) or gives_way(view, fragment, peer, claim)
 
 
-def gives_way(view: View, fragment: Fragment, peer: str, claim: Claim) -> bool:
+def gives_way(view: View, fragment: Fragment, peer: str, claim: Claim | Lease) -> bool:
     """Whether this peer, which holds the fragment, leaves it to another that holds it too: two histories have met.
 
     The one whom more holders believe stays; of two equal ones that with the higher term, then the first in order. Who
@@ -144,7 +145,7 @@ class Elector(View):
             self.accounts.hear_data_cursor(claim)
         if not changed:
             return []
-        if before is not None and before.holder not in (peer, self.me) and before.holder in self.members:
+        if before is not None and before.holder not in (peer, self.me) and self._claims(fragment, before):
             # It may hold the fragment in the eyes of all others.
             fragment.claims.setdefault(before.holder, Waiting(self._claim_again(before), 0))
         actions: list[Action] = [
@@ -161,6 +162,11 @@ class Elector(View):
                 self.accounts.dealer.ledger = None
             actions.append(Release(claim.fragment))
         return actions
+
+    def _claims(self, fragment: Fragment, lease: Lease) -> bool:
+        """Whether another peer that was believed to hold a lease still says so, as far as was heard."""
+        own = (lease.term, lease.holder)
+        return lease.holder in self.members and fragment.votes.get(lease.holder, own) == own
 
     def _claim_again(self, lease: Lease) -> Claim:
         """The claim from which this peer knows a lease, at the version that its holder published last."""

@@ -48,17 +48,9 @@ def outweighs(one: Mapping[str, Share], other: Mapping[str, Share]) -> bool:
 
 
 def goes_on(theirs: Anchor, here: Fragment, donor: str) -> bool:
-    """Whether an anchor of another history is taken over here. Of equal histories, that of the syncer goes on.
-
-    A syncer takes one of an older term over only if its history parted, because nobody goes on from the newest version
-    after another peer was elected.
-    """
+    """Whether an anchor of another history is taken over here. Of equal histories, that of the syncer goes on."""
     if here.lease is not None and here.lease.holder == donor:
         return not outweighs(here.shares, theirs.shares)
-    newest = 0 if here.record is None else here.record.head.term
-    older = here.syncer is not None and theirs.record is not None and theirs.record.head.term < newest
-    if older and not _leads(here.shares, theirs.shares):
-        return False
     return outweighs(theirs.shares, here.shares)
 
 

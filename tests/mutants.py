@@ -188,9 +188,9 @@ MUTANTS = [
     Mutant(
         "higher-version-wins",
         "The history of more versions replaces one of more work: that of a fast peer which was alone.",
-        "diloco.swarm.node.anchors",
-        "        return not outweighs(state.header.shares, here.shares)\n",
-        "        return state.header.version < here.version\n",
+        "diloco.protocol.forks",
+        "    return outweighs(theirs.shares, here.shares)\n",
+        "    return theirs.version >= here.version\n",
         test="tests/test_fuzz.py::test_a_fast_peer_that_was_alone_does_not_overwrite_the_work_of_the_others",
     ),
     Mutant(

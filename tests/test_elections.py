@@ -87,15 +87,15 @@ def test_a_peer_that_holds_nothing_is_elected_by_nobody() -> None:
 
 
 def test_of_two_that_claim_one_term_the_one_of_most_stays_whoever_ranks_first() -> None:
-    for rival in ("h", "e"):
-        first = "e" if rival == "h" else "h"
-        peer = follower("a", "b", "c", "e", holder=rival)
+    for ours, rival in [("h", "e"), ("e", "h")]:
+        others = [name for name in "eh" if name != ours]
+        peer = follower("a", "b", "c", *others, holder=ours)
         for voter in ("a", "b", "c"):
-            peer.heard(voter, Vote(fragment=0, term=3, holder=rival), 1.0)
-        peer.heard(first, claim_of(3), 1.0)
+            peer.heard(voter, Vote(fragment=0, term=3, holder=ours), 1.0)
+        peer.heard(rival, claim_of(3), 1.0)
         for turn in range(5):
             peer.tick(1.0 + turn)
-            assert holder_of(peer) == (rival, 3)
+            assert holder_of(peer) == (ours, 3)
 
 
 def test_who_says_that_it_gave_way_claims_no_more() -> None:

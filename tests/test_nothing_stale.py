@@ -105,7 +105,7 @@ class Reader:
             self.reads[life.owner] = before = []
             self._check_moments(life, read)
         for fragment in range(FRAGMENTS):
-            if not before or before[-1].loaded[fragment] != loaded[fragment]:
+            if not before or before[-1].loaded[fragment][1] != loaded[fragment][1]:  # a number alone loads nothing
                 self._check_parameters(life, fragment, loaded[fragment])
             self._check_base(life, fragment, read, before)
         self._check_clock(life, read)

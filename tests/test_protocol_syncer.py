@@ -13,9 +13,10 @@ from diloco.config import OuterConfig
 from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Status
+from diloco.protocol.offers import Close
 from diloco.protocol.patience import FLOOR_S, PAUSE_LIMIT_S, PAUSE_RATE
 from diloco.protocol.states import State
-from diloco.protocol.syncer import Close, Syncer
+from diloco.protocol.syncer import Syncer
 from tests.protocol_helpers import CHUNKS, MANIFEST
 
 TERM, VERSION = 3, 7

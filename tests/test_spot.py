@@ -25,7 +25,8 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.protocol.ledger import Units
 from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.syncer import Close, Syncer
+from diloco.protocol.offers import Close
+from diloco.protocol.syncer import Syncer
 from diloco.sim.run import Simulated, simulate
 from diloco.swarm.conversations.units import LeasedData
 from diloco.swarm.node.spot import BETA, SEQUENCES, Score, SpotChecks

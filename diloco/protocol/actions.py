@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco.protocol.messages import Message
-from diloco.protocol.syncer import Close
+from diloco.protocol.offers import Close
 
 __all__ = [
     "Action",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from diloco.config import OuterConfig
@@ -28,57 +28,17 @@ from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Contribution, Verdict
 from diloco.protocol.messages.heads import MAX_LINES, Line
 from diloco.protocol.numbers import MAX_TOKENS, at_most
+from diloco.protocol.offers import Close, Offer
 from diloco.protocol.patience import Arrival, Patience, about_to_send, active, grace_s
 from diloco.protocol.work import Credit, Weights
 
-__all__ = ["SYNC", "Close", "Syncer"]
+__all__ = ["SYNC", "Syncer"]
 
 COUNTED = 1024  # versions since each of which contributions are counted
 WAITING_S = 5.0  # A peer that has waited longer than this may wait for ever.
 LATE_EXPONENT = 0.5  # at a barrier: a contribution that is s rounds late counts (1 + s) ** -LATE_EXPONENT
 
 SYNC = OuterConfig(method="diloco", sync_every=1)  # all expected peers at a barrier, a Nesterov step per version
-
-
-@dataclass(frozen=True)
-class Close:
-    """Decision to make the next version out of these whole contributions.
-
-    Attributes:
-        contributors: the tokens of each contribution.
-        missing: peers that were expected and are left out.
-        delay: contributions per momentum step, if a window of a windowed optimizer begins with this version (Delayed
-            Nesterov, arXiv 2401.09135, Algorithm 3: N changes between two momentum steps only).
-    """
-
-    fragment: int
-    base_version: int
-    contributors: Mapping[str, int]
-    missing: tuple[str, ...]
-    delay: int = 1
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all contributions together."""
-        return sum(self.contributors.values())
-
-
-@dataclass
-class _Offer:
-    base_version: int
-    tokens: int
-    steps: int
-    chunks: int = 0
-    whole: bool = False
-    line: Line | None = None  # once it is whole
-    collects: bool = False  # its payload is collected whole, then folded in
-    late: bool = False  # it missed its version
-    counts_at: float = 0.0  # when its steps are paid for; see `Credit`
-    polled: int = 0  # chunks at the last poll
-    progress_at: float = 0.0
-    taken_at: float = 0.0  # when the peer took its pseudo-gradient
-    arrival: Arrival | None = None
-    units: Units = field(default_factory=list)
 
 
 class Syncer:
@@ -121,7 +81,7 @@ class Syncer:
         self.last_staleness = 0.0
         self.grace_until: float | None = None
         self._settings = settings
-        self._offers: dict[str, _Offer] = {}
+        self._offers: dict[str, Offer] = {}
         # By peer: base version of its newest contribution that is merged; that was left out, or is half merged.
         self._merged, self._spent = dict(merged), dict[str, int]()
         # Contributions merged until each version; of versions that others made one is counted each.
@@ -178,7 +138,7 @@ class Syncer:
                 late=late and not merged,
             )  # fmt: skip
         if known is None:
-            known = self._offers[peer] = _Offer(header.base_version, header.tokens, header.steps)
+            known = self._offers[peer] = Offer(header.base_version, header.tokens, header.steps)
         # Other numbers come from a peer that restarted; each chunk has a weight of its own.
         known.base_version, known.tokens, known.steps = header.base_version, header.tokens, header.steps
         known.units, known.taken_at = union(header.units), now - header.age_s

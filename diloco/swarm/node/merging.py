@@ -12,8 +12,9 @@ from diloco.outer.robust import Judgement
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.heads import lines_digest, shares_digest, sign_head
 from diloco.protocol.messages.heads import Head, Record
+from diloco.protocol.offers import Close
 from diloco.protocol.shares import clock_of
-from diloco.protocol.syncer import Close, Syncer
+from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
 from diloco.swarm.conversations.tasks import in_thread

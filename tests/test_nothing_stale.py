@@ -293,6 +293,7 @@ def test_whatever_changes_nothing_that_training_reads_is_stale(
         ),  # the last fragment was never merged from the joiner
         ("staggered", 3490, ["resume", "join", "resume"], False),  # nor from the one that came back
         ("async", 4597, ["join", "join", "hand over"], False),  # the learning rate was that before a long exchange
+        ("async", 8794, ["join", "hand over", "join"], True),  # the heir did not wait for the leaver's last version
         ("staggered", 1832, ["resume", "resume", "join"], True),  # two fragments waited for one another
         ("grace", 893, ["hand over", "resume", "hand over"], True),  # a backup took over, and handed over
     ],

@@ -213,6 +213,7 @@ class Peer(View):
         fragment.ended(Busy.CATCHING_UP)
         fragment.skipped = fragment.skipped if skipped is None else skipped
         if shares is not None:
+            fragment.ended(Busy.INHERITING)  # an update of this peer's own exchange does not end it
             fragment.shares = dict(shares)
         if contributors is not None:
             self.accounts.credit(fragment, version, contributors)
@@ -236,6 +237,7 @@ class Peer(View):
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
         self.fragments[fragment].ended(Busy.CATCHING_UP)
+        self.fragments[fragment].ended(Busy.INHERITING)
 
     def outweighs(self, index: int, donor: str, digest: str, now: float) -> list[Action]:
         """The history here has more work than the one that this donor sent, whose anchor has that digest.
@@ -365,7 +367,7 @@ class Peer(View):
         if fragment.busy is not Busy.NO:
             return []
         if lease is not None and lease.holder in self.members:  # the holder is leaving
-            fragment.busy = Busy.CATCHING_UP
+            fragment.busy = Busy.INHERITING
             self.leases.vacate(index)  # its outer state is asked for once; if that fails, we go on without
             return [CatchUp(index, (lease.holder,), outer=True)]
         if donors := self.members.donors(index, fragment.version + 1):

@@ -20,7 +20,7 @@ from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.base import KINDS
 
 
-@settings(max_examples=4, deadline=None, database=None)
+@settings(max_examples=4, deadline=None, database=None, derandomize=True)
 @given(st.integers(0, num_lies() - 1))
 def test_no_number_within_its_bounds_ends_or_stops_a_peer(seed: int) -> None:
     assert play_lie(lie_of(seed)).violation is None

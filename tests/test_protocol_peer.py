@@ -349,7 +349,9 @@ def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
     peer = pair()
     actions = peer.heard(OTHER, status_of("leaving"), 1.0)
     assert of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=True)] and of_type(Hold, actions) == []
-    assert of_type(Hold, peer.adopted(1, 0, DIGESTS[1], 2.0)) == [Hold(1, 2)]
+    record = peer.adopted(1, 1, digest_of("one"), 2.0, contributors={OTHER: 10})
+    assert of_type(Hold, record) == [], "the leaver may make another version, until it has given its state"
+    assert of_type(Hold, peer.adopted(1, 1, digest_of("one"), 3.0, shares={OTHER: Share(1, 10, 1, 1)})) == [Hold(1, 2)]
 
     peer = pair()
     peer.heard(OTHER, status_of("leaving"), 1.0)

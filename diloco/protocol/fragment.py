@@ -67,6 +67,7 @@ class Busy(Enum):
     NO = "no"
     MERGING = "merging"
     CATCHING_UP = "catching up"
+    INHERITING = "inheriting"  # a leaver is asked for its outer state, and makes no version after it gave that
 
 
 @dataclass(eq=False)

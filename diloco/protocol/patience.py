@@ -81,6 +81,7 @@ class Patience:
     def __init__(self, version: int, now: float) -> None:
         self.slow: set[str] = set()
         self._opened = {version: now}  # when contributors could have each version
+        self._last = (version, 0.0)  # from which a version was made last, and the longest round that is not slow
         # Seconds for which the others wait beyond their patience.
         self._pauses: Buckets[str] = Buckets(PAUSE_RATE, PAUSE_LIMIT_S)
 
@@ -111,11 +112,18 @@ class Patience:
         """
         timely = [arrival.base_s for arrival in arrivals.values() if not arrival.late]
         longest_s = max(NOISE_S, ROUNDS * statistics.median_low(timely)) if timely else 0.0
+        self._last = (version, longest_s)
         took_s = {peer: arrival.base_s for peer, arrival in arrivals.items()}
         took_s |= dict.fromkeys(missing, now - self._opened[version])
         for peer, seconds in took_s.items():
             unpaid_s = self._pay(version, members.get(peer), seconds - longest_s, now)
             (self.slow.add if unpaid_s > 0 or peer in missing else self.slow.discard)(peer)
+
+    def refused(self, peer: str, base_version: int, now: float) -> None:
+        """A contribution came after its version was made. Who took no longer than the others might is not slow."""
+        last, longest_s = self._last
+        if base_version == last and now - self._opened[last] <= longest_s:
+            self.slow.discard(peer)
 
     def _pause_s(self, version: int, member: Member | None, now: float) -> float:
         """Seconds for which a peer may still pause, if it has said since this version opened that it does."""

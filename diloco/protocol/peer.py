@@ -218,6 +218,7 @@ class Peer(Elector):
         fragment.ended(Busy.CATCHING_UP)
         fragment.record = record
         if shares is not None:
+            fragment.ended(Busy.INHERITING)  # an update of this peer's own exchange does not end it
             fragment.shares = dict(shares)
         if contributors is not None:
             self.accounts.credit(fragment, version, contributors)
@@ -241,6 +242,7 @@ class Peer(Elector):
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
         self.fragments[fragment].ended(Busy.CATCHING_UP)
+        self.fragments[fragment].ended(Busy.INHERITING)
 
     def outweighs(self, index: int, donor: str, version: int, digest: str, now: float) -> list[Action]:
         """The history here goes on, and not that of this donor, which has a certificate of another anchor.
@@ -248,8 +250,8 @@ class Peer(Elector):
         If the donor is the syncer, it is told so, and fetches the anchor from here. Should it not, and most holders
         dispute it, the fragment is claimed from it.
         """
+        self.catch_up_failed(index)
         fragment = self.fragments[index]
-        fragment.ended(Busy.CATCHING_UP)
         fragment.outweighed.add(donor)
         doubt(self, index, donor, version)
         told: list[Action] = []
@@ -374,7 +376,7 @@ class Peer(Elector):
         if fragment.busy is not Busy.NO:
             return []
         if lease is not None and lease.holder in self.members:  # the holder is leaving
-            fragment.busy = Busy.CATCHING_UP
+            fragment.busy = Busy.INHERITING
             self.leases.vacate(index)  # its outer state is asked for once; if that fails, we go on without
             return [CatchUp(index, (lease.holder,), outer=True)]
         if ahead := donors(self, index, fragment.version + 1):

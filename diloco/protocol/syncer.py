@@ -109,34 +109,34 @@ class Syncer:
         """
         self._active = max(1, active)
         known = self._offers.get(peer)
-        whole = known is not None and known.whole
-        merged = self._merged.get(peer, -1) >= header.base_version
+        whole, base = known is not None and known.whole, header.base_version
+        merged = self._merged.get(peer, -1) >= base
         counted = at_most((before or 0) + header.tokens, MAX_TOKENS)
         elsewhere = before is not None and header.total not in (0, counted)
-        elsewhere = elsewhere and header.base_version <= self.version  # else the tokens in between are not here yet
-        late = self._too_late(header.base_version, carried) or self._is_spent(peer, header.base_version) or elsewhere
+        elsewhere = elsewhere and base <= self.version  # else the tokens in between are not here yet
+        late = not merged and (self._too_late(base, carried) or self._is_spent(peer, base) or elsewhere)
         here, reason = f"fragment {self.fragment} is at version {self.version}", ""
         if header.term != self.term:
             reason = f"fragment {self.fragment} is under term {self.term}, not {header.term}"
         elif merged:
-            reason = f"fragment {self.fragment}: what came from version {header.base_version} is merged already"
+            reason = f"fragment {self.fragment}: what came from version {base} is merged already"
         elif elsewhere:
             reason = f"a total of {header.total} tokens is claimed, and {header.tokens} come to {before} here"
         elif len(self._offers) >= MAX_LINES and known is None:
             reason = f"fragment {self.fragment} has {MAX_LINES} contributions to version {self.version + 1}"
         elif late:
-            reason = f"{here}, past base version {header.base_version}"
-        elif header.base_version > self.version:
-            reason = f"{here}, {header.base_version} is in the future"
+            reason = f"{here}, past base version {base}"
+            self._patience.refused(peer, base, now)
+        elif base > self.version:
+            reason = f"{here}, {base} is in the future"
         elif self._closing and not whole and not self._to_collect(peer, header):
             reason = f"fragment {self.fragment} is closing version {self.version + 1} without this contribution"
-        elif known is not None and whole and (known.tokens, known.base_version) != (header.tokens, header.base_version):
+        elif known is not None and whole and (known.tokens, known.base_version) != (header.tokens, base):
             reason = f"a contribution of {known.tokens} tokens is here already, this one claims {header.tokens}"
         if reason:
             return Verdict(
-                accepted=False, reason=reason, version=self.version, term=self.term, merged=merged,
-                late=late and not merged,
-            )  # fmt: skip
+                accepted=False, reason=reason, version=self.version, term=self.term, merged=merged, late=late
+            )
         if known is None:
             known = self._offers[peer] = Offer(header.base_version, header.tokens, header.steps)
         # Other numbers come from a peer that restarted; each chunk has a weight of its own.
@@ -338,10 +338,11 @@ class Syncer:
     def _awaited(self, member: Member, now: float) -> bool:
         """Whether this peer should contribute to the version, as far as it says, and is not slow."""
         status = member.status
-        if not member.trains or not status.counted_in or member.peer in self._patience.slow:
-            return False
         base, offer = status.versions[self.fragment], self._offers.get(member.peer)
-        known = member.peer in self.last_contributors or (offer is not None and not offer.late)
+        sends = offer is not None and not offer.late
+        if not member.trains or not status.counted_in or (member.peer in self._patience.slow and not sends):
+            return False
+        known = sends or member.peer in self.last_contributors
         if base == self.version:
             may_be_late = self._settings.staggered and self.last_contributors
             return known or not may_be_late or about_to_send(self._settings, self.fragment, member, now)
@@ -380,5 +381,4 @@ class Syncer:
         for offer in self._offers.values():
             offer.late = offer.base_version < version
         self._weights.restart()
-        self._closing = None
-        self.grace_until = None
+        self._closing = self.grace_until = None

@@ -331,10 +331,10 @@ class Attachment:
         self.island.share_(self.parameters.values())
         self.discarded_tokens += adopted.discarded_tokens
         self.exchanged |= adopted.version > self.version or not outer.barrier
-        self.version = adopted.version if outer.barrier else max(adopted.version, self.version)
-        self.applied_tokens = adopted.applied_tokens  # both are less than before when another history won
-        if self.version != self._round_version:
-            self._round_version = self.version
+        # Both are less than before when another history won.
+        self.version, self.applied_tokens = adopted.version, adopted.applied_tokens
+        ended, self._round_version = self.version > self._round_version, self.version
+        if ended:
             own.end_round()
             self.report(own.loss)
         if adopted.position:

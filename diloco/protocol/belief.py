@@ -3,7 +3,8 @@
 A peer believes what the living syncer has, or has announced; what was authored under a term by whom it believed to hold
 that; and, where it knows nothing of that, what most peers say they have, or what the peer authored in whom most
 believed when they met. Of another history the syncer believes older terms as well, and what is disputed, because it
-weighs the two (`forks`).
+weighs the two (`forks`). What is disputed is believed on the word of whoever disputes it: only the lines of its last
+version are signed, and no proof of the work before that travels yet.
 """
 
 from __future__ import annotations

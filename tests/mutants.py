@@ -222,7 +222,7 @@ MUTANTS = [
         "diloco.protocol.view",
         "if not self.lockstep or not self.trains:",
         "if True:",
-        first=2,
+        test="tests/test_protocol_peer.py::test_nobody_begins_in_the_middle_of_a_publication",
     ),
     Mutant(
         "record-of-another-version",

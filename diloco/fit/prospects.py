@@ -10,11 +10,11 @@ from diloco.config import Config, OuterConfig
 from diloco.fit.machine import step_seconds
 from diloco.protocol.patience import ROUNDS
 from diloco.protocol.schedule import dylu_steps
+from diloco.train.progress import DYLU_FLOOR
 
 __all__ = ["prospects", "prospects_of"]
 
 NOTICEABLE = 1.2  # times the others' round: a difference worth a line
-QUICK_FLOOR = 5  # inner steps of a round with DyLU; see `train.progress`
 
 
 def prospects(outer: OuterConfig, step_s: float, paces: Sequence[float]) -> list[str]:
@@ -44,7 +44,7 @@ def prospects(outer: OuterConfig, step_s: float, paces: Sequence[float]) -> list
     elif outer.barrier:
         lines.append("nobody waits for it, and this run discards what comes late: this machine would learn in vain")
     elif outer.dylu:
-        mine = dylu_steps(1 / step_s, max(paces), steps, min(QUICK_FLOOR, steps))
+        mine = dylu_steps(1 / step_s, max(paces), steps, min(DYLU_FLOOR, steps))
         lines.append(f"it takes {mine} of {steps} inner steps a round, and gives {share}")
     elif times > 1 + outer.staleness_limit:
         lines.append(

@@ -20,13 +20,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from diloco.protocol.limits import MAX_PEERS
 from diloco.protocol.numbers import MAX_TOKENS
 
 __all__ = ["DataCursor", "Dealer", "Ledger", "Units", "count", "difference", "intersection", "union"]
 
 KEPT_VERSIONS = 3  # newest versions whose data cursors are kept
 MOST_WANTED = 4  # times what others ask for: data ahead, under way, and sent
-MAX_PEERS = 4096  # of which is known how much they ask for
 LEAP = 2**24  # No honest peer has sequences this far past the cursor, so one message cannot use up the list.
 
 Units = list[tuple[int, int]]

@@ -73,9 +73,8 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
     While the training loop is at work this peer fetches nothing: the loop notices at its exchange. Only as a backup,
     where a contribution may be late, it fetches each version, as the syncer's own anchor moves while it trains.
     """
-    # Done, and in lockstep everybody is done with the same version; else the others' last versions are followed.
-    ended = view.state == "done" and view.lockstep
-    at_work = view.trains and (view.state in ("training", "exchanging", "leaving") or ended)
+    # A peer that is done follows the last versions of the others, which may be late.
+    at_work = view.trains and view.state in ("training", "exchanging", "leaving")
     found: list[CatchUp | Renumber] = []
     for fragment in view.fragments:
         lease = fragment.lease

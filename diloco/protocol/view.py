@@ -387,12 +387,10 @@ class View:
         return "done" in (self.state, *(member.status.state for member in self.members.all()))
 
     def ended_as_one(self) -> bool:
-        """Whether all peers that train are done, and (where they do not end in lockstep) all have the same anchors."""
+        """Whether all peers that train are done and have the same anchors."""
         trainers = [m for m in self.members.all() if m.trains and m.status.state != "leaving"]
         if any(m.status.state != "done" for m in trainers):
             return False
-        if self.lockstep:
-            return True
         return all(f.agrees() for f in self.fragments) and all(m.status.versions == self.versions for m in trainers)
 
     def merging(self, fragment: int) -> bool:

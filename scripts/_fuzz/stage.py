@@ -146,7 +146,7 @@ class _Stage:
     async def _finish(self) -> None:
         crowd = self.crowd
         nodes = [life.node for life in crowd.members() if life.node is not None]
-        crowd.goal = self.plan.rounds + max(known.steps for node in nodes for known in node.protocol.fragments)
+        crowd.goal = self.plan.rounds + max(node.protocol.steps for node in nodes)
         trainers = [life for life in crowd.members() if life.member.trains]
         await self._until(lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done")
         for life in crowd.living():

@@ -181,7 +181,9 @@ class Story:
         checks were made.
         """
         if outer_steps:
-            self.crowd.goal = outer_steps + max(max(node.protocol.versions) for node in self.nodes().values())
+            self.crowd.goal = outer_steps + max(
+                known.steps for node in self.nodes().values() for known in node.protocol.fragments
+            )
         self.run_until(lambda: all(map(_done, self.crowd.living())), "all trainers are done")
         lives = [
             life for _, life in sorted(self.crowd.lives.items()) if life.ended in ("", "done") and not life.leaving

@@ -127,7 +127,12 @@ class LastFlight:
 
     def __init__(self) -> None:
         self.protocol = SimpleNamespace(
-            versions=[3], applied_tokens=30, measured=None, progress=None, fastest_steps_per_s=lambda mine: mine
+            versions=[3],
+            steps=3,
+            applied_tokens=30,
+            measured=None,
+            progress=None,
+            fastest_steps_per_s=lambda mine: mine,
         )
         self.leased = SimpleNamespace(expect=lambda sequences: None)
         self.addresses: list[str] = []

@@ -10,8 +10,9 @@ import torch
 from test_download import Village, Villager
 
 from diloco.errors import SwarmError
+from diloco.protocol.patience import PAUSE_LIMIT_S
 from diloco.sim.virtual_time import virtual_time
-from diloco.swarm.node.node import PAUSE_LIMIT_S, Node
+from diloco.swarm.node.node import Node
 
 NUMEL = 1000
 

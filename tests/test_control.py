@@ -179,11 +179,12 @@ def test_a_refusal_counts_as_long_as_nobody_else_lets_this_peer_in() -> None:
         (GARBAGE, "a frame is not valid msgpack"),
         (ENDLESS, "a frame of 4294967295 bytes is over the limit"),
         (framed(status(fragments=1)), "a status of 1 fragments, and the run has 2"),
+        (framed(status().model_copy(update={"disputed": [2]})), "a status of 3 fragments, and the run has 2"),
         (framed(claim(fragment=2)), "a message about fragment 2, and the run has 2"),
         (framed(published(fragment=7)), "a message about fragment 7, and the run has 2"),
         (framed(CONTRIBUTION), "a control stream does not carry Contribution"),
     ],
-    ids=["schema", "length", "status", "claim", "published", "kind"],
+    ids=["schema", "length", "status", "dispute", "claim", "published", "kind"],
 )
 def test_an_offence_on_a_control_stream_puts_its_peer_out_for_a_while_and_is_an_event(sent: bytes, why: str) -> None:
     async def scene(listener: Listener) -> None:

@@ -6,6 +6,7 @@ Every story is also watched: `scripts/_fuzz/invariants.py` has what must hold af
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -57,9 +58,9 @@ def test_int8_versions_have_the_same_bits_whatever_arrives_first(robust: str, mo
     arrivals: dict[tuple[int, int], list[str]] = {}
     arrived = Syncer.arrived
 
-    def noted(self: Syncer, peer: str) -> None:
+    def noted(self: Syncer, peer: str, *rest: Any) -> None:
         arrivals.setdefault((self.fragment, self.version), []).append(peer)
-        arrived(self, peer)
+        arrived(self, peer, *rest)
 
     monkeypatch.setattr(Syncer, "arrived", noted)
     digests, orders = set(), set()

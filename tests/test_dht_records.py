@@ -19,7 +19,8 @@ from diloco.protocol.messages.control import Revocations
 from diloco.swarm.wire import dht_records
 from diloco.swarm.wire.dht_records import LEASES, MAX_LEASES, PEERS, REVOKED, BoundedStorage, OwnedRecords
 from diloco.swarm.wire.gate import Gate
-from diloco.swarm.wire.libp2p import _identity, own_id
+from diloco.swarm.wire.identity import read_key
+from diloco.swarm.wire.libp2p import own_id
 
 KEY = RunKey(new_key())
 SOON = int(time.time()) + 3600
@@ -30,7 +31,7 @@ def node(tmp_path: Path, name: str, key: RunKey | None = KEY, role: Any = "worke
     gate = Gate() if key is None else Gate(Admission(issue(key, "run", role, SOON)))
     path = tmp_path / name
     gate.me = own_id(path)
-    return OwnedRecords("run", _identity(path), gate)
+    return OwnedRecords("run", read_key(path), gate)
 
 
 def record(owner: OwnedRecords, kind: str, value: Any) -> DHTRecord:

@@ -17,6 +17,7 @@ from diloco.errors import PayloadError
 from diloco.outer import digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
+from diloco.protocol.heads import sign_head
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
 from diloco.sim.network import Link, Network, SimTransport
@@ -252,11 +253,21 @@ def test_a_donor_that_serves_wrong_bytes_is_found_out_and_left_alone(
     assert len(village.came) == PARTS + (liar == "other") and village.served(name) == (liar == "other")
 
 
+def forge(villager: Villager, digest: str = "") -> None:
+    """A donor has an anchor of its own, under a certificate that it has signed itself."""
+    protocol = villager.node.protocol
+    here = protocol.fragments[0]
+    assert here.record is not None
+    here.digest = digest or villager.replica.digest(0)
+    head = here.record.head.model_copy(update={"author": protocol.me, "digest": here.digest})
+    here.record = here.record.model_copy(update={"head": sign_head(protocol.signer, protocol.manifest_hash, head)})
+
+
 def test_a_list_that_the_syncer_never_published_is_not_believed(village: Village) -> None:
     donors = village.donors(2)
     other = donors[1]
     other.replica.anchors[0][5] += 1.0  # an anchor of its own, with a digest that fits
-    other.node.protocol.fragments[0].digest = other.replica.digest(0)
+    forge(other)
 
     async def busy(stream: Stream, request: object) -> None:
         raise PayloadError("busy")
@@ -265,8 +276,8 @@ def test_a_list_that_the_syncer_never_published_is_not_believed(village: Village
     joiner = village.joiner()
     village.run(asyncio.sleep(5))
     assert joiner.node.protocol.versions == [0] and not village.came
-    why = [str(event["why"]) for event in joiner.said("fetch_failed") if event["donor"] == other.node.protocol.me]
-    assert why and "is not as its syncer published version 1 last" in why[0]
+    why = [str(event["why"]) for event in joiner.said("unbelieved") if event["donor"] == other.node.protocol.me]
+    assert why and f"is by {other.node.protocol.me} under term 1, which it did not hold" in why[0]
 
 
 def test_donors_finish_the_version_they_began_with_and_the_record_brings_the_next(village: Village) -> None:
@@ -397,8 +408,9 @@ def test_a_part_that_does_not_exist_is_refused_and_another_version_named(village
 
 def test_a_donor_that_has_another_version_than_it_announced_is_asked_once(village: Village) -> None:
     donors = village.donors(2)
-    [other] = [peer.node for peer in donors if not peer.replica.held]
-    other.protocol.fragments[0].digest = "5" * 64
+    [peer] = [peer for peer in donors if not peer.replica.held]
+    other = peer.node
+    forge(peer, "5" * 64)
     joiner = village.joiner()
     village.until(lambda: joiner.has(1))
     assert village.served(other.protocol.me) == 0 and len(village.asked) == PARTS + 1
@@ -411,7 +423,7 @@ def test_a_donor_that_has_another_version_than_it_announced_is_asked_once(villag
     ("fields", "why"),
     [
         ({"parts": ["0" * 64] * 3}, "asked for the 11 parts of fragment 0, got 3 of fragment 0"),
-        ({"fragment": 1}, "asked for the 11 parts of fragment 0, got 11 of fragment 1"),
+        ({"fragment": 1, "record": None, "shares": {}}, "asked for the 11 parts of fragment 0, got 11 of fragment 1"),
     ],
 )
 def test_a_list_of_something_else_is_not_followed(

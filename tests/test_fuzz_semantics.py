@@ -20,7 +20,7 @@ from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.base import KINDS
 
 
-@settings(max_examples=4, deadline=None, database=None)
+@settings(max_examples=4, deadline=None, database=None, derandomize=True)
 @given(st.integers(0, num_lies() - 1))
 def test_no_number_within_its_bounds_ends_or_stops_a_peer(seed: int) -> None:
     assert play_lie(lie_of(seed)).violation is None
@@ -29,7 +29,7 @@ def test_no_number_within_its_bounds_ends_or_stops_a_peer(seed: int) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.kind)
 def test_every_number_of_every_message_can_be_at_its_bounds_and_still_fits(example: Any) -> None:
     for kind, path in targets():
-        if kind != example.kind or path in (("pushes",), ("wire_version",)):
+        if kind != example.kind or path[-1] in ("pushes", "wire_version"):
             continue
         lies = [changed(example, Target(kind, path, value), random.Random(0)) for value in range(NUM_VALUES)]
         assert sum(lie != example for lie in lies) >= 2, path
@@ -45,8 +45,8 @@ def test_every_field_gets_each_of_its_extreme_values_once() -> None:
 def test_a_version_that_leaves_none_behind_it_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("protocol.fragment", "protocol.membership", "swarm.node.anchors"):
         monkeypatch.setattr(f"diloco.{module}.leaps_too_far", lambda here, there: False)
-    lie = Lie(2, Target("state", ("version",), 0), first=True, more=False)
-    assert "1 validation error for Record" in str(play_lie(lie).violation)
+    lie = Lie(2, Target("state", ("record", "head", "version"), 0), first=True, more=False)
+    assert "1 validation error for Head" in str(play_lie(lie).violation)
 
 
 def test_a_sum_over_its_bound_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

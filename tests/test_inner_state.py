@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +26,21 @@ from diloco.protocol.messages.bulk import InnerHeader
 from diloco.protocol.messages.control import Status
 from diloco.protocol.states import State
 from diloco.sim.run import Simulated, simulate
+from diloco.swarm.conversations import inner_state
 from diloco.swarm.conversations.inner_state import InnerDonor, InnerState, fetch_inner, send_inner
 from diloco.swarm.wire.streams import Stream
 from diloco.train import attachment as attachment_module
 from diloco.train import inner
 from diloco.train.api import Attachment
-from diloco.train.inner import InnerStart, inner_optimizer, layout_of, load_moments_, moments, snapshot
+from diloco.train.inner import (
+    InnerStart,
+    bound_moments_,
+    inner_optimizer,
+    layout_of,
+    load_moments_,
+    moments,
+    snapshot,
+)
 from diloco.train.island import Island
 
 SMALL = ("experiment=smoke", "outer.sync_every=4", "sim.latency_s=0.01")
@@ -132,6 +142,36 @@ def test_every_rank_of_an_island_has_what_its_first_was_given() -> None:
     assert taken is not None and taken.steps == state.steps and torch.equal(taken.values, state.values)
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.5), (0.0, 0.9)])
+def test_first_moments_that_no_adam_has_are_clamped_and_honest_ones_stay(betas: tuple[float, float]) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=betas)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(50):
+        for parameter in model.parameters():
+            scale = 1e3 if number % 17 == 0 else 1.0  # a spike moves the first moment most
+            parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        honest = snapshot(optimizer)
+        assert honest is not None
+        kept = honest.values.clone()
+        bound_moments_(optimizer, honest)
+        assert torch.equal(honest.values, kept)
+    joiner = net()
+    fresh = torch.optim.AdamW(joiner.parameters(), lr=1e-3, betas=betas)
+    before = [parameter.detach().clone() for parameter in joiner.parameters()]
+    tensors = torch.split(honest.values, list(honest.layout.numels))
+    for name, values in zip(honest.layout.names, tensors, strict=True):
+        values.fill_(0.0 if name.endswith("_sq") else 1e6)
+    bound_moments_(fresh, honest)
+    load_moments_(fresh, honest)
+    for parameter in joiner.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fresh.step()
+    moved = max(float((now - then).detach().abs().max()) for now, then in zip(joiner.parameters(), before, strict=True))
+    assert moved < 0.02, "one step, at a learning rate of 0.001"
+
+
 # -- whom a joiner asks -----------------------------------------------------------------------------------------------
 
 
@@ -139,13 +179,14 @@ def member(peer: str, state: State, pace: float, trains: bool = True) -> Any:
     return SimpleNamespace(peer=peer, trains=trains, status=Status(state=state, versions=[0], steps_per_s=pace))
 
 
-def test_the_three_fastest_that_train_are_asked_and_then_nobody() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_three_that_train_are_asked_whatever_pace_they_claim_and_then_nobody(seed: int) -> None:
     notes: list[tuple[str, dict[str, object]]] = []
     asked: list[str] = []
     members = [
         member("slow", "training", 0.5), member("host", "ready", 0.0, trains=False), member("new", "ready", 0.0),
         member("gone", "leaving", 9.0), member("fast", "exchanging", 3.0), member("begun", "starting", 9.0),
-        member("other", "training", 1.0),
+        member("other", "training", 1.0), member("liar", "training", 1e6),
     ]  # fmt: skip
 
     @asynccontextmanager
@@ -159,11 +200,14 @@ def test_the_three_fastest_that_train_are_asked_and_then_nobody() -> None:
         protocol=SimpleNamespace(members=SimpleNamespace(all=lambda: members), manifest_hash="0" * 64),
         now=lambda: 0.0,
         note=lambda kind, **fields: notes.append((kind, fields)),
+        replica=SimpleNamespace(rng=Random(seed)),
     )
     layout = layout_of(MAKERS["adamw"](net()))
     assert layout is not None
     assert asyncio.run(fetch_inner(context, layout)) is None  # type: ignore[arg-type]
-    assert asked == ["fast", "other", "slow"]
+    assert len(asked) == 3 and set(asked) <= {"slow", "fast", "other", "liar"}
+    first = [Random(each).sample(["fast", "liar", "other", "slow"], 4)[0] for each in range(8)]
+    assert len(set(first)) > 2, "the draw decides"
     assert notes == [("inner_state_failed", {"donor": donor, "why": donor}) for donor in asked]
 
 
@@ -197,6 +241,13 @@ def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
 # -- a run with a joiner ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def p0_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors are asked in the order of their names."""
+    monkeypatch.setattr(inner_state, "_donors", lambda protocol, rng: sorted(m.peer for m in protocol.members.all()))
+
+
+@pytest.mark.usefixtures("p0_first")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_joiner_begins_with_the_moments_of_a_donor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
@@ -270,6 +321,7 @@ def negative_square(header: InnerHeader, values: Tensor) -> tuple[InnerHeader, T
     return header, values
 
 
+@pytest.mark.usefixtures("p0_first")
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
@@ -305,6 +357,7 @@ def test_a_lying_donor_is_refused_and_another_one_asked(
     assert len({peer.anchor_digest for peer in outcome.summary.peers}) == 1
 
 
+@pytest.mark.usefixtures("p0_first")
 def test_a_donor_whose_moments_diverged_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[InnerState] = []
 

@@ -105,7 +105,7 @@ class Reader:
             self.reads[life.owner] = before = []
             self._check_moments(life, read)
         for fragment in range(FRAGMENTS):
-            if not before or before[-1].loaded[fragment] != loaded[fragment]:
+            if not before or before[-1].loaded[fragment][1] != loaded[fragment][1]:  # a number alone loads nothing
                 self._check_parameters(life, fragment, loaded[fragment])
             self._check_base(life, fragment, read, before)
         self._check_clock(life, read)
@@ -140,7 +140,7 @@ class Reader:
         base = replica.anchors[fragment] if local.base is None else local.base
         if digest_of(base) == read.loaded[fragment][1]:
             return
-        late = self.outer.staleness_limit or self.outer.round_late
+        late = self.outer.carries_late or self.outer.round_late
         noticed = not self.outer.lockstep and before and before[-1].loaded[fragment][0] < before[-1].anchors[fragment]
         if late or noticed or peer.versions[fragment] <= read.loaded[fragment][0]:
             self._say(life, f"fragment {fragment} is measured against another anchor than that of {read.loaded}")
@@ -149,11 +149,13 @@ class Reader:
         lowest = min(version for version, _ in read.loaded)
         if self.outer.barrier and read.version != lowest:
             self._say(life, f"at version {read.version}, but its parameters are of version {lowest}")
-        if not self.outer.barrier:
+        assert life.node is not None
+        # Of a fragment whose syncer died nobody knows the newest version, until another one has claimed it.
+        vacant = any(fragment.lease is None for fragment in life.node.protocol.fragments)
+        if not self.outer.barrier and not vacant:
             heard = max((version for at, version in self._published if at < read.at - HEARD_S), default=0)
             if read.version < heard and len(self.reads[life.owner]) >= H:
                 self._say(life, f"at version {read.version}, {HEARD_S} s after version {heard}")
-        assert life.node is not None
         self._published.append((read.at, min(life.node.protocol.versions)))
         floor = DYLU_FLOOR if self.outer.dylu else H
         if not floor <= read.target_steps <= H:
@@ -268,7 +270,7 @@ def tell(mode: str, seed: int, changes: list[str], units: bool) -> None:
             assert swarm.dealt(nodes).twice == 0
 
 
-@settings(max_examples=10)
+@settings(max_examples=20, derandomize=True)  # the same stories each time; the fuzz looks for new ones
 @given(
     mode=st.sampled_from(sorted(MODES)),
     seed=st.integers(0, 10_000),
@@ -293,6 +295,7 @@ def test_whatever_changes_nothing_that_training_reads_is_stale(
         ),  # the last fragment was never merged from the joiner
         ("staggered", 3490, ["resume", "join", "resume"], False),  # nor from the one that came back
         ("async", 4597, ["join", "join", "hand over"], False),  # the learning rate was that before a long exchange
+        ("async", 8794, ["join", "hand over", "join"], True),  # the heir did not wait for the leaver's last version
         ("staggered", 1832, ["resume", "resume", "join"], True),  # two fragments waited for one another
         ("grace", 893, ["hand over", "resume", "hand over"], True),  # a backup took over, and handed over
     ],

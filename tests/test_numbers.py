@@ -37,6 +37,7 @@ from diloco.protocol.snapshot import pack, unpack
 from diloco.protocol.view import FASTEST
 from diloco.swarm.conversations.framing import FragmentState
 from diloco.swarm.conversations.recorder import Recorder
+from tests.protocol_helpers import record_of
 
 DIGEST = "1" * 64
 
@@ -192,11 +193,10 @@ def test_a_state_that_leaps_is_refused() -> None:
     async def scene() -> None:
         host = StubHost(OTHER)
         anchor = host.replica.anchors[0] + 1
-        header = StateHeader(
-            fragment=0, version=MAX_COUNT, digest=digest_of(anchor), applied_tokens=0, outer=False, shares={}
-        )
+        record = record_of(MAX_COUNT, "f" * 64, digest_of(anchor), {}, author=OTHER)
+        header = StateHeader(fragment=0, digest=digest_of(anchor), record=record, outer=False)
         with pytest.raises(PayloadError, match="no run gets from version 0 to version"):
-            await host.anchors.adopt_state(FragmentState(header, anchor))
+            await host.anchors.adopt_state(FragmentState(header, anchor, donor=OTHER))
         assert host.protocol.versions == [0]
 
     run(scene)

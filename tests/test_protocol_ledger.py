@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
+from diloco.protocol.ledger import Dealer, Ledger, Units, count, difference, intersection, union
 
 ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6)
 
@@ -55,6 +55,36 @@ def test_a_late_contribution_from_units_of_another_peer_is_told() -> None:
     assert ledger.foreign("b", [(0, 4)]) == []
     ledger.apply("b", [(0, 4)])
     assert ledger.foreign("b", [(2, 6)]) == [(2, 4)]
+
+
+def test_what_was_leased_to_others_is_not_applied_by_a_word() -> None:
+    ledger = Ledger()
+    assert ledger.grant("a", 8, []) == [(0, 8)]
+    ledger.apply("liar", [(0, 2**62)])
+    assert ledger.open == [(0, 8)] and ledger.leased["a"] == [(0, 8)]
+    dealer = Dealer()
+    dealer.resume(0, {})
+    assert dealer.lease("a", 8, []) == [(0, 8)] and dealer.lease("liar", 8, []) == [(8, 16)]
+    dealer.offered("a", [(0, 4)])
+    dealer.offered("liar", [(0, 2**62)])
+    assert dealer.after(["a", "liar"]) == (16, [(4, 8)]), "what was leased to it, it may use up"
+    assert dealer.published(1, ["a", "liar"], ["a", "liar"]) > 0
+    assert dealer.cursor_at(1) == (16, [(4, 8)])
+
+
+def test_a_peer_has_no_more_data_than_a_few_times_what_the_others_ask_for() -> None:
+    dealer = Dealer()
+    dealer.resume(0, {})
+    for peer in "abc":
+        assert count(dealer.lease(peer, 8, []) or []) == 8
+    assert count(dealer.lease("liar", 2**20, []) or []) == 32
+    assert dealer.lease("liar", 2**20, [(24, 56)]) == []
+    ahead = [(56, 56 + 2**20)]
+    dealer.has("liar", ahead)
+    assert dealer.ledger is not None and dealer.ledger.cursor == 88
+    for number in range(20):  # whoever trains is not held up
+        has = dealer.ledger.leased["a"]
+        assert count(dealer.lease("a", 8, has[-1:]) or []) == 8, number
 
 
 def test_a_successor_knows_what_was_handed_out_since_the_last_word() -> None:

@@ -35,7 +35,7 @@ from diloco.protocol.messages.bulk import (
     PartList,
     PartRequest,
     Receipt,
-    Record,
+    Signed,
     StateHeader,
     StateRequest,
     UnitGrant,
@@ -51,7 +51,9 @@ from diloco.protocol.messages.control import (
     Published,
     Revocations,
     Status,
+    Vote,
 )
+from diloco.protocol.messages.heads import MAX_LINES, Head, Line, Proof, Record
 from diloco.protocol.messages.watching import (
     MAX_PROBE_BYTES,
     MAX_SNAPSHOT_PIECE_BYTES,
@@ -67,6 +69,7 @@ from diloco.protocol.messages.watching import (
 from diloco.protocol.numbers import MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_TOKENS, MIN_RATE
 from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.shares import MAX_NAME_BYTES, MAX_SHARES, Share, short_name
+from tests.protocol_helpers import record_of
 
 digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
 counts = st.integers(0, MAX_COUNT)
@@ -107,7 +110,28 @@ revocations = st.builds(
 )
 published = {"fragment": fragments, "term": terms, "version": counts, "digest": digests}
 shared = {"applied_tokens": counts, **word}
-tokens_of = st.dictionaries(names, counts, max_size=3)
+raw = st.binary(min_size=32, max_size=32)
+signatures = st.binary(max_size=600)
+lines = st.builds(
+    Line, names, counts, raw, st.integers(1, 2**40 - 1), st.integers(1, 2**48 - 1), counts, rates, raw, signatures
+)
+heads = st.builds(
+    Head,
+    fragment=fragments,
+    term=terms,
+    version=terms,
+    author=names,
+    digest_before=digests,
+    digest=digests,
+    lines=raw,
+    shares=raw,
+    state=raw,
+    applied_tokens=counts,
+    signature=signatures,
+    **word,
+)
+records = st.builds(Record, head=heads, lines=st.lists(lines, max_size=3), more=st.integers(0, 8))
+described = records.map(lambda record: {"fragment": record.fragment, "digest": record.digest, "record": record})
 short_names = st.text(max_size=MAX_NAME_BYTES).map(short_name)
 shares = st.tuples(counts, counts, counts, counts, short_names).map(
     lambda share: Share(*share[:2], *sorted(share[2:4]), share[4])
@@ -129,15 +153,16 @@ ANY = st.one_of(
         claims=st.lists(claims, max_size=3),
     ),
     st.builds(Published, staleness=counts, contributors=st.lists(names, max_size=3), **published, **shared),
-    st.builds(Record, digest_before=digests, contributors=tokens_of, **published, **shared),
+    st.builds(Signed, line=lines),
+    heads,
+    records,
     st.builds(
-        StateHeader,
-        fragment=fragments,
-        version=st.just(MAX_COUNT),
-        digest=digests,
-        outer=st.booleans(),
-        shares=st.dictionaries(names, shares, max_size=3),
-        **shared,
+        lambda named, outer, shares: StateHeader(
+            **named, outer=outer, shares={k: v for k, v in shares.items() if v.last_version <= named["record"].version}
+        ),
+        described,
+        st.booleans(),
+        st.dictionaries(names, shares, max_size=3),
     ),
     st.builds(
         Contribution,
@@ -169,20 +194,12 @@ ANY = st.one_of(
         in_parts=st.booleans(),
     ),
     st.builds(
-        PartList,
-        fragment=fragments,
-        version=counts,
-        digest=digests,
-        applied_tokens=counts,
-        parts=st.lists(digests, min_size=1, max_size=3),
-        **word,
+        lambda named, parts: PartList(**named, parts=parts), described, st.lists(digests, min_size=1, max_size=3)
     ),
     st.builds(
         PartRequest, manifest_hash=digests, fragment=fragments, digest=digests, part=st.integers(0, MAX_PARTS - 1)
     ),
-    st.builds(
-        StateHeader, fragment=fragments, version=counts, digest=digests, applied_tokens=counts, outer=st.booleans()
-    ),
+    st.builds(StateHeader, fragment=fragments, digest=digests, outer=st.booleans()),
     st.builds(InnerRequest, manifest_hash=digests),
     st.builds(
         InnerHeader,
@@ -234,6 +251,7 @@ HELLO = Hello(
     status=STATUS,
     claims=[CLAIM],
 )
+RECORD = record_of(2, D, D, {"a": 4}, fragment=1, term=2)
 EXAMPLES: list[Message] = [
     STATUS,
     CLAIM,
@@ -253,11 +271,15 @@ EXAMPLES: list[Message] = [
     ),
     Verdict(accepted=False, first_chunk=1, record_follows=True, reason="why", version=2, term=3),
     Receipt(),
-    Record(fragment=1, term=2, version=3, digest_before=D, digest=D, contributors={"a": 4}, applied_tokens=4),
+    Signed(line=RECORD.lines[0]),
+    RECORD.head,
+    Proof(one=RECORD.head, other=RECORD.head),
+    RECORD,
+    Vote(fragment=1, term=2, holder="a"),
     StateRequest(manifest_hash=D, fragment=1, have_version=2, outer=True, in_parts=False),
-    PartList(fragment=1, version=2, digest=D, applied_tokens=3, parts=[D, D]),
+    PartList(fragment=1, digest=D, record=RECORD, parts=[D, D]),
     PartRequest(manifest_hash=D, fragment=1, digest=D, part=MAX_PARTS - 1),
-    StateHeader(fragment=1, version=2, digest=D, applied_tokens=3, outer=True, shares={"a": Share(2, 3, 1, 2, "b")}),
+    StateHeader(fragment=1, digest=D, record=RECORD, outer=True, shares={"a": Share(2, 3, 1, 2, "b")}),
     InnerRequest(manifest_hash=D),
     InnerHeader(names=["0.0.exp_avg"], numels=[4], steps=[2]),
     UnitRequest(manifest_hash=D, wanted=2**20, has=[[0, 1]]),
@@ -282,6 +304,7 @@ WRONG: dict[type, list[object]] = {
     list: [None, 1, "a", {}, {"a": 1}, [None], [[]], [-1], [b"a"]],
     bytes: [None, 1, "a", [], {}, [b"a"], bytes(MAX_SNAPSHOT_PIECE_BYTES + 1)],
     dict: [None, 1, "a", [], {}, {"kind": "receipt"}],
+    tuple: [None, 1, "a", {}, [], [None]],
 }
 SHARE = [2, 3, 1, 2, "b"]
 WRONG_SHARES = [
@@ -313,7 +336,7 @@ def corruptions(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         if key == "addresses" and isinstance(value, dict):
             said: list[Any] = ["/a", None, {}, [1], ["x" * 257], ["x"] * 17]
             wrong = [*(one for one in wrong if one != {}), *({"a": one} for one in said), {"a" * 129: []}]
-        if key == "figures":
+        if key in ("figures", "record"):
             wrong = [one for one in wrong if one not in (None, {})]  # none, or none of them yet
         if key == "shares":
             wrong = [
@@ -431,17 +454,19 @@ def test_the_shares_of_all_peers_fit_a_frame_beside_the_parts_of_the_largest_fra
     peers = [f"12D3KooW{number:044d}" for number in range(MAX_SHARES)]
     share = Share(2**31, MAX_TOKENS, 2**31, 2**31, short_name("n" * 100))
     parts, open_ = [D] * MAX_PARTS, [[2**49 + 2 * at, 2**49 + 2 * at + 1] for at in range(MAX_RANGES)]
-    anchor = {"fragment": 1, "version": 2**31, "digest": D, "applied_tokens": MAX_TOKENS, "open": open_}
-    listed = PartList(**anchor, parts=parts, shares=dict.fromkeys(peers, share))
+    line = RECORD.lines[0]._replace(
+        peer=peers[0], base_version=MAX_COUNT, tokens=MAX_TOKENS, total=MAX_TOKENS, signature=b"s" * 560
+    )
+    named = {"version": 2**31, "applied_tokens": MAX_TOKENS, "open": open_, "author": peers[0]}
+    head = RECORD.head.model_copy(update=named)
+    record = Record(head=head, lines=[line] * MAX_LINES)
+    listed = PartList(fragment=1, digest=D, record=record, parts=parts, shares=dict.fromkeys(peers, share))
     assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
     refusal_of(pack({**fields_of(listed), "shares": dict.fromkeys([*peers, "one more"], share)}))
-    Record(
-        fragment=1, term=1, version=1, digest_before=D, digest=D, contributors=dict.fromkeys(peers, 1), applied_tokens=1
-    )
 
 
 def test_a_list_of_parts_is_neither_empty_nor_longer_than_a_frame() -> None:
-    listed = PartList(fragment=1, version=2, digest=D, applied_tokens=3, parts=[D] * MAX_PARTS)
+    listed = PartList(fragment=1, digest=D, parts=[D] * MAX_PARTS)
     assert decode(encode(listed)) == listed and len(encode(listed)) < MAX_FRAME_BYTES
     for parts in ([], [D] * (MAX_PARTS + 1), [D, D[1:]]):
         assert refusal_of(pack({**fields_of(listed), "parts": parts})).startswith("a message does not fit its schema")
@@ -529,9 +554,9 @@ def test_a_long_list_of_wrong_items_costs_one_error(field: str, items: list[obje
     assert caught.value.error_count() <= 5  # those of one item
 
 
-@pytest.mark.parametrize(("field", "item"), [("contributors", -1), ("addresses", [1]), ("shares", [])])
+@pytest.mark.parametrize(("field", "item"), [("addresses", [1]), ("shares", [])])
 def test_a_map_that_is_too_long_is_refused_before_its_items_are_looked_at(field: str, item: object) -> None:
-    example = {"contributors": EXAMPLES[7], "addresses": HELLO, "shares": EXAMPLES[9]}[field]
+    example = next(example for example in EXAMPLES if isinstance(fields_of(example).get(field), dict))
     many = {f"{number:05x}": item for number in range(10_000)}
     with pytest.raises(ValidationError) as caught:
         type(example).model_validate({**example.model_dump(), field: many})

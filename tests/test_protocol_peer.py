@@ -14,7 +14,7 @@ from diloco.protocol.fragment import LEAP
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
 from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.pace import HEARTBEATS_PER_S, STATUSES_PER_S, TICK_S
 from diloco.protocol.peer import Peer
@@ -229,7 +229,7 @@ def test_donors_are_asked_latest_first_and_again_when_none_answers() -> None:
 def test_a_syncer_steps_down_before_a_higher_term() -> None:
     peer = alone()
     peer.connected(OTHER, hello_of(), 1.0)
-    actions = peer.heard(OTHER, claim_of(1, term=2), 2.0)
+    actions = peer.connected(OTHER, hello_of(claims=[claim_of(1, term=2)]), 2.0)  # it was cut off until now
     assert of_type(Release, actions) == [Release(1)] and set(peer.syncers) == {0}
     assert not peer.offer("x", contribution(peer, 1)).accepted
     assert peer.offer("x", contribution(peer, 0)).accepted
@@ -269,12 +269,40 @@ def test_contributions_are_collected_anew_when_the_anchor_they_refer_to_is_repla
     assert peer.offer(OTHER, contribution(peer, 0)).first_chunk == 0
 
 
+def test_what_was_learned_from_an_anchor_of_another_history_is_refused() -> None:
+    peer = pair()
+    other = contribution(peer, 0).model_copy(update={"base_digest": digest_of("other")})
+    verdict = peer.offer(OTHER, other)
+    assert not verdict.accepted and verdict.reason == "version 0 of fragment 0 is another anchor here"
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+
+
 def test_a_syncer_that_caught_up_takes_nothing_that_is_in_the_version_it_fetched() -> None:
     peer = pair(outer=OuterConfig(method="diloco", sync_every=1, quorum=1, staleness_limit=2))
     late = contribution(peer, 0)
     peer.adopted(0, 1, digest_of("one"), 2.0, shares={OTHER: Share(1, 10, 1, 1)})
     verdict = peer.offer(OTHER, late)
     assert not verdict.accepted and verdict.merged
+
+
+def test_without_a_barrier_a_peer_makes_no_more_versions_than_the_others_pace_pays_for() -> None:
+    """One worker claimed a cycle of steps for each version, in no time, and made all versions."""
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=10, quorum=1, staleness_limit=10))
+    peer.connected("x", hello_of(status_of("training"), holds=False), 0.0)
+    for who, pace in (("x", 1.0), (OTHER, 1e12)):
+        status = status_of("training", inner_step=1).model_copy(update={"steps_per_s": pace})
+        peer.heard(who, status, 1.0)
+    counts_at = []
+    for version in range(4):
+        header = contribution(peer, 0).model_copy(update={"steps": 10})
+        assert peer.offer(OTHER, header, 1.0).accepted
+        counts_at.append(peer.syncers[0].counts_at(OTHER))
+        peer.syncers[0].folded(OTHER)
+        peer.arrived(OTHER, 0, 1.0)
+        peer.published(0, digest_of("version", version), {OTHER: 9}, 1.0)
+    assert counts_at == [1.0, 3.5, 6.0, 8.5]
+    assert peer.offer("x", contribution(peer, 0).model_copy(update={"steps": 10}), 1.0).accepted
+    assert peer.syncers[0].counts_at("x") == 1.0
 
 
 def test_a_successor_takes_nothing_that_is_in_the_anchor_from_which_it_goes_on() -> None:
@@ -321,7 +349,9 @@ def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
     peer = pair()
     actions = peer.heard(OTHER, status_of("leaving"), 1.0)
     assert of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=True)] and of_type(Hold, actions) == []
-    assert of_type(Hold, peer.adopted(1, 0, DIGESTS[1], 2.0)) == [Hold(1, 2)]
+    record = peer.adopted(1, 1, digest_of("one"), 2.0, contributors={OTHER: 10})
+    assert of_type(Hold, record) == [], "the leaver may make another version, until it has given its state"
+    assert of_type(Hold, peer.adopted(1, 1, digest_of("one"), 3.0, shares={OTHER: Share(1, 10, 1, 1)})) == [Hold(1, 2)]
 
     peer = pair()
     peer.heard(OTHER, status_of("leaving"), 1.0)
@@ -407,7 +437,7 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
     for message in [
         status_of(versions=[9]),
         Claim(fragment=FRAGMENTS, term=9, version=0, digest=digest),
-        Claim(fragment=0, term=MAX_COUNT, version=0, digest=digest),
+        Vote(fragment=FRAGMENTS, term=9, holder=OTHER),
         Published(fragment=0, term=1, version=1, digest=digest, contributors=[], applied_tokens=1),  # not the syncer
         Published(fragment=1, term=9, version=1, digest=digest, contributors=[], applied_tokens=1),
         Published(fragment=1, term=1, version=0, digest=digest, contributors=[], applied_tokens=1),
@@ -565,7 +595,8 @@ def test_what_ends_a_wait_is_acted_upon_at_once() -> None:
     assert len(of_type(Merge, peer.lost(OTHER, 1.0, "connection reset"))) == 1
     peer = pair()
     peer.tick(1.0)
-    assert of_type(Release, peer.heard(OTHER, claim_of(0, term=2), 1.0)) == [Release(0)]
+    claims = [claim_of(0, term=2), claim_of(1)]
+    assert of_type(Release, peer.connected(OTHER, hello_of(claims=claims), 1.0)) == [Release(0)]
 
 
 def test_in_a_large_swarm_changes_are_told_together_and_none_is_forgotten() -> None:
@@ -681,7 +712,7 @@ def test_a_fragment_that_is_lost_during_its_merge_is_not_published() -> None:
     peer.offer("x", contribution(peer, 0))
     peer.heard(OTHER, status_of("done"), 0.0)
     assert len(of_type(Merge, peer.arrived("x", 0, 1.0))) == 1
-    peer.heard(OTHER, claim_of(0, term=2), 1.5)
+    peer.connected(OTHER, hello_of(claims=[claim_of(0, term=2), claim_of(1)]), 1.5)
     assert peer.published(0, digest_of(), {"x": 9}, 2.0) == [] and peer.versions[0] == 0
     assert not peer.merging(0)
 

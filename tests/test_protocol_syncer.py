@@ -13,8 +13,10 @@ from diloco.config import OuterConfig
 from diloco.protocol.membership import STALL_FLOOR_S, STALL_UNMEASURED_S, Member
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Status
+from diloco.protocol.offers import Close
+from diloco.protocol.patience import FLOOR_S, PAUSE_LIMIT_S, PAUSE_RATE
 from diloco.protocol.states import State
-from diloco.protocol.syncer import Close, Syncer
+from diloco.protocol.syncer import Syncer
 from tests.protocol_helpers import CHUNKS, MANIFEST
 
 TERM, VERSION = 3, 7
@@ -48,15 +50,15 @@ def members(*those: Member) -> dict[str, Member]:
     return {each.peer: each for each in those}
 
 
-def send(syncer: Syncer, peer: str, tokens: int = 100, chunks: int = CHUNKS) -> None:
+def send(syncer: Syncer, peer: str, tokens: int = 100, chunks: int = CHUNKS, now: float = 0.0) -> None:
     """Send the payload from where the syncer wants it, or a part of it."""
-    verdict = syncer.offer(peer, contribution(syncer.version, tokens=tokens))
+    verdict = syncer.offer(peer, contribution(syncer.version, tokens=tokens), now=now)
     assert verdict.accepted
     for chunk in range(verdict.first_chunk, chunks):
         assert wants(syncer, peer, chunk)
         syncer.folded(peer)
     if chunks == CHUNKS:
-        syncer.arrived(peer)
+        syncer.arrived(peer, now)
 
 
 @pytest.fixture
@@ -115,24 +117,216 @@ def test_the_dead_are_not_waited_for(syncer: Syncer) -> None:
 
 
 def test_one_who_stalls_is_waited_for_as_long_as_its_own_pace_allows(syncer: Syncer) -> None:
-    send(syncer, "a")
-    fast, slow = member("b", steps_per_s=10.0), member("b", steps_per_s=0.0)
-    assert syncer.poll(members(member("a"), fast), STALL_FLOOR_S) is None
-    assert syncer.poll(members(member("a"), slow), STALL_FLOOR_S + 1) is None
-    assert syncer.poll(members(member("a"), slow), STALL_UNMEASURED_S) is None
-    close = syncer.poll(members(member("a"), fast), STALL_FLOOR_S + 1)
-    assert close is not None and tuple(close.contributors) == ("a",)
+    for peer in "ab":
+        send(syncer, peer, now=100.0)  # patience is longer
+    fast, slow = member("c", steps_per_s=10.0), member("c", steps_per_s=0.0)
+    assert syncer.poll(members(member("a"), member("b"), fast), STALL_FLOOR_S) is None
+    assert syncer.poll(members(member("a"), member("b"), slow), STALL_FLOOR_S + 1) is None
+    assert syncer.poll(members(member("a"), member("b"), slow), STALL_UNMEASURED_S) is None
+    close = syncer.poll(members(member("a"), member("b"), fast), STALL_FLOOR_S + 1)
+    assert close is not None and tuple(close.contributors) == ("a", "b")
 
 
 def test_one_whose_chunks_arrive_is_getting_on(syncer: Syncer) -> None:
     """A slow uplink takes longer than the stall deadline, and the sender's status says nothing new meanwhile."""
-    send(syncer, "a")
+    send(syncer, "a", now=2 * CHUNKS * STALL_FLOOR_S)  # patience is longer
     both = members(member("a"), member("b", "exchanging"))
     for chunk in range(CHUNKS - 1):
         send(syncer, "b", chunks=chunk + 1)
         assert syncer.poll(both, (chunk + 0.9) * STALL_FLOOR_S) is None
         assert syncer.poll(both, (chunk + 1.8) * STALL_FLOOR_S) is None
     assert syncer.poll(both, CHUNKS * STALL_FLOOR_S) == Close(0, VERSION, {"a": 100}, ("b",))
+
+
+# -- slow peers -------------------------------------------------------------------------------------------------------
+
+
+def trains(peer: str, now: float, version: int = VERSION) -> Member:
+    """A member that has just made progress, at a pace that it says is slow."""
+    status = Status(state="training", versions=[version], steps_per_s=1e-6)
+    return Member(peer, peer, True, True, status, now, now)
+
+
+def round_of(syncer: Syncer, peers: str, seconds: float, began: float) -> None:
+    """These contribute after so many seconds, and the version closes and is published."""
+    for peer in peers:
+        send(syncer, peer, now=began + seconds)
+    assert syncer.poll(members(*(trains(peer, began + seconds, syncer.version) for peer in peers)), 1e9) is not None
+    syncer.advance(syncer.version + 1, now=began + seconds)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 50.0])
+def test_a_version_waits_for_one_that_says_it_is_slow_for_two_rounds_of_the_others(seconds: float) -> None:
+    syncer = Syncer(0, TERM, VERSION)
+    for peer in "ab":
+        send(syncer, peer, now=seconds)
+    ends = seconds + max(FLOOR_S, 2 * seconds)
+    assert syncer.poll(members(*(trains(peer, ends - 0.1) for peer in "abl")), ends - 0.1) is None
+    assert syncer.poll(members(*(trains(peer, ends) for peer in "abl")), ends) == Close(
+        0, VERSION, {"a": 100, "b": 100}, ()
+    )
+
+
+def test_a_version_waits_while_fewer_than_half_are_there() -> None:
+    syncer = Syncer(0, TERM, VERSION)
+    send(syncer, "a", now=1.0)
+    assert syncer.poll(members(*(trains(peer, 1e6) for peer in "abc")), 1e6) is None
+
+
+def test_who_was_missing_is_expected_again_after_a_contribution_that_took_no_longer_than_patience() -> None:
+    syncer = Syncer(0, TERM, VERSION)
+    round_of(syncer, "abs", 10.0, 0.0)
+    for peer in "ab":
+        send(syncer, peer, now=20.0)
+    assert syncer.poll(members(*(trains(peer, 40.0, VERSION + 1) for peer in "abs")), 40.0) is not None
+    syncer.advance(VERSION + 2, now=40.0)
+    for number in range(2):  # nobody waits for it
+        for peer in "ab":
+            send(syncer, peer, now=50.0 + 10 * number)
+        now = 50.0 + 10 * number
+        assert syncer.poll(members(*(trains(peer, now, syncer.version) for peer in "abs")), now) is not None
+        syncer.advance(syncer.version + 1, now=now)
+    late = contribution(VERSION + 1)
+    assert syncer.offer("s", late, now=60.5).accepted and syncer.collects("s")
+    syncer.folded("s")
+    syncer.arrived("s", now=60.5)  # 50 s after version 8 was there; the others take 10
+    everybody = members(*(trains(peer, 61.0, syncer.version) for peer in "abs"))
+    assert syncer.poll(everybody, 61.0) is None, "the others are still training"
+    round_of(syncer, "ab", 10.0, 60.0)
+    assert syncer.last_contributors == {"a", "b", "s"} and syncer.last_staleness > 0
+    for peer in "ab":
+        send(syncer, peer, now=80.0)
+    assert syncer.poll(members(*(trains(peer, 80.0, syncer.version) for peer in "abs")), 80.0) is not None, "too slow"
+    syncer.advance(syncer.version + 1, now=80.0)
+    send(syncer, "s", now=95.0)
+    for peer in "ab":
+        send(syncer, peer, now=96.0)
+    assert syncer.poll(members(*(trains(peer, 96.0, syncer.version) for peer in "abs")), 96.0) is not None
+    syncer.advance(syncer.version + 1, now=96.0)
+    for peer in "ab":
+        send(syncer, peer, now=106.0)
+    assert syncer.poll(members(*(trains(peer, 106.0, syncer.version) for peer in "abs")), 106.0) is None, "it is quick"
+
+
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+class Pausing:
+    """A swarm of rounds of ten seconds, in virtual time; `l` says in every round that it evaluates."""
+
+    def __init__(self) -> None:
+        self.syncer, self.now = Syncer(0, TERM, VERSION), 0.0
+        self.liar = trains("l", 0.0)
+
+    def hear(self, steps: int, pace: float) -> None:
+        status = Status(
+            state="training", versions=[self.syncer.version], inner_step=steps, steps_per_s=pace, tokens=steps
+        )
+        self.liar.hear(status, self.now)
+
+    def version(self, comes_after_s: float | None) -> float:
+        """How long the next version takes, if `l` pauses for so long and then contributes; None: it never does."""
+        syncer, opened, version = self.syncer, self.now, self.syncer.version
+        self.hear(version, 1.0)
+        self.now += 10.0
+        self.hear(version, 1e-6)
+        for peer in "ab":
+            send(syncer, peer, now=self.now)
+        while True:
+            honest = [trains(peer, self.now, version) for peer in "ab"]
+            if comes_after_s is not None and self.now - opened >= comes_after_s:
+                send(syncer, "l", now=self.now)
+                comes_after_s = None
+            if syncer.poll(members(*honest, self.liar), self.now) is not None:
+                syncer.advance(version + 1, now=self.now)
+                return self.now - opened
+            self.now += 1.0
+
+
+def test_a_pause_is_waited_for_and_comes_out_of_a_bucket() -> None:
+    swarm = Pausing()
+    assert swarm.version(5.0) == 10.0
+    assert swarm.version(500.0) == 500.0
+    assert not swarm.syncer._patience.slow, "a pause that is paid for makes nobody slow"
+    left = PAUSE_LIMIT_S - (500 - 3 * 10.0)
+    assert swarm.version(None) == pytest.approx((10 + FLOOR_S + left) / (1 - PAUSE_RATE), abs=2.0), "it fills meanwhile"
+    assert swarm.syncer._patience.slow == {"l"}
+    assert swarm.version(None) == 10.0, "nobody waits for it until it is quick"
+
+
+def test_a_peer_that_pauses_in_every_round_costs_a_twentieth_of_the_time_at_most() -> None:
+    swarm = Pausing()
+    versions = 0
+    while swarm.now < 50_000.0:
+        swarm.version(5.0)
+        swarm.version(None)  # it takes all that there is
+        versions += 2
+    waited_s = swarm.now - versions * (10.0 + FLOOR_S)  # and its patience, as without a word
+    assert waited_s < PAUSE_LIMIT_S + PAUSE_RATE * swarm.now
+
+
+def test_a_pause_that_all_make_together_costs_nobody_anything(syncer: Syncer) -> None:
+    everybody = [trains(peer, 0.0) for peer in "abc"]
+    round_of(syncer, "abc", 1.0, 0.0)
+    for number, peer in enumerate("abc"):
+        send(syncer, peer, now=100.0 + number)
+    assert syncer.poll(members(*everybody), 110.0) is not None
+    assert not syncer._patience.slow and not len(syncer._patience._pauses)
+
+
+# -- what is late -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_late_is_merged_at_a_discount_once_and_only_if_it_is_carried(syncer: Syncer) -> None:
+    for number in range(3):
+        round_of(syncer, "ab", 10.0, 10.0 * number)
+    assert not syncer.offer("s", contribution(VERSION), 2, carried=False).accepted
+    assert syncer.offer("s", contribution(VERSION), 2).accepted
+    assert syncer.staleness(VERSION) == 3.0 and syncer.discount("s") == 0.5
+    assert syncer.keeps("s", VERSION) and wants(syncer, "s", 0)
+    syncer.folded("s")
+    syncer.arrived("s", now=31.0)
+    round_of(syncer, "ab", 10.0, 30.0)
+    assert syncer.offer("s", contribution(VERSION), 2).merged
+
+
+def test_what_was_left_out_is_not_merged_later(syncer: Syncer) -> None:
+    for peer in "abs":
+        send(syncer, peer)
+    close = syncer.poll({}, 0.0)
+    assert close is not None and syncer.leave_out(close, ["s"]).contributors == {"a": 100, "b": 100}
+    syncer.advance(VERSION + 1)
+    verdict = syncer.offer("s", contribution(VERSION))
+    assert not verdict.accepted and verdict.late
+
+
+def test_of_what_is_half_in_the_sum_the_rest_is_not_merged_later() -> None:
+    syncer = Syncer(0, TERM, VERSION, OuterConfig(method="diloco", sync_every=1, robust="none"))
+    send(syncer, "a")
+    send(syncer, "s", chunks=1)
+    assert syncer.poll({}, 0.0) is not None
+    syncer.advance(VERSION + 1)
+    verdict = syncer.offer("s", contribution(VERSION))
+    assert not verdict.accepted and verdict.late
+
+
+def test_what_is_late_makes_no_version_when_the_others_are_done(syncer: Syncer) -> None:
+    round_of(syncer, "ab", 10.0, 0.0)
+    assert syncer.offer("s", contribution(VERSION)).accepted
+    syncer.folded("s")
+    syncer.arrived("s", now=11.0)
+    syncer.drop_late()
+    assert not syncer.keeps("s", VERSION) and syncer.poll({}, 12.0) is None
+    assert syncer.offer("s", contribution(VERSION)).late
+
+
+def test_a_claim_that_is_not_paid_for_is_collected_beside_the_version(syncer: Syncer) -> None:
+    for _ in range(4):
+        assert syncer.offer("l", contribution(VERSION), 2, 0.0, rate=0.5).accepted, "a retry costs nothing"
+    assert not syncer.collects("l") and syncer.counts_at("l") == 0.0
+    syncer.advance(VERSION + 1)
+    assert syncer.offer("l", contribution(VERSION + 1), 2, 0.0, rate=0.5).accepted
+    assert syncer.collects("l") and syncer.counts_at("l") == 2.0, "a step is claimed again at once"
 
 
 def test_contributors_to_the_version_before_are_expected_though_their_status_is_one_behind(syncer: Syncer) -> None:
@@ -145,6 +339,19 @@ def test_contributors_to_the_version_before_are_expected_though_their_status_is_
     assert syncer.poll(late, 0.0) is None
     close = syncer.poll(members(member("a"), member("d")), 0.0)  # d did not contribute: it is behind
     assert close == Close(0, VERSION + 1, {"a": 100}, ("b",))
+
+
+def test_a_newcomer_whose_contribution_is_on_its_way_is_expected_with_staggered_fragments() -> None:
+    outer = OuterConfig(method="diloco", sync_every=6, fragments=2, staggered=True, overlap=1)
+    syncer = Syncer(1, TERM, VERSION, outer, contributors="a")
+    status = Status(state="exchanging", versions=[VERSION, VERSION], inner_step=0, target_steps=6, steps_per_s=2.0)
+    both = members(Member("a", "a", True, True, status, 0.0, 0.0), Member("x", "x", True, True, status, 0.0, 0.0))
+    send(syncer, "x", chunks=1)
+    send(syncer, "a")
+    assert syncer.poll(both, 0.0) is None
+    send(syncer, "x")
+    close = syncer.poll(both, 0.0)
+    assert close is not None and set(close.contributors) == {"a", "x"}
 
 
 def test_only_those_of_the_version_just_before_are_expected_so(syncer: Syncer) -> None:
@@ -160,12 +367,11 @@ def test_only_those_of_the_version_just_before_are_expected_so(syncer: Syncer) -
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        (contribution(VERSION - 1), "is at version 7, past base version 6"),
         (contribution(VERSION + 1), "is at version 7, 8 is in the future"),
         (contribution(term=TERM - 1), "is under term 3, not 2"),
         (contribution(term=TERM + 1), "is under term 3, not 4"),
     ],
-    ids=["late", "future", "old term", "new term"],
+    ids=["future", "old term", "new term"],
 )
 @pytest.mark.parametrize("moment", ["collecting", "begun", "whole", "closing"])
 def test_a_contribution_that_does_not_fit_is_refused_at_any_moment(
@@ -224,7 +430,7 @@ def test_catching_up_forgets_what_was_collected(syncer: Syncer) -> None:
     send(syncer, "a")
     syncer.advance(VERSION + 5)
     assert syncer.poll({}, 0.0) is None
-    assert not syncer.offer("a", contribution()).accepted
+    assert not syncer.offer("a", contribution(), carried=False).accepted
     assert syncer.offer("a", contribution(VERSION + 5)).accepted
 
 

@@ -181,6 +181,67 @@ def test_three_contributions_are_merged_as_they_are() -> None:
     assert torch.equal(plain.anchors[0], robust.anchors[0])
 
 
+def few(count: int, lie: float, replica: Replica, me: str, seed: int) -> tuple[list[str], list[str]]:
+    """A version of so many contributions, of which p0's is multiplied; whose is scaled down, and whose left out."""
+    held = replica.held[0]
+    found = {f"p{i}": encoded(x, lie if i == 0 else 1.0) for i, x in enumerate(pseudo_gradients(count, seed))}
+    for peer, payload in found.items():
+        held.take(0, peer, payload, 1.0)
+    peers, judged = held.judge(dict.fromkeys(found, 1.0), me=me)
+    held.merge_(held.state.step(count, 1), torch.empty(replica.update_nbytes(0), dtype=torch.uint8), (peers, judged))
+    return [peers[i] for i in judged.clipped], [peers[i] for i in judged.left_out]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("method", ["auto", "trimmed_mean", "centered_clip"])
+def test_of_few_contributions_one_is_left_out_that_opposes_the_syncers_own(count: int, method: str) -> None:
+    assert few(count, -10.0, syncer(robust=method), "p1", 5) == ([], ["p0"])
+    its_own = few(count, -10.0, syncer(robust=method), "p0", 5)
+    assert its_own == ([], [f"p{i}" for i in range(1, count)])
+
+
+def test_of_three_contributions_to_a_host_one_is_left_out_that_opposes_the_momentum() -> None:
+    replica, common = syncer(), 5
+    assert few(3, 1.0, replica, "", common) == ([], [])
+    assert few(3, -10.0, replica, "", common) == ([], ["p0"])
+    assert few(2, -10.0, replica, "", common) == (["p0"], []), "the momentum may have to turn"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_contributions_are_as_long_as_is_usual(count: int) -> None:
+    replica = syncer()
+    for _ in range(4):
+        assert few(count, 1.0, replica, "", 5) == ([], []), "honest ones are merged as they are"
+    before = replica.anchors[0].clone()
+    assert few(count, 100.0, replica, "", 5) == (["p0"], [])
+    longest = max(replica.held[0].norms.whole)
+    assert longest == pytest.approx(4 * float(pseudo_gradients(1, 5)[0].norm()), rel=0.05)
+    assert float((replica.anchors[0] - before).norm()) < 10 * longest
+    assert few(count, 100.0, replica, "p0", 5) == ([], []), "it is the syncer's own"
+
+
+def test_a_chunk_that_opposes_the_momentum_may_be_as_long_as_is_usual() -> None:
+    norms = Norms()
+    assert norms.see(0, 100.0, 3.0, momentum=5.0) == 0.2, "nothing is known but the momentum: 20 is allowed"
+    norms = Norms()
+    for _ in range(MIN_JUDGED):
+        norms.see(0, 1.0, 3.0)
+    assert norms.see(0, 4.0, 3.0, opposes=True) == 0.25
+    assert norms.see(0, 4.0, 3.0, opposes=False) == 1.0
+
+
+def test_a_reversed_contribution_that_is_folded_in_is_no_longer_than_an_honest_one() -> None:
+    deltas = pseudo_gradients(6, 5)
+    robust, honest = (syncer(codec_up="fp32", lr=1.0, momentum=0.5) for _ in range(2))
+    for replica in (robust, honest):
+        step(replica, {f"p{i}": x.view(torch.uint8) for i, x in enumerate(deltas[:5])})
+    moved = robust.anchors[0].clone()
+    liar = (-4.0 * deltas[5]).contiguous()
+    robust.held[0].fold(0, liar.view(torch.uint8), 1.0)
+    assert float(robust.held[0].sums[0].total.norm()) == pytest.approx(float(deltas[0].norm()), rel=0.05)
+    assert torch.equal(robust.anchors[0], moved)
+
+
 def test_recent_norms_clip_long_contributions_and_refuse_absurd_ones() -> None:
     norms = Norms()
     assert [norms.see(0, norm, 3.0) for norm in (1.0, 100.0, 1.0, 1.0)] == [1.0] * 4, "nothing is known yet"

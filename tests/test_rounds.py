@@ -18,11 +18,13 @@ from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.protocol.actions import Action, Hold, Merge, Release
+from diloco.protocol.actions import Action, Hold, Merge, Release, Renumber
 from diloco.protocol.exchange import Exchange
 from diloco.protocol.fragment import Lease
-from diloco.protocol.messages.bulk import Contribution, Record, StateHeader, Verdict
+from diloco.protocol.heads import wrong_record
+from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.numbers import MAX_COUNT
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
 from diloco.swarm.conversations.context import Context
@@ -38,8 +40,9 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
+from tests.protocol_helpers import MANIFEST, Keys, record_of
 
-ME, OTHER, MANIFEST = "me", "other", "0" * 64
+ME, OTHER = "me", "other"
 
 
 class StubFetcher:
@@ -82,7 +85,7 @@ class StubHost:
         exact = {"lr": 1.0, "momentum": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, **exact, **outer})
         self.replica = Replica(self.parameters, fragments, settings)
-        self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings)
+        self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings, signer=Keys(ME))
         self.notes: list[str] = []
         self.context = Context(
             self.protocol, self.replica, NoNetwork(), "{}", Gate(),  # type: ignore[arg-type]
@@ -120,6 +123,8 @@ class StubHost:
                     self.replica.release(action.fragment)
                 case Merge():
                     self.context.tasks.spawn(self.merging.merge(action.close))
+                case Renumber():
+                    self.context.tasks.spawn(self.anchors.renumber(action.fragment, action.above))
                 case _:
                     pass
 
@@ -133,19 +138,23 @@ class StubHost:
         discarded, _ = self.rounds.take([0])
         return discarded, self.protocol.versions[0]
 
-    def state(self, version: int, anchor: Tensor) -> FragmentState:
-        """The anchor as a donor would send it."""
-        header = StateHeader(fragment=0, version=version, digest=digest_of(anchor), applied_tokens=0, outer=False)
-        return FragmentState(header, anchor)
+    def state(self, version: int, anchor: Tensor, skipped: int = 0, **shares: Share) -> FragmentState:
+        """The anchor as a donor would send it, made of contributions of the other peer if nothing else is said."""
+        digest = digest_of(anchor)
+        shares = shares or ({OTHER: Share(version, 10 * version, 1, version)} if version else {})
+        said = {"shares": shares, "author": OTHER, "skipped": skipped}
+        record = record_of(version, "f" * 64, digest, {}, **said) if version else None
+        header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, outer=False)
+        return FragmentState(header, anchor, donor=OTHER)
 
     def record(self, version: int, anchor: Tensor, before: str | None = None) -> UpdateRecord:
         """An update to an anchor; with the float codecs it carries the values themselves."""
         update = torch.empty(self.replica.update_nbytes(0), dtype=torch.uint8)
         self.replica.down.encode_update(anchor, self.replica.anchors[0], update)
-        header = Record(
-            fragment=0, term=1, version=version, digest_before=before or self.protocol.digests[0],
-            digest=digest_of(anchor), contributors={OTHER: 10}, applied_tokens=0,
-        )  # fmt: skip
+        before = before or self.protocol.digests[0]
+        given = version - self.protocol.versions[0] - 1  # in the versions between
+        shares = {OTHER: Share(given, 10 * given, 1, version - 1)} if given > 0 else self.protocol.fragments[0].shares
+        header = record_of(version, before, digest_of(anchor), {OTHER: 10}, shares=shares, author=OTHER)
         return UpdateRecord(header, update)
 
 
@@ -210,19 +219,14 @@ def test_as_many_records_are_kept_as_are_smaller_than_the_state(codec: str, kept
         digests = [host.protocol.digests[0], *(f"{number:064x}" for number in range(9))]
         update = torch.zeros(host.replica.update_nbytes(0), dtype=torch.uint8)
         for version, (before, digest) in enumerate(pairwise(digests), 1):
-            header = Record(
-                fragment=0, term=1, version=version, digest_before=before, digest=digest, contributors={ME: 1},
-                applied_tokens=0,
-            )  # fmt: skip
+            header = record_of(version, before, digest, {ME: 1})
             host.context.keep_record(UpdateRecord(header, update))
             host.protocol.fragments[0].move(version, digest, 0.0)
         for base in range(-1, 10):
             found = [record.header.version for record in host.context.records_since(0, base)]
             assert found == (list(range(base + 1, 10)) if 9 - kept <= base else []), base
         assert kept * update.numel() < 4 * 9000 or kept == 1
-        host.context.keep_record(
-            UpdateRecord(header.model_copy(update={"version": 12, "digest_before": "f" * 64}), update)
-        )
+        host.context.keep_record(UpdateRecord(record_of(12, "f" * 64, "d" * 64, {ME: 1}), update))
         assert len(host.context.records[0]) == 1, "the anchor before it came from elsewhere"
         host.protocol.fragments[0].move(12, "e" * 64, 0.0)
         assert host.context.records_since(0, 11) == [], "what is here now came from elsewhere too"
@@ -235,7 +239,8 @@ def test_a_peer_that_always_comes_too_late_is_told() -> None:
         host = StubHost(ME)
         await host.anchors.load()
         for version in range(1, 7):
-            host.client.answers = {version - 1: host.state(version, torch.full((6,), float(version)))}
+            shares = {OTHER: Share(version, 100 * version, 1, version)}
+            host.client.answers = {version - 1: host.state(version, torch.full((6,), float(version)), **shares)}
             await host.anchors.catch_up(0, [OTHER])
             assert (await host.exchange())[0] == 10
         assert host.notes.count("always_late") == 2
@@ -267,12 +272,36 @@ def test_a_donor_that_cannot_be_reached_is_asked_once_and_the_next_one_then() ->
     run(scene)
 
 
+def test_a_higher_number_moves_neither_the_anchor_nor_what_is_learned_from_it() -> None:
+    async def scene() -> None:
+        host, follower = StubHost(ME), StubHost(OTHER)
+        for one in (host, follower):
+            await one.anchors.load()
+        host.parameters["w"].sub_(1.0)
+        await host.anchors.renumber(0, 5)
+        here = host.protocol.fragments[0]
+        assert (here.version, here.steps, here.digest) == (6, 0, follower.protocol.digests[0])
+        assert wrong_record(Keys(OTHER), MANIFEST, here.record) is None and here.record.head.author == ME
+        header = StateHeader(fragment=0, digest=here.digest, record=here.record, outer=False)
+        await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
+        assert follower.protocol.versions == [6] and follower.protocol.steps == 0
+        shares = {OTHER: Share(1, 10, 1, 7)}
+        record = record_of(7, here.digest, here.digest, {}, shares=shares, author=ME)
+        header = StateHeader(fragment=0, digest=here.digest, record=record, shares=shares, outer=False)
+        await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
+        assert follower.protocol.fragments[0].shares == shares, "of the same anchor, made in another way"
+        assert await host.exchange() == (0, 7), "a contribution from the anchor that has the number 6 now"
+        assert host.protocol.steps == 1
+
+    run(scene)
+
+
 def test_what_was_learned_from_an_anchor_that_was_replaced_is_discarded() -> None:
     async def scene() -> None:
         host = StubHost(ME)
         await host.anchors.load()
         host.parameters["w"].sub_(1.0)
-        host.client.answers = {0: host.state(1, torch.full((6,), 3.0))}
+        host.client.answers = {0: host.state(1, torch.full((6,), 3.0), **{OTHER: Share(1, 10, 1, 1)})}
         await host.anchors.catch_up(0, [OTHER])
         assert await host.exchange() == (10, 1)
         assert torch.equal(host.replica.anchors[0], torch.full((6,), 3.0))
@@ -307,6 +336,30 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
     run(scene)
 
 
+def test_of_two_histories_the_syncer_goes_on_from_more_work_under_a_number_above_both() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        for version, tokens, skipped, goes_on, number, steps in [
+            (5, 50, 0, True, 5, 5),
+            (2, 100, 0, True, 6, 2),
+            (9, 60, 0, False, 10, 2),
+            (9, 100, 0, False, 10, 2),
+            (9, 110, MAX_COUNT, True, 11, 0),
+        ]:
+            shares = {OTHER: Share(version, tokens, 1, version)}
+            state = host.state(version, torch.full((6,), float(100 * version + tokens)), skipped, **shares)
+            await host.anchors.adopt_state(state)
+            host.do(host.protocol.tick(host.now()))
+            assert torch.equal(host.replica.anchors[0], state.anchor) == goes_on
+            await host.context.tasks.until(lambda number=number: host.protocol.versions == [number])
+            assert host.protocol.steps == steps
+            lease = host.protocol.leases.get(0)
+            assert lease is not None and (lease.version, lease.steps) == (number, steps)
+
+    run(scene)
+
+
 def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
     async def scene() -> None:
         host = StubHost(ME)
@@ -320,7 +373,7 @@ def test_an_anchor_that_is_being_merged_is_not_replaced_meanwhile() -> None:
             catching_up = asyncio.ensure_future(host.anchors.catch_up(0, [OTHER]))
         await catching_up
         await exchanging
-        assert "fetch_failed" in host.notes
+        assert host.protocol.steps == 1
         assert torch.equal(host.replica.anchors[0], torch.arange(6.0) - 1)
 
     run(scene)
@@ -351,9 +404,8 @@ def test_what_was_learned_in_another_history_and_is_in_the_adopted_anchor_is_not
         await host.anchors.load()
         theirs = torch.full((6,), 3.0)
         host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=0, digest=digest_of(theirs)), host.now()))
-        won = host.state(1, torch.full((6,), 4.0))
-        shares = {"shares": {ME: Share(1, 10, 1, 1)}}
-        host.client.answers = {-1: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        won = host.state(1, torch.full((6,), 4.0), **{ME: Share(1, 10, 1, 1)})
+        host.client.answers = {-1: won}
         assert await host.exchange() == (0, 1)
 
     run(scene)
@@ -396,17 +448,34 @@ def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
             host.parameters["w"].sub_(1.0)
             assert await host.exchange() == (0, version)
             await host.anchors.load()
-        won = host.state(5, torch.full((6,), 3.0))
+        # It has this peer's contribution from version 0, not the one from 1.
+        won = host.state(5, torch.full((6,), 3.0), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         claim = Claim(fragment=0, term=2, version=5, digest=won.header.digest)
         host.do(host.protocol.heard(OTHER, claim, host.now()))
-        # It has this peer's contribution from version 0, not the one from 1.
-        shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
-        host.client.answers = {2: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        host.client.answers = {2: won}
         await host.anchors.catch_up(0, [OTHER])
         assert host.notes.count("discarded") == 1
         assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
         assert host.own_tokens.take_lost() == 0
+
+    run(scene)
+
+
+def test_tokens_of_an_exchange_that_is_over_and_not_taken_are_discarded_when_another_history_wins() -> None:
+    async def scene() -> None:
+        host = StubHost(ME)
+        await host.anchors.load()
+        host.parameters["w"].sub_(1.0)
+        await host.rounds.send({0: (1, 10)})
+        await host.context.tasks.until(lambda: host.rounds.arrived([0]))
+        won = host.state(5, torch.full((6,), 3.0))
+        host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
+        host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=5, digest=won.header.digest), host.now()))
+        host.client.answers = {1: won}
+        await host.anchors.catch_up(0, [OTHER])
+        assert host.rounds.take([0])[0] == 10
+        assert host.own_tokens.applied == {}
 
     run(scene)
 
@@ -420,10 +489,9 @@ def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_th
         host.do(host.protocol.heard(OTHER, claim, host.now()))
         host.client.answers = {-1: host.state(0, theirs)}
         assert await host.exchange() == (10, 0)
-        won = host.state(5, torch.full((6,), 4.0))
+        won = host.state(5, torch.full((6,), 4.0), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
         host.do(host.protocol.heard(OTHER, Claim(fragment=0, term=2, version=5, digest=won.header.digest), host.now()))
-        shares = {"shares": {ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)}}
-        host.client.answers = {0: FragmentState(won.header.model_copy(update=shares), won.anchor)}
+        host.client.answers = {0: won}
         await host.anchors.catch_up(0, [OTHER])
         assert host.notes.count("applied_after_all") == 1
         assert host.own_tokens.take_lost() == -10
@@ -530,7 +598,8 @@ def test_a_lease_that_is_lost_between_two_own_chunks_leaves_the_rest_to_the_next
             await asyncio.sleep(0)
         assert syncer._offers[ME].chunks < len(host.replica.chunks[0])
         claim = Claim(fragment=0, term=2, version=0, digest=host.protocol.digests[0])
-        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        hello = host.hello(claims=False).model_copy(update={"claims": [claim]})  # it was cut off until now
+        host.do(host.protocol.connected(OTHER, hello, host.now()))
         assert 0 not in host.replica.held
         for _ in range(10):
             await asyncio.sleep(0)
@@ -570,7 +639,7 @@ def test_a_version_that_closes_while_a_contribution_is_folded_in_counts_it(monke
 
         async def arrive() -> int | None:
             async with host.context.locks[0].writing():
-                return await fold_whole(host.context, syncer, OTHER, 0, payloads)
+                return await fold_whole(host.context, syncer, OTHER, header, payloads)
 
         arriving = asyncio.ensure_future(arrive())
         while not began.is_set():
@@ -596,11 +665,12 @@ def test_a_version_whose_contributions_were_forgotten_is_not_made() -> None:
         host.do(host.protocol.connected(OTHER, host.hello(claims=False), host.now()))
         syncer = host.protocol.syncers[0]
         lease = Lease(0, ME, 1, 0, host.protocol.digests[0])
-        assert syncer.offer(OTHER, Exchange(0, 0, lease.digest, 1, 10, MANIFEST).header(lease)).accepted
+        header = Exchange(0, 0, lease.digest, 1, 10, MANIFEST).header(lease)
+        assert syncer.offer(OTHER, header).accepted
         host.parameters["w"].sub_(1.0)
         async with host.context.locks[0].writing():
             others = asyncio.all_tasks()
-            await fold_whole(host.context, syncer, OTHER, 0, [host.replica.encode(0, 0)])
+            await fold_whole(host.context, syncer, OTHER, header, [host.replica.encode(0, 0)])
             host.do(host.protocol.tick(host.now()))
             assert host.protocol.merging(0)
             merging = asyncio.all_tasks() - others
@@ -631,7 +701,8 @@ def test_a_lease_that_is_lost_while_a_contribution_is_folded_in_takes_it_along(m
         while not syncer._offers or not syncer._offers[ME].whole:
             await asyncio.sleep(0)
         claim = Claim(fragment=0, term=2, version=0, digest=host.protocol.digests[0])
-        host.do(host.protocol.heard(OTHER, claim, host.now()))
+        hello = host.hello(claims=False).model_copy(update={"claims": [claim]})  # it was cut off until now
+        host.do(host.protocol.connected(OTHER, hello, host.now()))
         lost.set()
         while "contribution_broke" not in host.notes:
             await asyncio.sleep(0)

@@ -154,7 +154,7 @@ def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config:
     host = host_of(loaded(config))
 
     async def scene() -> None:
-        won = host.state(5, torch.full((6,), 3.0))
+        won = host.state(5, torch.full((6,), 3.0), **{OTHER: Share(5, 50, 1, 5)})
         host.client.answers = {1: won}
         await host.anchors.catch_up(0, [OTHER])
 

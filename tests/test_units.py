@@ -16,14 +16,14 @@ from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Broadcast, Note
 from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
-from diloco.protocol.messages.bulk import Contribution, Record, StateHeader
-from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
 from diloco.protocol.peer import Peer
 from diloco.rundir.checkpoint import Checkpoint
 from diloco.swarm.conversations.units import LeasedData
 from diloco.train.session import Session
 from tests.crowd_helpers import SEQUENCES_PER_ROUND, story
-from tests.protocol_helpers import MANIFEST, digest_of
+from tests.protocol_helpers import MANIFEST, digest_of, record_of
 from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
 
 seeds = st.integers(0, 10**9)
@@ -144,9 +144,9 @@ def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> 
     }
     assert peer.hello().claims[0].open == [[2, 8]]
     peer.heard("s2", Status(state="ready", versions=[1]), 10.0)
-    peer.connected("s2", hello_of("s2", 1), 10.0)
     claim = Claim(fragment=0, term=9, version=1, digest=peer.digests[0], cursor=9, open=[[2, 9]])
-    peer.heard("s2", claim, 10.0)
+    peer.heard("b", Vote(fragment=0, term=9, holder="s2"), 10.0)
+    peer.connected("s2", hello_of("s2", 1).model_copy(update={"claims": [claim]}), 10.0)  # after a split
     assert peer.accounts.lease_units("b", 4, []) is None and peer.accounts.dealer.cursor_at(1) == (9, [(2, 9)])
 
 
@@ -158,7 +158,7 @@ def test_a_successor_hands_out_what_the_dead_had_and_not_what_the_living_have() 
     assert peer.accounts.lease_units("b", 14, [(10, 12), (20, 24)]) == [(8, 10), (12, 20), (24, 28)]
 
 
-@pytest.mark.parametrize("heard", ["published", "record", "state"])
+@pytest.mark.parametrize("heard", ["published", "record"])
 def test_what_a_version_holds_is_not_handed_out_again_whoever_still_claims_it(heard: str) -> None:
     """1. s merges b's units 0 to 4 into version 1. 2. It dies before b has said that they are not its any more."""
     peer = follower(cursor=8, open=[[0, 8]])
@@ -169,11 +169,7 @@ def test_what_a_version_holds_is_not_handed_out_again_whoever_still_claims_it(he
         case "published":
             peer.heard("s", Published(term=1, contributors=["b"], **named, **word), 0.6)
         case "record":
-            peer.accounts.hear_data_cursor(
-                Record(term=1, digest_before=digest_of(0), contributors={"b": 1}, **named, **word)
-            )
-        case "state":
-            peer.accounts.hear_data_cursor(StateHeader(outer=False, **named, **word))
+            peer.accounts.hear_data_cursor(record_of(1, digest_of(0), digest_of(1), {"b": 1}, **word).head)
     peer.adopted(0, 1, digest_of(1), 0.7, contributors={"b": 1})
     ledger = take_over(peer)
     assert ledger.open == [(4, 8)] and ledger.leased == {"b": [(4, 8)]}

@@ -75,6 +75,7 @@ def _prepare(
     stages.show("loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
     from diloco.fit.machine import fit_micro_batch, inspect_machine, memory_need
+    from diloco.fit.prospects import prospects_of
 
     machine = inspect_machine(config.train.device, config.train.threads)
     need, batch_size = memory_need(config, machine), config.inner.batch_size
@@ -82,10 +83,12 @@ def _prepare(
     config = volunteer.fit_to_machine(config, machine, micro_batch, typed)
     parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
     second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
-    stages.show(
+    text = (
         f"{machine.name}, {_count(machine.threads, 'thread')}, {config.train.precision}, "
         f"batch of {batch_size}{parts}{second}"
     )
+    stages.show(text)
+    stages.show("; ".join([text, *prospects_of(config, micro_batch, found.paces)]))
     if warning is not None:
         Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
     if needs_consent(config):

@@ -180,7 +180,7 @@ def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:
     if not outer.staleness_limit:
         yield Ignored(
             "outer.staleness_exponent",
-            "with outer.staleness_limit=0, which merges nothing that is late",
+            "with outer.staleness_limit=0",
             "drop it, or set outer.staleness_limit and outer.quorum",
         )
     if outer.judging not in ("clip", "recent"):

@@ -260,6 +260,15 @@ class OuterConfig(RunOwned):
         return self.barrier and not self.staggered and not self.overlap
 
     @property
+    def carries_late(self) -> bool:
+        """Whether a contribution that comes too late for its version may be merged into a later one.
+
+        With a quorum it may be `staleness_limit` rounds late. Where all exchange at one barrier, a peer that is too
+        slow for it contributes to whatever version is next.
+        """
+        return self.lockstep or self.staleness_limit > 0
+
+    @property
     def round_late(self) -> bool:
         """Whether an update is adopted when the next pseudo-gradient is sent, a whole round after its own."""
         return self.overlap == self.sync_every

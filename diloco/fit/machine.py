@@ -201,10 +201,13 @@ def _without_values(settings: ModelConfig, device: str) -> nn.Module:
         return models.outline(settings)
 
 
-def step_seconds(config: Config) -> float:
+def step_seconds(
+    config: Config, micro_batch: int | None = None, warmup: int = WARMUP_STEPS, timed: int = TIMED_STEPS
+) -> float:
     """Median seconds of an inner step of this configuration on this machine, on random tokens.
 
-    Takes the memory of training: weights, gradients, AdamW's two moments and the activations of a batch.
+    With a `micro_batch` only that part of a batch is measured, and a step counts as so many parts. Takes the memory of
+    training: weights, gradients, AdamW's two moments and the activations of what is measured.
     """
     island = Island.from_environment(config.train.device)
     if config.train.threads is not None:
@@ -213,9 +216,11 @@ def step_seconds(config: Config) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     vocabulary = 256 if config.data.tokenizer == "bytes" else model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(config.run.seed)
-    shape = (config.inner.batch_size, config.data.sequence_length)
+    batch_size = config.inner.batch_size
+    measured = min(batch_size, micro_batch or batch_size)
+    shape = (measured, config.data.sequence_length)
     seconds = []
-    for _ in range(WARMUP_STEPS + TIMED_STEPS):
+    for _ in range(warmup + timed):
         tokens = torch.randint(vocabulary, shape, generator=generator).to(island.device)  # (B, T)
         began_at = time.perf_counter()
         with autocast(config, island.device):
@@ -228,4 +233,4 @@ def step_seconds(config: Config) -> float:
         if island.device.type == "cuda":
             torch.cuda.synchronize(island.device)
         seconds.append(time.perf_counter() - began_at)
-    return statistics.median(seconds[WARMUP_STEPS:])
+    return statistics.median(seconds[warmup:]) * math.ceil(batch_size / measured)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +27,23 @@ from diloco.outer.merging import AVERAGES, JUDGES, Staged, Sum
 from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterStep, Transition
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
-from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, norm_of
+from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, clip_few, norm_of, opposes
 from diloco.outer.spectrum import flatten_, matrices
-from diloco.outer.state import OuterState, adopt_
+from diloco.outer.state import OuterState, adopt_, state_root
+from diloco.outer.tally import Tally
 
-__all__ = ["Held", "Judged"]
+__all__ = ["Held", "Judged", "Seen"]
 
 Judged = tuple[list[str], Judgement]
 """Contributors in the order of their names, and what each contribution counts."""
+
+
+class Seen(NamedTuple):
+    """What is seen of a chunk before it is folded in: its norm, that of the momentum there, whether it opposes it."""
+
+    norm: float
+    momentum: float
+    opposes: bool
 
 
 class Held:
@@ -77,6 +87,8 @@ class Held:
         self._numels = [stop - start for start, stop in self.chunks]
         self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
+        self.root = bytes(32)  # of the outer state at the version that was made last
+        self.tallies: dict[str, Tally] = {}  # of contributions that come chunk by chunk
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
         if self.rule is None:
@@ -85,57 +97,89 @@ class Held:
         else:
             self.staged = Staged(self._numels, self.up, self.norms, rng)
         self._clips = settings.judging == "recent"
+        self._sums_means = self.optimizer.can_follow  # another momentum may be far shorter than what it is made of
         self._update_at = self.down.offsets(fragment.numel)
 
-    def take(self, chunk: int, peer: str, payload: Tensor, weight: float) -> None:
-        """Stage or fold a received chunk, as the merge rule needs it."""
+    def take(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
+        """Take in a received chunk as `put` does, and count it. A peer's chunks come in order."""
+        self.put(chunk, peer, payload, weight, discount)
+        if chunk == 0:
+            self.tallies[peer] = Tally()
+        self.tallies[peer].add(self.up, payload, self._numels[chunk])
+
+    def put(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
+        """Stage or fold a chunk, as the merge rule needs it; `judge` gets the discounts of staged ones."""
         if self.staged is None:
-            self.fold(chunk, payload, weight)
+            self.fold(chunk, payload, weight, discount)
         else:
             self.staged.put(peer, chunk, payload)
 
-    def norms_of(self, payloads: Sequence[Tensor]) -> list[float]:
-        """L2 norms of the chunks of a whole contribution; `PayloadError` if `fold` would refuse one of them."""
-        norms = []
+    def seen(self, payloads: Sequence[Tensor]) -> tuple[list[Seen], Tally]:
+        """Norms and directions of the chunks of a whole contribution, and its tally; `PayloadError` if `fold` would
+        refuse one.
+        """
+        found, tally = [], Tally()
         for chunk, payload in enumerate(payloads):
-            norms.append(norm_of(self.up.values(payload, self._numels[chunk])))
+            found.append(self._see(chunk, self.up.values(payload, self._numels[chunk])))
             if self._clips:
-                self.norms.check(chunk, norms[chunk])
-        return norms
+                self.norms.check(chunk, found[chunk].norm)
+            tally.add(self.up, payload, self._numels[chunk], found[chunk].norm)
+        return found, tally
 
-    def fold_whole(self, payloads: Sequence[Tensor], norms: Sequence[float], weight: float, discount: float) -> None:
-        """Fold in a whole contribution, with the norms that `norms_of` gave."""
-        for chunk, (payload, norm) in enumerate(zip(payloads, norms, strict=True)):
-            self.fold(chunk, payload, weight, discount, norm)
+    def _see(self, chunk: int, values: Tensor) -> Seen:
+        norm = norm_of(values)
+        if not self._clips:
+            return Seen(norm, 0.0, False)
+        momentum = self.state.momentum[slice(*self.chunks[chunk])]
+        length = norm_of(momentum)
+        return Seen(norm, length if self._sums_means else 0.0, opposes(values, norm, momentum, length))
 
-    def fold(
-        self, chunk: int, payload: Tensor, weight: float, discount: float = 1.0, norm: float | None = None
-    ) -> None:
+    def fold_whole(self, payloads: Sequence[Tensor], seen: Sequence[Seen], weight: float, discount: float) -> None:
+        """Fold in a whole contribution, with what `seen` said of it."""
+        for chunk, (payload, known) in enumerate(zip(payloads, seen, strict=True)):
+            self.fold(chunk, payload, weight, discount, known)
+
+    def fold(self, chunk: int, payload: Tensor, weight: float, discount: float = 1.0, seen: Seen | None = None) -> None:
         """Add weight * discount times a received chunk to the sum.
 
-        The average divides by the weights alone, so a discount shrinks the step. `norm` is the chunk's, if known.
+        The average divides by the weights alone, so a discount shrinks the step. `seen` is the chunk's, if known.
         """
         assert self.rule is None, f"outer.robust={self.settings.robust} stages contributions"
         into, scale, values = self.sums[chunk], 1.0, None
         if self._clips:
-            if norm is None:
+            if seen is None:
                 values = self.up.values(payload, self._numels[chunk])
-                norm = norm_of(values)
-            scale = self.norms.see(chunk, norm, self.settings.clip_factor)
+                seen = self._see(chunk, values)
+            scale = self.norms.see(chunk, seen.norm, self.settings.clip_factor, seen.opposes, seen.momentum)
         if values is None:
             self.average.add_encoded_(into, self.up, payload, weight * discount, scale)
         else:
             self.average.add_(into, values, weight * discount, scale)
         into.weight += weight
 
-    def judge(self, weights: Mapping[str, float]) -> Judged:
-        """What the staged contributions of these peers count; fewer than `MIN_JUDGED` count their weights."""
+    def judge(
+        self, weights: Mapping[str, float], discounts: Mapping[str, float] = MappingProxyType({}), me: str = ""
+    ) -> Judged:
+        """What the staged contributions of these peers count, those that are late at a discount; `me` is this peer."""
         assert self.rule is not None and self.staged is not None, "contributions are folded in as they arrive"
         peers = sorted(weights)
         by_peer = [weights[peer] for peer in peers]
         if len(peers) < MIN_JUDGED:
-            return peers, Judgement.plain(by_peer)
-        return peers, self.rule.judge(self.staged, peers, by_peer)
+            judged = self._judge_few(self.staged, peers, by_peer, me)
+        else:
+            judged = self.rule.judge(self.staged, peers, by_peer)
+        norms = zip(peers, self.staged.norms(peers), judged.scales, strict=True)
+        self.norms.whole.extend(norm * min(scale, 1.0) for _, norm, scale in norms if scale)
+        return peers, judged.discounted([discounts.get(peer, 1.0) for peer in peers])
+
+    def _judge_few(self, staged: Staged, peers: list[str], weights: Sequence[float], me: str) -> Judgement:
+        gram, numel = staged.cosines(peers)
+        momentum, own = self.state.momentum, peers.index(me) if me in peers else None
+        references = [] if own is None else [gram[own]]
+        if momentum.any():
+            references.append(staged.cosines_with(momentum, peers))
+        usual = self.norms.usual(momentum if self._sums_means else None)
+        return clip_few(staged.norms(peers), weights, usual, references, numel, self.settings.clip_factor, own)
 
     def merge_(self, step: OuterStep, update: Tensor, judged: Judged | None = None) -> str:
         """Make the next version: fill its `update` (uint8), move the anchor, and return its digest.
@@ -148,6 +192,8 @@ class Held:
             into = self._average(chunk, judged) if flattened is None else flattened[chunk]
             self._merge_chunk_(chunk, transition, update[at:end], into)
         self.state.took_(step)
+        self.root = state_root(self.master, self.state)
+        self.tallies.clear()
         if self.staged is not None:
             self.staged.clear()
         return digest_of(self.anchor)
@@ -193,6 +239,7 @@ class Held:
         """
         self.state.settle_(version)
         self.master.copy_(self.anchor)
+        self.tallies.clear()
         for into in self.sums:
             into.clear()
         if self.staged is not None:

@@ -150,10 +150,13 @@ class Staged:
         values = self.codec.values(payload, self.sizes[chunk])
         norm = norm_of(values)
         self._norms.see(chunk, norm, math.inf)
+        self._kept.setdefault(peer, {})[chunk] = _Chunk(payload, norm, self._sketch(chunk, values))
+
+    def _sketch(self, chunk: int, values: Tensor) -> Tensor:
         stride = max(1, len(values) // SKETCH - 1 | 1)
         begin = self._begin.setdefault(chunk, self._rng.randrange(stride))
-        sketch = values[begin::stride] * stride**0.5  # as long as the whole chunk
-        self._kept.setdefault(peer, {})[chunk] = _Chunk(payload, norm, sketch)
+        sketch: Tensor = values[begin::stride] * math.sqrt(stride)  # as long as the whole chunk
+        return sketch
 
     def norms(self, peers: Sequence[str]) -> list[float]:
         """L2 norms of whole contributions."""
@@ -168,6 +171,16 @@ class Staged:
         gram = (sketches @ sketches.T).double()
         lengths = gram.diagonal().clamp_min(1e-30).sqrt()
         return gram / lengths.outer(lengths), sketches.shape[1]
+
+    def cosines_with(self, vector: Tensor, peers: Sequence[str]) -> Tensor:
+        """(n,) float64 cosines of the contributions with a vector of the whole fragment, by their sketches."""
+        parts = vector.split_with_sizes(list(self.sizes))
+        sketch = torch.cat([self._sketch(chunk, part) for chunk, part in enumerate(parts)]).double()
+        chunks = range(len(self.sizes))
+        sketches = torch.stack([torch.cat([self._kept[peer][chunk].sketch for chunk in chunks]) for peer in peers])
+        lengths = torch.linalg.vector_norm(sketches, dim=1, dtype=torch.float64) * torch.linalg.vector_norm(sketch)
+        cosines: Tensor = torch.mv(sketches.double(), sketch) / lengths.clamp_min(1e-300)
+        return cosines
 
     def decoded(self, peers: Sequence[str], chunk: int) -> Tensor:
         """(n, elements) fp32, a chunk of each of these peers."""

@@ -263,6 +263,13 @@ class Replica:
     def _zeros(self, fragment: int) -> OuterState:
         return OuterState.zeros(self.fragments[fragment].numel, self.optimizer.num_buffers)
 
+    def renumber(self, fragment: int, version: int) -> None:
+        """The anchor that is here has another number from now on; so has what belongs to it."""
+        if fragment in self.standby:
+            self.standby[fragment].version = version
+        if fragment in self.held:
+            self.held[fragment].state.version = version
+
     def release(self, fragment: int) -> None:
         """Stop being syncer."""
         self.held.pop(fragment, None)

@@ -15,7 +15,8 @@ The order of arrival changes nothing: contributions are taken in the order of th
 Limits. There is no defence against a majority that colludes, nor against one person with many identities. A lie that
 stays within the norm and the angle allowed here moves the model, as a back door may. Clipping alone bounds the *length*
 of a lie; the angle is what takes a reversed contribution out. Fewer than `MIN_JUDGED` contributions have no majority to
-compare with, so they all count as they are. And peers trust the syncer of a fragment with it.
+compare with. They are compared with earlier ones, with the momentum, and with the syncer's own. That bounds their
+length, and takes out what opposes all of these. And peers trust the syncer of a fragment with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from torch import Tensor
 from diloco.errors import PayloadError
 
 __all__ = [
-    "MIN_JUDGED", "Judgement", "Norms", "centered_clip", "clip", "norm_of", "opposed", "trim_count", "trimmed_mean",
+    "MIN_JUDGED", "Judgement", "Norms", "centered_clip", "clip", "clip_few", "norm_of", "opposed", "opposes",
+    "trim_count", "trimmed_mean",
 ]  # fmt: skip
 
 MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, are not judged.
@@ -70,6 +72,11 @@ class Judgement:
         """Every contribution counts its weight."""
         return cls(tuple(weights), tuple(weights))
 
+    def discounted(self, discounts: Sequence[float]) -> Judgement:
+        """The same with coefficients that are multiplied by these factors; a factor below 1 shrinks the step."""
+        coefficients = tuple(one * factor for one, factor in zip(self.coefficients, discounts, strict=True))
+        return replace(self, coefficients=coefficients)
+
     @property
     def scales(self) -> list[float]:
         """What each contribution is multiplied with before it is averaged; 0 for one that is left out."""
@@ -98,13 +105,49 @@ def clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float], factor:
     return Judgement(coefficients, tuple(kept), clipped, left_out)
 
 
+def clip_few(
+    norms: Sequence[float], weights: Sequence[float], usual: float, references: Sequence[Tensor], numel: int,
+    factor: float, own: int | None,
+) -> Judgement:  # fmt: skip
+    """As `clip`, for fewer than `MIN_JUDGED` contributions: they are compared with what came before, and with the own.
+
+    A contribution is left out if it opposes every reference. Without an own contribution those are a minority at most,
+    because the momentum may have to turn.
+
+    Args:
+        usual: norm of earlier contributions; 0 if none is known.
+        references: directions that are known, the (n,) cosines of the contributions with each. numel: as in `clip`.
+        own: index of the syncer's own contribution, which is neither scaled down nor left out.
+    """
+    limit = _least_cosine(numel)
+    out = [i for i in range(len(norms)) if references and all(float(cosines[i]) < limit for cosines in references)]
+    left_out = tuple(i for i in out if i != own and (own is not None or 2 * len(out) < len(norms)))
+    longest = RISE * factor * usual if usual else math.inf
+    clipped = tuple(i for i, norm in enumerate(norms) if norm > longest and i != own and i not in left_out)
+    kept = tuple(0.0 if i in left_out else weight for i, weight in enumerate(weights))
+    coefficients = tuple(kept[i] * (longest / norms[i] if i in clipped else 1.0) for i in range(len(norms)))
+    return Judgement(coefficients, kept, clipped, left_out)
+
+
+def _least_cosine(numel: int) -> float:
+    return min(OPPOSED_COSINE, -OPPOSED_DEVIATIONS / math.sqrt(numel))
+
+
+def opposes(x: Tensor, norm: float, reference: Tensor, reference_norm: float) -> bool:
+    """Whether (n,) values of that norm point against a reference; False if either is zero."""
+    if not norm or not reference_norm:
+        return False
+    cosine = float(torch.dot(x, reference)) / norm / reference_norm
+    return cosine < _least_cosine(x.numel())
+
+
 def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
     """Indices of contributions that point against the mean direction of the others; none if they are not a minority.
 
     The worst one goes first, and the rest are compared again without it: two liars would make an honest one look bad.
     The arguments are those of `clip`.
     """
-    limit = min(OPPOSED_COSINE, -OPPOSED_DEVIATIONS * numel**-0.5)
+    limit = _least_cosine(numel)
     left, out = list(range(gram.shape[0])), list[int]()
     while len(left) > 2:
         among = gram[left][:, left]
@@ -162,19 +205,31 @@ def norm_of(x: Tensor) -> float:
 class Norms:
     """Norms of recent contributions to one fragment, chunk by chunk; clips contributions that are folded in on arrival.
 
-    A new syncer knows no norms, so the first `MIN_JUDGED` - 1 contributions to a fragment pass as they are.
+    A new syncer knows no norms. Until it knows `MIN_JUDGED`, the norm of the momentum takes their place. A momentum
+    that sums means is longer than these. Without one, as at version 0, contributions pass as they are.
+
+    Attributes:
+        whole: norms of whole contributions, as they were merged.
     """
 
     def __init__(self) -> None:
+        self.whole: deque[float] = deque(maxlen=MEMORY)
         self._recent: dict[int, deque[float]] = {}
 
-    def see(self, chunk: int, norm: float, factor: float) -> float:
+    def usual(self, momentum: Tensor | None) -> float:
+        """The norm that a whole contribution may be expected to have; 0 if nothing says it."""
+        if len(self.whole) >= MIN_JUDGED:
+            return statistics.median_low(self.whole)
+        return 0.0 if momentum is None else norm_of(momentum)
+
+    def see(self, chunk: int, norm: float, factor: float, opposes: bool = False, momentum: float = 0.0) -> float:
         """Remember the norm of a chunk, and return what the chunk is multiplied with, 1 unless it is too long.
 
+        A chunk that opposes the momentum may be as long as is usual, and no longer. `momentum` is the norm there.
         Raises PayloadError, and remembers nothing, for a norm that is `ABSURD`.
         """
-        median = self.check(chunk, norm)
-        limit = RISE * factor * median if median else math.inf
+        usual = self.check(chunk, norm) or momentum
+        limit = (1.0 if opposes else RISE * factor) * usual if usual else math.inf
         scale = limit / norm if norm > limit else 1.0
         self._recent.setdefault(chunk, deque(maxlen=MEMORY)).append(norm * scale)
         return scale

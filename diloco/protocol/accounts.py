@@ -14,10 +14,10 @@ from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.ledger import Dealer, Units, union
 from diloco.protocol.membership import Membership
 from diloco.protocol.messages.base import MAX_RANGES
-from diloco.protocol.messages.bulk import Record, StateHeader
 from diloco.protocol.messages.control import Claim, Published, Status
+from diloco.protocol.messages.heads import Head
 from diloco.protocol.numbers import MAX_BYTES, MAX_TOKENS, at_most
-from diloco.protocol.shares import OTHERS, Contributor, Share, Shares, credited, short_name
+from diloco.protocol.shares import OTHERS, Contributor, Share, Shares, clock_of, credited, short_name
 
 __all__ = ["Accounts"]
 
@@ -62,7 +62,7 @@ class Accounts:
     @property
     def applied_tokens(self) -> int:
         """The swarm clock: tokens in the anchor of the control fragment here."""
-        return at_most(sum(share.tokens for share in self.shares(CONTROL_FRAGMENT).values()), MAX_TOKENS)
+        return clock_of(self.shares(CONTROL_FRAGMENT))
 
     def shares(self, fragment: int) -> Shares:
         """Which peer contributed how much to the anchor here; travels with the fragment's state."""
@@ -90,7 +90,11 @@ class Accounts:
 
     def credit(self, fragment: Fragment, version: int, contributors: Mapping[str, int]) -> None:
         """Contributions of so many tokens made this version of the one that is here."""
-        fragment.shares = credited(fragment.shares, version, contributors, self._names())
+        fragment.shares = self.shares_after(fragment, version, contributors)
+
+    def shares_after(self, fragment: Fragment, version: int, contributors: Mapping[str, int]) -> Shares:
+        """The shares of the version that contributions of so many tokens make of the one that is here."""
+        return credited(fragment.shares, version, contributors, self._names())
 
     def contributions(self) -> list[Contributor]:
         """Which peer contributed how much to the run, as far as this peer's anchors go; the largest comes first.
@@ -148,7 +152,7 @@ class Accounts:
         # Ranges that do not fit are never handed out again, rather than twice.
         return {"cursor": first, "open": [list(unit) for unit in open_[:MAX_RANGES]]}
 
-    def hear_data_cursor(self, said: Claim | Published | Record | StateHeader) -> None:
+    def hear_data_cursor(self, said: Claim | Published | Head) -> None:
         """Take in the data cursor of a version from its author."""
         if said.fragment == CONTROL_FRAGMENT:
             self.dealer.know(said.version, (said.cursor, union(said.open)))

@@ -5,9 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco.protocol.messages import Message
-from diloco.protocol.syncer import Close
+from diloco.protocol.offers import Close
 
-__all__ = ["Action", "Broadcast", "CatchUp", "Disconnect", "Hold", "Merge", "Note", "Release", "Wake"]
+__all__ = [
+    "Action",
+    "Broadcast",
+    "CatchUp",
+    "Condemn",
+    "Disconnect",
+    "Hold",
+    "Merge",
+    "Note",
+    "Release",
+    "Renumber",
+    "Tell",
+    "Wake",
+]
 
 
 @dataclass(frozen=True)
@@ -18,10 +31,26 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
+class Tell:
+    """Send a message to one peer, if it is connected."""
+
+    peer: str
+    message: Message
+
+
+@dataclass(frozen=True)
 class Disconnect:
     """End the streams to and from a peer. It is no member (any more); if it is alive, it has to say hello again."""
 
     peer: str
+
+
+@dataclass(frozen=True)
+class Condemn:
+    """There is a proof against a peer: let it in no more, also after a restart, and report it by `Peer.lost`."""
+
+    peer: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -59,6 +88,16 @@ class CatchUp:
 
 
 @dataclass(frozen=True)
+class Renumber:
+    """Give the fragment's anchor, which this peer's history goes on from, a number above this one, and report it by
+    `Peer.adopted`.
+    """
+
+    fragment: int
+    above: int
+
+
+@dataclass(frozen=True)
 class Wake:
     """Call `Peer.tick` at this time, in seconds of the clock that `now` comes from."""
 
@@ -73,4 +112,4 @@ class Note:
     fields: dict[str, object] = field(default_factory=dict)
 
 
-Action = Broadcast | CatchUp | Disconnect | Hold | Merge | Note | Release | Wake
+Action = Broadcast | CatchUp | Condemn | Disconnect | Hold | Merge | Note | Release | Renumber | Tell | Wake

@@ -41,8 +41,8 @@ class Exchange:
     """State of one exchange. Once it is DONE, `discarded` says that the swarm went on without this contribution.
 
     Where a contribution `may_be_late`, versions may be published between its base and its merge, as many as the syncer
-    allows. The syncer's own contribution may then be from an older version too, because its anchor moves while it
-    trains.
+    allows. The owner may change its mind about that when its anchor is replaced by one of another history. The syncer's
+    own contribution may then be from an older version too, because its anchor moves while it trains.
     """
 
     fragment: int
@@ -97,14 +97,16 @@ class Exchange:
             return Step.WAIT
         return Step.CONTRIBUTE
 
-    def header(self, lease: Lease, now: float = 0.0) -> Contribution:
-        """Header of the contribution under that lease."""
+    def header(self, lease: Lease, now: float = 0.0, before: int = 0) -> Contribution:
+        """Header of the contribution under that lease, by a peer that has so many tokens in its anchor `before`."""
         self._offered = True
         self.discarded = self._recorded = False
+        tokens = at_most(self.tokens, MAX_TOKENS)
         return Contribution(
             manifest_hash=self.manifest_hash, fragment=self.fragment, term=lease.term, steps=at_most(self.steps),
-            base_version=self.base_version, base_digest=self.base_digest, tokens=at_most(self.tokens, MAX_TOKENS),
-            age_s=within_bounds(now - self.begun_at, MAX_SECONDS), units=[list(unit) for unit in self.units],
+            base_version=self.base_version, base_digest=self.base_digest, tokens=tokens,
+            total=at_most(before + tokens, MAX_TOKENS), age_s=within_bounds(now - self.begun_at, MAX_SECONDS),
+            units=[list(unit) for unit in self.units],
         )  # fmt: skip
 
     def refused(self, verdict: Verdict, lease: Lease) -> None:

@@ -16,23 +16,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 from diloco.protocol.messages.control import Claim, Published
-from diloco.protocol.numbers import LEAP, leaps_too_far
+from diloco.protocol.messages.heads import Record
+from diloco.protocol.numbers import LEAP, at_most, leaps_too_far
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
 
-__all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable"]
+__all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable", "Waiting"]
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
+AUTHORS = 64  # terms whose holders are remembered
+REMEMBERED = 128  # versions whose digests are kept: so late a contribution may be
 
 
 @dataclass(frozen=True)
 class Lease:
     """The claim on a fragment that this peer believes in, and the version and digest that the syncer published last.
 
-    `applied_tokens` is the swarm clock at that version, for the control fragment.
+    `applied_tokens` is the swarm clock at that version, for the control fragment. `skipped` of the numbers up to it
+    were given to no version (see `forks`).
     """
 
     fragment: int
@@ -41,6 +46,19 @@ class Lease:
     version: int
     digest: str
     applied_tokens: int = 0
+    skipped: int = 0
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to that version."""
+        return at_most(self.version - self.skipped)
+
+
+class Waiting(NamedTuple):
+    """A claim that is not believed, and how many terms its sender has claimed in vain."""
+
+    claim: Claim
+    terms: int
 
 
 class Busy(Enum):
@@ -49,6 +67,7 @@ class Busy(Enum):
     NO = "no"
     MERGING = "merging"
     CATCHING_UP = "catching up"
+    INHERITING = "inheriting"  # a leaver is asked for its outer state, and makes no version after it gave that
 
 
 @dataclass(eq=False)
@@ -59,13 +78,24 @@ class Fragment:
         version, digest: of the anchor here.
         came_at: when that version came; None for the version that the peer started with.
         shares: which peer contributed how much to the anchor here.
+        authors: who held the newest terms that were believed here, by term.
+        record: the certificate of the version here; version 0 has none.
         lease: the newest claim that counts; None while nobody has claimed the fragment.
+        elected_at: when this peer began to believe it.
+        told: the version of which each peer was sent the head here, because it has another anchor.
+        claims: of peers that this one does not believe, by peer.
+        votes: whom each peer believes to hold the fragment, with the term. met: whom it believed in its hello.
         term: the highest term that was ever seen.
+        floor: this peer claims above it: it may have signed versions under lower terms, in a life before this one.
         vacant_since: since when the fragment has had no living syncer; None while it has one.
         syncer: collects the next version, while this peer holds the lease.
         busy: what is being done to the anchor.
         handed_over: this peer leaves and gave the outer state away; a later version would be missing from that.
         closed_at: when the merge that is under way was decided.
+        past: digests of the versions before this one, as far as they were here in a row.
+        lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
+        disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
+        outweighed: peers whose other history was found to have less work than that of the anchor which is here now.
     """
 
     index: int
@@ -73,17 +103,38 @@ class Fragment:
     digest: str
     came_at: float | None = None
     shares: Shares = field(default_factory=dict)
+    record: Record | None = None
+    authors: dict[int, str] = field(default_factory=dict)
     lease: Lease | None = None
+    told: dict[str, int] = field(default_factory=dict)
+    elected_at: float = 0.0
+    claims: dict[str, Waiting] = field(default_factory=dict)
+    votes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    met: dict[str, tuple[int, str]] = field(default_factory=dict)
     term: int = 0
+    floor: int = 0
     vacant_since: float | None = None
     syncer: Syncer | None = None
     busy: Busy = Busy.NO
     handed_over: bool = False
     closed_at: float | None = None
+    past: dict[int, str] = field(default_factory=dict)
+    lighter: str = ""
+    disputed_since: float | None = None
+    outweighed: set[str] = field(default_factory=set)
 
-    def move(self, version: int, digest: str, now: float) -> None:
-        """The anchor is at that version now."""
+    def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
+        """The anchor is at that version now: the next one of its history, or by a `leap` one of any history."""
+        past = {} if leap else {**self.past, self.version: self.digest}
+        while len(past) > REMEMBERED:
+            del past[next(iter(past))]
+        self.past = past
+        self.disputed_since, self.outweighed = None, set()
         self.version, self.digest, self.came_at = version, digest, now
+
+    def follows(self, version: int, digest: str) -> bool:
+        """Whether the anchor here is that one, or came from it version by version."""
+        return digest == (self.digest if version == self.version else self.past.get(version))
 
     def ended(self, work: Busy) -> None:
         """That work on the anchor is over, if it was under way."""
@@ -98,6 +149,29 @@ class Fragment:
         """Peers whose contributions made the version here."""
         made = (peer for peer, share in self.shares.items() if share.last_version == self.version and peer != OTHERS)
         return tuple(sorted(made)) if self.version else ()
+
+    @property
+    def skipped(self) -> int:
+        """Numbers up to `version` that were given to no version of this history (see `forks`)."""
+        return 0 if self.record is None else self.record.head.skipped
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to the anchor here."""
+        return at_most(self.version - self.skipped)
+
+    @property
+    def disputed(self) -> bool:
+        """Whether the fragment's syncer goes on from a history with less work than the one here."""
+        return self.disputed_since is not None
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether the fragment's syncer has the anchor that is here, under a higher number."""
+        lease = self.lease
+        if lease is None or self.syncer is not None or lease.version <= self.version:
+            return False
+        return (lease.digest, lease.steps) == (self.digest, self.steps)
 
     def agrees(self) -> bool:
         """Whether the anchor here is the one that the syncer published last."""
@@ -138,23 +212,34 @@ class LeaseTable:
         if term - self.term(fragment) <= LEAP:
             self._fragments[fragment].term = max(term, self.term(fragment))
 
-    def claim(self, peer: str, claim: Claim) -> bool:
-        """Take in a claim on a fragment of the run; True when it changes the fragment's lease."""
+    def claim(self, peer: str, claim: Claim, elected: bool = False) -> bool:
+        """Take in a claim on a fragment of the run; True when it changes the fragment's lease.
+
+        One that most believe (`elected`) counts against a lease of any term.
+        """
         fragment = self._fragments[claim.fragment]
         current = fragment.lease
-        if not 0 <= claim.term - fragment.term <= LEAP or leaps_too_far(fragment.version, claim.version):
+        if claim.term - fragment.term > LEAP or (claim.term < fragment.term and not elected):
             return False
-        if current is not None and claim.term == current.term:
+        if leaps_too_far(fragment.version, claim.version):
+            return False
+        elected = elected and current is not None and current.holder != peer
+        if not elected and current is not None and claim.term == current.term:
             known = (score(current.holder, claim.fragment), current.holder, current.version)
             rank = (score(peer, claim.fragment), peer, claim.version)
             if rank < known or (rank == known and claim.digest == current.digest):
                 return False
-        fragment.term = claim.term
+        fragment.term = max(fragment.term, claim.term)
+        fragment.authors[claim.term] = peer
+        while len(fragment.authors) > AUTHORS:
+            del fragment.authors[next(iter(fragment.authors))]
         if current is None or current.holder != peer:
             self.vacate(claim.fragment)
             self._held.setdefault(peer, {})[claim.fragment] = None
             self.generation += 1
-        fragment.lease = Lease(claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens)
+        fragment.lease = Lease(
+            claim.fragment, peer, claim.term, claim.version, claim.digest, claim.applied_tokens, claim.skipped
+        )
         return True
 
     def published(self, message: Published) -> bool:
@@ -178,5 +263,5 @@ class LeaseTable:
         del held[fragment]
         if not held:
             del self._held[lease.holder]
-        self._fragments[fragment].lease = None
+        self._fragments[fragment].lease = self._fragments[fragment].disputed_since = None
         self.generation += 1

@@ -17,13 +17,16 @@ its author therefore takes no data with it.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from diloco.protocol.limits import MAX_PEERS
 from diloco.protocol.numbers import MAX_TOKENS
 
 __all__ = ["DataCursor", "Dealer", "Ledger", "Units", "count", "difference", "intersection", "union"]
 
 KEPT_VERSIONS = 3  # newest versions whose data cursors are kept
+MOST_WANTED = 4  # times what others ask for: data ahead, under way, and sent
 LEAP = 2**24  # No honest peer has sequences this far past the cursor, so one message cannot use up the list.
 
 Units = list[tuple[int, int]]
@@ -69,6 +72,16 @@ def intersection(one: Iterable[Sequence[int]], other: Iterable[Sequence[int]]) -
 def count(units: Iterable[Sequence[int]]) -> int:
     """How many sequences these are."""
     return sum(stop - start for start, stop in units)
+
+
+def _first(units: Units, number: int) -> Units:
+    """So many of these sequences, from the lowest on."""
+    kept: Units = []
+    for start, stop in units:
+        if number > 0:
+            kept.append((start, min(stop, start + number)))
+            number -= stop - start
+    return kept
 
 
 class Ledger:
@@ -130,9 +143,10 @@ class Ledger:
         return difference(units, self.leased.get(peer, []))
 
     def apply(self, peer: str, units: Iterable[Sequence[int]]) -> None:
-        """A contribution from these units is in the model."""
-        self.open = difference(self.open, units)
-        self.leased[peer] = difference(self.leased.get(peer, []), units)
+        """A contribution from these units is in the model, as far as they were leased to its contributor."""
+        leased = self.leased.get(peer, [])
+        self.open = difference(self.open, intersection(units, leased))
+        self.leased[peer] = difference(leased, units)
 
     def lost(self, peer: str) -> None:
         """The peer is gone: its units are free."""
@@ -154,6 +168,7 @@ class Dealer:
         self.ledger: Ledger | None = None
         self._cursors: dict[int, DataCursor] = {version: (0, [])}
         self._offered: dict[str, Units] = {}  # by peer: what its newest contribution was learned from
+        self._wanted: dict[str, int] = {}  # by peer: the most that it asked for at a time
 
     # -- every peer ---------------------------------------------------------------------------------------------------
 
@@ -193,14 +208,23 @@ class Dealer:
         if self.ledger is None:
             return None
         self.has(peer, has)
-        return self.ledger.grant(peer, wanted, has)
+        self._wanted[peer] = max(wanted, self._wanted.pop(peer, 0))
+        while len(self._wanted) > MAX_PEERS:
+            del self._wanted[next(iter(self._wanted))]
+        kept = count(intersection(self.ledger.leased.get(peer, []), has))
+        return self.ledger.grant(peer, max(0, min(wanted, self._most(peer) - kept)), has)
+
+    def _most(self, peer: str) -> int:
+        """How many sequences a peer may have: a few times what the others ask for at a time, who train as much."""
+        others = [wanted for other, wanted in self._wanted.items() if other != peer]
+        return MOST_WANTED * statistics.median_high(others) if others else LEAP
 
     def has(self, peer: str, units: Iterable[Sequence[int]]) -> None:
         """A peer says that it has these units, perhaps from an earlier syncer. It keeps those that nobody else has."""
         ledger = self.ledger
         if ledger is None or not units:
             return
-        units = intersection(units, [(0, ledger.cursor + LEAP)])
+        units = _first(intersection(units, [(0, ledger.cursor + LEAP)]), self._most(peer))
         newest = max((stop for _, stop in units), default=0)
         if newest > ledger.cursor:
             ledger.open = union(ledger.open, [(ledger.cursor, newest)])
@@ -221,7 +245,8 @@ class Dealer:
     def after(self, contributors: Collection[str]) -> DataCursor:
         """The data cursor of the version that these contributors are about to make."""
         assert self.ledger is not None
-        applied = union(*(self._offered.get(peer, []) for peer in contributors))
+        leased = self.ledger.leased
+        applied = union(*(intersection(self._offered.get(peer, []), leased.get(peer, [])) for peer in contributors))
         return self.ledger.cursor, difference(self.ledger.open, applied)
 
     def published(self, version: int, contributors: Collection[str], live: Collection[str]) -> int:

@@ -21,10 +21,10 @@ from typing import Generic, TypeVar
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 
 __all__ = [
-    "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "COPIES", "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES",
-    "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS", "REFUSALS_PER_S", "REQUEST_BYTES", "Bucket",
-    "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams", "control_messages", "control_streams",
-    "frame_bytes",
+    "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "CLAIMS_AGAINST_THE_LIVING", "COPIES", "LONGEST_DOUBT_S",
+    "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
+    "REFUSALS_PER_S", "REQUEST_BYTES", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams",
+    "control_messages", "control_streams", "frame_bytes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ BURST_S = 10.0
 
 # Bytes of a frame, looked at before it is decoded; `MAX_GREETING_BYTES` and `MAX_FRAME_BYTES` are the other two.
 REQUEST_BYTES = 2**16
-CONTROL_BYTES, CONTROL_BYTES_PER_FRAGMENT = 2**17, 16
+CONTROL_BYTES, CONTROL_BYTES_PER_FRAGMENT = 2**17, 32
 HELLO_BYTES, HELLO_BYTES_PER_FRAGMENT = 2**19, 256
 REVOCATIONS_BYTES = 2**19
 # Streams at a time, and how many are begun.
@@ -43,6 +43,8 @@ REQUESTS_PER_S = 20.0  # beyond one per fragment
 CONTROL_STREAMS, HELLOS_PER_S, HELLOS = 8, 1.0, 30.0
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
+CLAIMS_AGAINST_THE_LIVING = 8  # terms that one peer may claim of a fragment whose syncer lives
+LONGEST_DOUBT_S = 60.0  # before a donor is asked again whose version was not believed
 # Copies of a fragment, and how slowly they are read.
 COPIES, OUTER_COPIES = 4, 2
 MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
@@ -56,9 +58,10 @@ LINES, LINES_PER_S = 40.0, 0.1
 LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 
 CAUSED_BY_OTHERS: Mapping[str, str] = {
-    "claim": "peer", "contribution_broke": "syncer", "digest_mismatch": "", "fetch_failed": "donor",
-    "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lost": "peer", "lying_donor": "peer",
-    "missing": "", "penalty": "peer", "refused": "peer", "refused_us": "peer",
+    "claim": "peer", "claim_ignored": "peer", "contribution_broke": "syncer", "digest_mismatch": "",
+    "fetch_failed": "donor", "handover_refused": "peer", "inner_state_failed": "donor", "join": "peer", "leave": "peer",
+    "lighter_history": "peer", "lost": "peer", "lying_donor": "peer", "missing": "", "penalty": "peer",
+    "proved": "peer", "refused": "peer", "refused_us": "peer", "unbelieved": "donor",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
 
@@ -70,11 +73,11 @@ def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:
 
 
 class Bucket:
-    """Holds `burst`, and fills by `per_s` a second. It is full at first."""
+    """Holds `burst`, and fills by `per_s` a second, which may be set anew. It begins full, or at `now` with `first`."""
 
-    def __init__(self, per_s: float, burst: float) -> None:
+    def __init__(self, per_s: float, burst: float, first: float | None = None, now: float = float("-inf")) -> None:
         self.per_s, self.burst = per_s, burst
-        self._left, self._filled_at = burst, float("-inf")
+        self._left, self._filled_at = burst if first is None else first, now
 
     def left(self, now: float) -> float:
         """What is in it now; below 0 after `delay_s` has lent some."""
@@ -100,8 +103,8 @@ class Bucket:
 class Buckets(Generic[T]):
     """Equal buckets by key. Memory is bounded: full buckets are forgotten, and when none is full, the oldest ones."""
 
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s, self._burst = per_s, burst
+    def __init__(self, per_s: float, burst: float, first: float | None = None) -> None:
+        self._per_s, self._burst, self._first = per_s, burst, first
         self._by_key: dict[T, Bucket] = {}
 
     def __len__(self) -> int:
@@ -115,7 +118,7 @@ class Buckets(Generic[T]):
                 self._by_key = {k: b for k, b in self._by_key.items() if b.left(now) < self._burst}
             while len(self._by_key) >= MAX_PEERS:
                 del self._by_key[next(iter(self._by_key))]
-            bucket = self._by_key[key] = Bucket(self._per_s, self._burst)
+            bucket = self._by_key[key] = Bucket(self._per_s, self._burst, self._first, now)
         return bucket
 
     def take(self, key: T, now: float, amount: float = 1.0) -> bool:

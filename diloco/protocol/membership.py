@@ -5,6 +5,7 @@ hellos and heartbeats in -> live members and addresses out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,9 +44,12 @@ class Member:
     interval_s: float = 0.0
     ended_cycle: bool = False
     round_versions: list[int] | None = None  # its anchors when it began the round that it is in
+    began_at: float = 0.0  # when it was heard to begin that round
+    pace: float = 0.0  # inner steps per second, as it said when it took steps last
+    paused_at: float = -math.inf  # when it was heard last to save or to evaluate: it takes no steps, and says less pace
 
     def __post_init__(self) -> None:
-        self._note_round()
+        self._note_round(begins=True)
 
     def hear(self, status: Status, now: float) -> None:
         """Take in a status; the interval between statuses is measured as a moving average."""
@@ -54,17 +58,23 @@ class Member:
         moved = (status.state, status.versions, status.inner_step)
         if moved != (self.status.state, self.status.versions, self.status.inner_step):
             self.progress_at = now
+        if (status.inner_step, status.tokens) == (self.status.inner_step, self.status.tokens):
+            self.paused_at = now if status.steps_per_s < self.pace else self.paused_at
+        else:
+            self.pace = status.steps_per_s or self.pace
+        begins = self.status.state != "training" or status.inner_step < self.status.inner_step
         self.heard_at = now
         begins_again = self.ended_cycle or status.inner_step < self.status.inner_step
         self.ended_cycle = begins_again and status.state != "starting"
         if status.figures is None and self.status.figures is not None:
             status = status.model_copy(update={"figures": self.status.figures})
         self.status = status
-        self._note_round()
+        self._note_round(begins)
 
-    def _note_round(self) -> None:
-        if self.status.state == "training":
-            self.round_versions = self.status.versions
+    def _note_round(self, begins: bool) -> None:
+        """A syncer's anchors may move on while it trains, if it is too slow for the others."""
+        if self.status.state == "training" and begins:
+            self.began_at, self.round_versions = self.heard_at, self.status.versions
 
     def silence_s(self) -> float:
         """Seconds of silence after which this peer counts as gone, from its own measured heartbeat."""

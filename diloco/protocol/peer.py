@@ -20,13 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release
+from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
+from diloco.protocol.belief import donors, doubt
+from diloco.protocol.elections import Elector
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
 from diloco.protocol.ledger import Units, difference
 from diloco.protocol.membership import Member
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Verdict
-from diloco.protocol.messages.control import Claim, Hello, Published, Status
+from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote
+from diloco.protocol.messages.heads import Head, Line, Proof, Record
 from diloco.protocol.numbers import (
     MAX_BYTES,
     MAX_COUNT,
@@ -38,16 +41,16 @@ from diloco.protocol.numbers import (
     at_most,
     within_bounds,
 )
-from diloco.protocol.shares import Share
+from diloco.protocol.proofs import convict, disagreements, hear_head
+from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
-from diloco.protocol.succession import catch_ups, to_claim
+from diloco.protocol.succession import catch_ups, settle_disputes, to_claim
 from diloco.protocol.syncer import Syncer
-from diloco.protocol.view import View
 
 __all__ = ["Peer"]
 
 
-class Peer(View):
+class Peer(Elector):
     """One peer's part in the swarm.
 
     When another peer fails, nobody expects it any more, and its fragments are claimed anew under a higher term.
@@ -68,8 +71,17 @@ class Peer(View):
         for lease in self.leases.held_by(peer):
             if (lease.fragment, lease.term) not in claimed:
                 self.leases.vacate(lease.fragment)  # the peer restarted and does not know of its lease
+        for fragment in self.fragments:
+            fragment.votes.pop(peer, None)
+            fragment.met.pop(peer, None)
+            if (waiting := fragment.claims.get(peer)) and (fragment.index, waiting.claim.term) not in claimed:
+                del fragment.claims[peer]
+        for vote in hello.votes:
+            self._heard_vote(peer, vote)
+            if vote.fragment < len(self.fragments):
+                self.fragments[vote.fragment].met[peer] = (vote.term, vote.holder)
         for claim in hello.claims:
-            actions += self._heard_claim(peer, claim)
+            actions += self._heard_claim(peer, claim, now)
         return actions + self.tick(now)
 
     def heard(self, peer: str, message: Message, now: float) -> list[Action]:
@@ -81,9 +93,18 @@ class Peer(View):
                 if len(message.versions) == len(self.fragments):
                     self.members.hear(peer, message, now)
                     self.accounts.heard_units(peer, message)
+                    if told := disagreements(self, peer, message):
+                        return told + self.tick(now)
+            case Head():
+                return hear_head(self, message) + self.tick(now)
+            case Proof():
+                return convict(self, message) + self.tick(now)
             case Claim():
-                return self._heard_claim(peer, message) + self.tick(now)
+                return self._heard_claim(peer, message, now) + self.tick(now)
+            case Vote():
+                self._heard_vote(peer, message)
             case Published():
+                self._heard_pending(peer, message)
                 lease = self.leases.get(message.fragment)
                 if lease is not None and lease.holder == peer and self.leases.published(message):
                     self.accounts.hear_data_cursor(message)
@@ -101,31 +122,15 @@ class Peer(View):
 
     def _forget(self, peer: str, why: str) -> list[Action]:
         member = self.members.remove(peer)
+        for fragment in self.fragments:
+            self.doubted.pop((fragment.index, peer), None)
+            fragment.claims.pop(peer, None)
+            fragment.votes.pop(peer, None)
+            fragment.told.pop(peer, None)
+            fragment.met.pop(peer, None)
         self.accounts.dealer.give_back(peer)
         kind = "leave" if member.status.gone else "lost"
         return [Note(kind, {"peer": peer, "name": member.name, "why": why, "live": len(self.members) + 1})]
-
-    def _heard_claim(self, peer: str, claim: Claim) -> list[Action]:
-        if claim.fragment >= len(self.fragments):
-            return []
-        fragment = self.fragments[claim.fragment]
-        before = fragment.lease
-        changed = self.leases.claim(peer, claim)
-        lease = fragment.lease
-        if lease is not None and (lease.holder, lease.term) == (peer, claim.term) and peer != self.me:
-            self.accounts.hear_data_cursor(claim)
-        if not changed:
-            return []
-        actions: list[Action] = [
-            Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
-        ]
-        if before is not None and before.holder == self.me and peer != self.me:
-            fragment.syncer = None
-            fragment.ended(Busy.MERGING)
-            if claim.fragment == CONTROL_FRAGMENT:
-                self.accounts.dealer.ledger = None
-            actions.append(Release(claim.fragment))
-        return actions
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -135,12 +140,14 @@ class Peer(View):
         actions: list[Action] = []
         for peer in self.members.silent(now) if self._pace.looks(now) else ():
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
+        actions += self._tell(now, at_once=True) if settle_disputes(self, now) else []
+        actions += self._reconsider(now)
         actions += self._claim_vacant(now)
         actions += self._close_versions(now)
         actions += catch_ups(self)
         if (self.state == "starting" and not self.warming) or (self.state == "ready" and self.trains):
             agrees = all(self.near(fragment.index) for fragment in self.fragments)
-            state: State = "ready" if self._opened and agrees and self.in_step(now) else "starting"
+            state: State = "ready" if self.opened and agrees and self.in_step(now) else "starting"
             if state != self.state:
                 self.state = state
                 actions += self._tell(now, at_once=True)
@@ -202,29 +209,32 @@ class Peer(View):
         now: float,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
+        record: Record | None = None,
     ) -> list[Action]:
         """The anchor of a fragment moved to a version: by an update record, which names the tokens of its
-        `contributors`, or by fetching its state, which brings the `shares` in it.
+        `contributors`, or by fetching its state, which brings the `shares` in it. `record` is its certificate.
         """
         fragment = self.fragments[index]
         fragment.ended(Busy.CATCHING_UP)
+        fragment.record = record
         if shares is not None:
+            fragment.ended(Busy.INHERITING)  # an update of this peer's own exchange does not end it
             fragment.shares = dict(shares)
         if contributors is not None:
             self.accounts.credit(fragment, version, contributors)
         if version == fragment.version and digest != fragment.digest and version > 0:
             self.heals += 1
-        fragment.move(version, digest, now)
+        fragment.move(version, digest, now, leap=contributors is None)
         fragment.closed_at = None  # of a version that was made here
         actions = self._tell(now)
         syncer = fragment.syncer
         if syncer is not None and version >= syncer.version:
             # The contributions that were collected refer to the anchor that was replaced.
-            syncer.advance(version, fragment.merged())
+            syncer.advance(version, fragment.merged(), now)
             fragment.busy = Busy.NO
             if index == CONTROL_FRAGMENT:
                 self.accounts.deal()
-            claim = self.claim_of(Lease(index, self.me, syncer.term, version, digest))
+            claim = self.claim_of(Lease(index, self.me, syncer.term, version, digest, skipped=fragment.skipped))
             self.leases.claim(self.me, claim)
             actions.append(Broadcast(claim))  # others go by the version that the syncer says it has
         return [*actions, *self.tick(now)]
@@ -232,6 +242,26 @@ class Peer(View):
     def catch_up_failed(self, fragment: int) -> None:
         """No donor answered; the next tick asks again."""
         self.fragments[fragment].ended(Busy.CATCHING_UP)
+        self.fragments[fragment].ended(Busy.INHERITING)
+
+    def outweighs(self, index: int, donor: str, version: int, digest: str, now: float) -> list[Action]:
+        """The history here goes on, and not that of this donor, which has a certificate of another anchor.
+
+        If the donor is the syncer, it is told so, and fetches the anchor from here. Should it not, and most holders
+        dispute it, the fragment is claimed from it.
+        """
+        self.catch_up_failed(index)
+        fragment = self.fragments[index]
+        fragment.outweighed.add(donor)
+        doubt(self, index, donor, version)
+        told: list[Action] = []
+        if fragment.lease is not None and fragment.lease.holder == donor:
+            fragment.lighter = digest
+            if fragment.disputed:
+                return self.tick(now)
+            fragment.disputed_since = now
+            told = self._tell(now, at_once=True)
+        return [Note("lighter_history", {"fragment": index, "peer": donor, "version": version}), *told, *self.tick(now)]
 
     def handed_over(self, fragment: int) -> None:
         """This peer leaves, and gave the fragment's outer state away: later versions would be missing from that."""
@@ -252,26 +282,29 @@ class Peer(View):
         if header.base_version == fragment.version and header.base_digest != fragment.digest:
             reason = f"version {fragment.version} of fragment {header.fragment} is another anchor here"
             return Verdict(accepted=False, reason=reason, version=syncer.version, term=syncer.term)
-        verdict = syncer.offer(peer, header, self.num_trainers(), now)
+        share = fragment.shares.get(peer)
+        before = None if OTHERS in fragment.shares else 0 if share is None else share.tokens
+        carried = fragment.follows(header.base_version, header.base_digest) and not self.over()
+        verdict = syncer.offer(peer, header, self.num_trainers(), now, self.fill_rate(peer), carried, before)
         if verdict.accepted and header.fragment == CONTROL_FRAGMENT:
             self.accounts.dealer.offered(peer, header.units)
         return verdict
 
     def offence(self, peer: str, reason: str, now: float) -> list[Action]:
         """A peer sent what no honest one sends: it is refused for a while, and nobody waits for it meanwhile."""
-        refused_before = self.penalties.refusal(peer, now) is not None
-        seconds = self.penalties.offence(peer, reason, now)
-        note = Note("penalty", {"peer": peer, "why": reason, "seconds": round(seconds)})
-        return [*([] if refused_before else [note]), *self.tick(now)]
+        return [*self._penalise(peer, reason, now), *self.tick(now)]
 
-    def arrived(self, peer: str, fragment: int, now: float) -> list[Action]:
-        """The whole payload of a contribution is folded in."""
+    def arrived(self, peer: str, fragment: int, now: float, line: Line | None = None) -> list[Action]:
+        """The whole payload of a contribution is folded in, and its contributor has signed this line."""
         syncer = self.fragments[fragment].syncer
+        member = self.members.get(peer)
         if syncer is not None:
-            syncer.arrived(peer)
+            syncer.arrived(peer, now, 0.0 if member is None else member.began_at, line)
         return self.tick(now)
 
-    def published(self, index: int, digest: str, contributors: Mapping[str, int], now: float) -> list[Action]:
+    def published(
+        self, index: int, digest: str, contributors: Mapping[str, int], now: float, record: Record | None = None
+    ) -> list[Action]:
         """The merge that `Merge` asked for is done: announce the new version, made of so many tokens of each peer."""
         fragment = self.fragments[index]
         fragment.ended(Busy.MERGING)
@@ -280,7 +313,8 @@ class Peer(View):
             return []
         took_s = 0.0 if fragment.closed_at is None else now - fragment.closed_at
         self.sync_s = max(took_s, self.sync_s)
-        syncer.advance(syncer.version + 1)
+        syncer.advance(syncer.version + 1, now=now)
+        fragment.record = record
         fragment.move(syncer.version, digest, now)
         self.accounts.credit(fragment, syncer.version, contributors)
         twice = self.accounts.apply_units(syncer.version, contributors) if index == CONTROL_FRAGMENT else []
@@ -302,12 +336,15 @@ class Peer(View):
         grace_ends = []
         for fragment in self.fragments:
             syncer = fragment.syncer
+            if syncer is not None and self.lockstep and syncer.has_late and self.over():
+                syncer.drop_late()
             if syncer is None or fragment.busy is not Busy.NO or fragment.handed_over or not syncer.may_close(now):
                 continue
             if waited_for is None:
                 everyone = (*self.members.all(), self._myself)
                 waited_for = {m.peer: m for m in everyone if m is not None and not self.penalties.refusal(m.peer, now)}
-            close = syncer.poll(waited_for, now, self.sync_s)
+            here = {peer: one for peer, one in waited_for.items() if not self.contributes_elsewhere(fragment, peer)}
+            close = syncer.poll(here, now, self.sync_s)
             if close is not None:
                 fragment.busy, fragment.closed_at = Busy.MERGING, now
                 if close.missing:
@@ -328,32 +365,33 @@ class Peer(View):
 
     def _claim_vacant(self, now: float) -> list[Action]:
         enough = len(self.members) + 1 >= self.min_peers or self.under_way()
-        self._opened = self._opened or (not self.newcomer and enough)
-        if not (self._opened and self.holds) or self.gone:
+        self.opened = self.opened or (not self.newcomer and enough)
+        if not (self.opened and self.holds) or self.gone:
             return []
-        return [action for fragment in to_claim(self, now) for action in self._take(fragment)]
+        return [action for fragment in to_claim(self, now) for action in self._take(fragment, now)]
 
-    def _take(self, fragment: Fragment) -> list[Action]:
+    def _take(self, fragment: Fragment, now: float) -> list[Action]:
         """Claim a vacant fragment, or first catch up with the highest version that anyone has."""
         index, lease = fragment.index, fragment.lease
         if fragment.busy is not Busy.NO:
             return []
         if lease is not None and lease.holder in self.members:  # the holder is leaving
-            fragment.busy = Busy.CATCHING_UP
+            fragment.busy = Busy.INHERITING
             self.leases.vacate(index)  # its outer state is asked for once; if that fails, we go on without
             return [CatchUp(index, (lease.holder,), outer=True)]
-        if donors := self.members.donors(index, fragment.version + 1):
+        if ahead := donors(self, index, fragment.version + 1):
             fragment.busy = Busy.CATCHING_UP
-            return [CatchUp(index, tuple(donors), outer=False)]
-        term = fragment.term + 1
+            return [CatchUp(index, tuple(ahead), outer=False)]
+        term = max(fragment.term, fragment.floor) + 1
         if term > MAX_COUNT:
             return []
         if term > 1:
             self.takeovers += 1
         if index == CONTROL_FRAGMENT:
             self.accounts.deal()
-        claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest))
-        actions = self._heard_claim(self.me, claim)
+        claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest, skipped=fragment.skipped))
+        actions = self._believe(self.me, claim, now)
         made_by, merged = fragment.contributors(), fragment.merged()
-        fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged=merged)
+        opened_at = now if fragment.came_at is None else fragment.came_at
+        fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged, opened_at)
         return [*actions, Hold(index, term), Broadcast(claim)]

@@ -1,11 +1,11 @@
-"""What a peer may claim, and what happens to one that misbehaves. Sans-IO; `limits` says how much a peer may ask.
+"""What happens to a peer that misbehaves. Sans-IO; `limits` says how much a peer may ask, `work` what it may claim.
 
     offence -> refused for 10 s -> next offence -> 20 s -> 40 s -> ... one hour at most, `Penalties`
 
 An *offence* is a message that no honest peer of this version sends, whatever its link:
 
 - a message that does not fit its schema or its stream, or is about a fragment that the run does not have;
-- a payload that does not decode or has an absurd norm, or a claim of tokens that cannot be true (`implausible`).
+- a payload that does not decode or has an absurd norm, or a claim that cannot be true (`work.impossible`).
 
 A thin link, a crash or a lost lease makes nobody an offender: streams may break or stall, contributions may come twice
 or late, and claims may be overtaken. An honest peer may also repeat what a liar told it, such as a term far above the
@@ -24,14 +24,12 @@ from dataclasses import dataclass
 from diloco.errors import PayloadError
 from diloco.protocol.limits import MAX_PEERS
 from diloco.protocol.messages import OtherVersion, UnknownKind
-from diloco.protocol.messages.bulk import Contribution
 
-__all__ = ["FIRST_S", "FORGET_S", "LONGEST_S", "Offence", "Penalties", "implausible", "offences"]
+__all__ = ["FIRST_S", "FORGET_S", "LONGEST_S", "Offence", "Penalties", "offences"]
 
 FIRST_S = 10.0
 LONGEST_S = 3600.0
 FORGET_S = 86400.0
-SLACK = 8.0  # times the work that a peer can have done, as far as is known here
 
 
 class Offence(PayloadError):
@@ -85,37 +83,3 @@ class Penalties:
         if record is None or now >= record.until:
             return None
         return f"refused for {record.until - now:.0f} s more: {record.reason}"[:400]
-
-
-def implausible(
-    header: Contribution, tokens_per_step: int | None, sync_every: int, steps_per_s: float, since_base_s: float | None
-) -> str | None:
-    """What is wrong with the claims of a contribution, in one line; None when they can be true.
-
-    Tokens weigh in the mean and move the swarm clock, so claims about them are checked:
-
-        tokens <= steps x tokens of an inner step          exact: the manifest says how large a batch is
-        steps  <= 8 x what the peer can have done          by its own pace and the time since its base version, or H
-
-    The peer said its pace in its heartbeats, long before this contribution. Others plan by that pace, so a peer that
-    lies about it harms itself: the others wait for it too long, or not at all. The slack covers inexact clocks, late
-    heartbeats, and peers that trained on while they could not send. A peer can thus claim a few times its true work,
-    and no more.
-
-    Args:
-        tokens_per_step: of the manifest; None where a training loop counts in its own way.
-        sync_every: H, which a peer may always have done.
-        steps_per_s: the pace in the peer's last status; 0 while it had no measurement.
-        since_base_s: seconds since its base version was published here; None when that is not known.
-    """
-    if tokens_per_step is not None and header.tokens > header.steps * tokens_per_step:
-        return f"{header.tokens} tokens in {header.steps} steps are claimed, and a step has {tokens_per_step}"
-    if since_base_s is None:
-        return None
-    possible = SLACK * max(sync_every, steps_per_s * since_base_s)
-    if header.steps > possible:
-        return (
-            f"{header.steps} steps are claimed, {since_base_s:.0f} s after version {header.base_version} at "
-            f"{steps_per_s:.3g} steps/s"
-        )
-    return None

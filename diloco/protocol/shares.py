@@ -18,9 +18,19 @@ from pydantic import AfterValidator, ConfigDict, Field
 from diloco.protocol.numbers import MAX_TOKENS, Bytes, Count, Tokens, Version, at_most
 from diloco.text import plain
 
-__all__ = ["MAX_NAME_BYTES", "MAX_SHARES", "OTHERS", "Contributor", "Share", "Shares", "credited", "short_name"]
+__all__ = [
+    "MAX_NAME_BYTES",
+    "MAX_SHARES",
+    "OTHERS",
+    "Contributor",
+    "Share",
+    "Shares",
+    "clock_of",
+    "credited",
+    "short_name",
+]
 
-MAX_SHARES = 4096  # They fit into a frame, beside the digests of all parts of an anchor.
+MAX_SHARES = 2048  # They fit into a frame, beside the digests of all parts of an anchor.
 MAX_NAME_BYTES = 24
 _Name = Annotated[str, Field(max_length=128), AfterValidator(plain)]
 OTHERS = ""  # stands for the peers whose shares are too many; those that ended first are summed up
@@ -75,6 +85,11 @@ def credited(shares: Mapping[str, Share], version: int, tokens: Mapping[str, int
         share = after.pop(ended_first)._replace(name="")
         after[OTHERS] = _sum(after[OTHERS], share) if OTHERS in after else share
     return after
+
+
+def clock_of(shares: Mapping[str, Share]) -> int:
+    """The swarm clock at a version of the control fragment with these shares: all tokens in the model."""
+    return at_most(sum(share.tokens for share in shares.values()), MAX_TOKENS)
 
 
 def short_name(name: str) -> str:

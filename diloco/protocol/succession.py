@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from diloco.protocol.actions import CatchUp
+from diloco.protocol.actions import CatchUp, Renumber
+from diloco.protocol.belief import disputants, donors, number_to_pass
 from diloco.protocol.fragment import Busy, Fragment
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "to_claim"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "patience_s", "settle_disputes", "to_claim", "turn"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -21,11 +22,11 @@ def to_claim(view: View, now: float) -> list[Fragment]:
     """
     vacant = []
     for fragment in view.fragments:
-        if not _vacant(view, fragment):
+        if view.vacant(fragment):
+            fragment.vacant_since = now if fragment.vacant_since is None else fragment.vacant_since
+            vacant.append(fragment)
+        else:
             fragment.vacant_since = None
-            continue
-        fragment.vacant_since = now if fragment.vacant_since is None else fragment.vacant_since
-        vacant.append(fragment)
     if not vacant:
         return []
     able = view.able()
@@ -35,23 +36,27 @@ def to_claim(view: View, now: float) -> list[Fragment]:
 
 def _my_turn(view: View, fragment: Fragment, holder: str, able: list[str], now: float) -> bool:
     waited_s = now - (now if fragment.vacant_since is None else fragment.vacant_since)
-    patience_s = CLAIM_PATIENCE_S + len(view.members) / STATUSES_PER_S  # by then everybody has told its versions
+    patience = patience_s(view)
     if _newest_is_missing(view, fragment):
-        waited_s -= patience_s  # everybody's turn comes later, the right holder's too
+        waited_s -= patience  # everybody's turn comes later, the right holder's too
         if waited_s <= 0.0:
             return False
     if holder == view.me:
         return True
-    return waited_s > patience_s * (1 + order(able, fragment.index).index(view.me))
+    return waited_s > patience * (1 + order(able, fragment.index).index(view.me))
 
 
-def _vacant(view: View, fragment: Fragment) -> bool:
-    lease = fragment.lease
-    if lease is None or lease.holder == view.me:
-        return lease is None
-    holder = view.members.get(lease.holder)
-    # A peer that is done keeps its fragments while it is connected: there is no next version to make.
-    return holder is None or holder.status.state == "leaving"
+def patience_s(view: View) -> float:
+    """How long each peer in order lets the one before it claim a vacant fragment; everybody tells its versions then."""
+    return CLAIM_PATIENCE_S + len(view.members) / STATUSES_PER_S
+
+
+def turn(view: View, fragment: Fragment, peer: str) -> tuple[str | None, int]:
+    """Who should claim a vacant fragment, and how many come before this peer should that one not do it."""
+    able = view.able()
+    vacant = {one.index for one in view.fragments if view.vacant(one)} | {fragment.index}
+    holders = assign(vacant, able, {each: view.leases.load(each) for each in able})
+    return holders.get(fragment.index), order(able, fragment.index).index(peer) if peer in able else len(able)
 
 
 def _newest_is_missing(view: View, fragment: Fragment) -> bool:
@@ -61,27 +66,58 @@ def _newest_is_missing(view: View, fragment: Fragment) -> bool:
     return lease is not None and lease.holder not in view.members and lease.version > have
 
 
-def catch_ups(view: View) -> list[CatchUp]:
-    """Fetch the anchors that differ from the syncers'; each such fragment is `CATCHING_UP` from then on.
+def catch_ups(view: View) -> list[CatchUp | Renumber]:
+    """Fetch the anchors that differ from the syncers', or as their syncer, pass the numbers of histories that do not go
+    on. Each such fragment is `CATCHING_UP` from then on.
 
     While the training loop is at work this peer fetches nothing: the loop notices at its exchange. Only as a backup,
     where a contribution may be late, it fetches each version, as the syncer's own anchor moves while it trains.
     """
-    # Done, and in lockstep everybody is done with the same version; else the others' last versions are followed.
-    ended = view.state == "done" and view.lockstep
-    at_work = view.trains and (view.state in ("training", "exchanging", "leaving") or ended)
-    found = []
+    # A peer that is done follows the last versions of the others, which may be late.
+    at_work = view.trains and view.state in ("training", "exchanging", "leaving")
+    found: list[CatchUp | Renumber] = []
     for fragment in view.fragments:
         lease = fragment.lease
-        if lease is None or fragment.busy is not Busy.NO or _vacant(view, fragment):
+        if lease is None or fragment.busy is not Busy.NO or view.vacant(fragment):
             continue
         if lease.holder == view.me:
-            donors = tuple(view.members.donors(fragment.index, fragment.version + 1))
-        elif lease.version < fragment.version or fragment.agrees() or (at_work and fragment.index not in view.followed):
+            able = _with_another_history(view, fragment)
+            if not able and (number := number_to_pass(view, fragment.index)):
+                fragment.busy = Busy.CATCHING_UP
+                found.append(Renumber(fragment.index, number))
+                continue
+        elif lease.version < fragment.version or fragment.agrees() or fragment.lighter == lease.digest:
+            continue
+        elif at_work and fragment.index not in view.followed and not fragment.renumbered:
             continue
         else:
-            donors = (lease.holder,)
-        if donors:
+            able = (lease.holder,)
+        if able:
             fragment.busy = Busy.CATCHING_UP
-            found.append(CatchUp(fragment.index, donors, outer=False))
+            found.append(CatchUp(fragment.index, able, outer=False))
     return found
+
+
+def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:
+    """Peers that may have a history of more work than that of this peer's fragment: of a higher version, or they say
+    that they have.
+    """
+    disputing = [one for one in disputants(view, fragment) if one not in fragment.outweighed]
+    return tuple(dict.fromkeys([*donors(view, fragment.index, fragment.version + 1), *disputing]))
+
+
+def settle_disputes(view: View, now: float) -> bool:
+    """A syncer that goes on for long from a history with less work, as most holders find, counts as gone here.
+
+    Returns whether one does.
+    """
+    settled = False
+    for fragment in view.fragments:
+        holder = None if fragment.lease is None else view.members.get(fragment.lease.holder)
+        if fragment.disputed_since is None or holder is None or now - fragment.disputed_since <= holder.silence_s():
+            continue
+        others = [one for one in view.able() if one != holder.peer]
+        if 2 * len({*disputants(view, fragment), view.me}.intersection(others)) > len(others):
+            view.leases.vacate(fragment.index)
+            settled = True
+    return settled

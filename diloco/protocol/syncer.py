@@ -7,73 +7,47 @@ are taken in depends on when a version closes:
 
 - at a barrier (no quorum) each chunk is folded in on arrival, or kept until `outer.robust` judges all contributions
   (`leave_out`); "folded in" covers both here. When a stream breaks midway, its chunks stay folded in (each chunk has
-  its own weight), and a retry goes on with the next chunk; so no byte travels twice and no chunk counts twice. A peer
-  whose payload never became whole is not a contributor: its tokens count as discarded.
-- with a quorum a version may close at any moment, so a payload is collected whole, then folded in (`folds_whole`).
+  its own weight), and a retry goes on with the next chunk; so no byte travels twice and no chunk counts twice.
+- with a quorum a version may close at any moment, so a payload is collected whole, then folded in (`collects`). So is
+  at a barrier the payload of a peer for which nobody waits.
+
+A contribution that missed its version is merged into a later one where the mode has that (`OuterConfig.carries_late`).
+Otherwise its tokens count as discarded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from diloco.config import OuterConfig
 from diloco.protocol.ledger import Units, union
 from diloco.protocol.membership import Member
 from diloco.protocol.messages.bulk import Contribution, Verdict
+from diloco.protocol.messages.heads import MAX_LINES, Line
+from diloco.protocol.numbers import MAX_TOKENS, at_most
+from diloco.protocol.offers import Close, Offer
+from diloco.protocol.patience import Arrival, Patience, about_to_send, active, grace_s
+from diloco.protocol.work import Credit, Weights
 
-__all__ = ["SYNC", "Close", "Syncer"]
+__all__ = ["SYNC", "Syncer"]
 
 COUNTED = 1024  # versions since each of which contributions are counted
 WAITING_S = 5.0  # A peer that has waited longer than this may wait for ever.
+LATE_EXPONENT = 0.5  # at a barrier: a contribution that is s rounds late counts (1 + s) ** -LATE_EXPONENT
 
-SYNC = OuterConfig(method="diloco", sync_every=1)
-"""All expected peers at a barrier, and a Nesterov step per version."""
-
-
-@dataclass(frozen=True)
-class Close:
-    """Decision to make the next version out of these whole contributions.
-
-    Attributes:
-        contributors: the tokens of each contribution.
-        missing: peers that were expected and are left out.
-        delay: contributions per momentum step, if a window of a windowed optimizer begins with this version (Delayed
-            Nesterov, arXiv 2401.09135, Algorithm 3: N changes between two momentum steps only).
-    """
-
-    fragment: int
-    base_version: int
-    contributors: Mapping[str, int]
-    missing: tuple[str, ...]
-    delay: int = 1
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all contributions together."""
-        return sum(self.contributors.values())
-
-
-@dataclass
-class _Offer:
-    base_version: int
-    tokens: int
-    steps: int
-    chunks: int = 0
-    whole: bool = False
-    polled: int = 0  # chunks at the last poll
-    progress_at: float = 0.0
-    taken_at: float = 0.0  # when the peer took its pseudo-gradient
-    units: Units = field(default_factory=list)
+SYNC = OuterConfig(method="diloco", sync_every=1)  # all expected peers at a barrier, a Nesterov step per version
 
 
 class Syncer:
     """State of the fragment's next version.
 
     At a barrier a peer is expected while it is alive and makes progress: its inner steps or its chunks do (see
-    `Member.stalled`). So nobody waits for a dead peer, nor for one that stopped, and there is no time-out to tune. With
-    a quorum, nobody waits longer than the grace period.
+    `Member.stalled`). Once half of the expected contributions are there, the others' rounds say how long the version
+    waits for the rest (`patience`). What the rest sends is collected beside the version, and merged into the next one.
+    With a quorum, nobody waits longer than the grace period.
 
     The *staleness* of a contribution is counted in rounds: how many contributions were merged since its base version,
     over the number of active peers. Peers of one pace are then less than a round late, however far out of phase they
@@ -87,6 +61,7 @@ class Syncer:
         merged: for each peer the base version up to which its contributions are in the model, or were left out. A
             successor needs it, because a contributor's stream to the syncer before it may have broken before the
             contributor heard that.
+        now: since when contributors can have `version`, as far as is known here.
     """
 
     def __init__(
@@ -97,21 +72,23 @@ class Syncer:
         settings: OuterConfig = SYNC,
         contributors: Collection[str] = (),
         merged: Mapping[str, int] = MappingProxyType({}),
+        now: float = 0.0,
     ) -> None:
         self.fragment = fragment
         self.term = term
         self.version = version
-        self.folds_whole = settings.quorum is not None
         self.last_contributors = frozenset(contributors)
         self.last_staleness = 0.0
         self.grace_until: float | None = None
         self._settings = settings
-        self._offers: dict[str, _Offer] = {}
-        self._merged = dict(merged)  # peer -> base version of its newest merged contribution
+        self._offers: dict[str, Offer] = {}
+        # By peer: base version of its newest contribution that is merged; that was left out, or is half merged.
+        self._merged, self._spent = dict(merged), dict[str, int]()
         # Contributions merged until each version; of versions that others made one is counted each.
         self._pushed, self._pushed_at = version, {version: version}
         self._active = 1  # peers that train
-        self._unit = 0.0
+        self._credit, self._weights = Credit(settings.sync_every), Weights(settings)
+        self._patience = Patience(version, now)
         self._closing: Close | None = None
 
     # -- contributions ------------------------------------------------------------------------------------------------
@@ -120,66 +97,91 @@ class Syncer:
         """How late a contribution from this version is, in rounds; 0 if it is from the newest version."""
         return (self._pushed - self._pushed_at.get(base_version, base_version)) / self._active
 
-    def offer(self, peer: str, header: Contribution, active: int = 1, now: float = 0.0) -> Verdict:
+    def offer(
+        self, peer: str, header: Contribution, active: int = 1, now: float = 0.0, rate: float = math.inf,
+        carried: bool = True, before: int | None = None,
+    ) -> Verdict:  # fmt: skip
         """Judge a contribution by its header, while so many peers are active.
 
-        It never raises: the verdict on a wrong one says the reason.
+        Its steps are paid for at this `rate` (see `Credit`). It is merged although it missed its version only if it is
+        `carried`. It never raises: the verdict on a wrong one says the reason. The peer has so many tokens in the
+        anchor `before`; one that counts otherwise learned from another history.
         """
         self._active = max(1, active)
         known = self._offers.get(peer)
-        whole = known is not None and known.whole
-        merged = self._merged.get(peer, -1) >= header.base_version
-        late = self._too_late(header.base_version)
-        reason = ""
+        whole, base = known is not None and known.whole, header.base_version
+        merged = self._merged.get(peer, -1) >= base
+        counted = at_most((before or 0) + header.tokens, MAX_TOKENS)
+        elsewhere = before is not None and header.total not in (0, counted)
+        elsewhere = elsewhere and base <= self.version  # else the tokens in between are not here yet
+        late = not merged and (self._too_late(base, carried) or self._is_spent(peer, base) or elsewhere)
+        here, reason = f"fragment {self.fragment} is at version {self.version}", ""
         if header.term != self.term:
             reason = f"fragment {self.fragment} is under term {self.term}, not {header.term}"
         elif merged:
-            reason = (
-                f"the contribution from version {header.base_version} of fragment {self.fragment} is merged already"
-            )
+            reason = f"fragment {self.fragment}: what came from version {base} is merged already"
+        elif elsewhere:
+            reason = f"a total of {header.total} tokens is claimed, and {header.tokens} come to {before} here"
+        elif len(self._offers) >= MAX_LINES and known is None:
+            reason = f"fragment {self.fragment} has {MAX_LINES} contributions to version {self.version + 1}"
         elif late:
-            reason = f"fragment {self.fragment} is at version {self.version}, past base version {header.base_version}"
-        elif header.base_version > self.version:
-            reason = f"fragment {self.fragment} is at version {self.version}, {header.base_version} is in the future"
-        elif self._closing and not whole and not self.folds_whole:
+            reason = f"{here}, past base version {base}"
+            self._patience.refused(peer, base, now)
+        elif base > self.version:
+            reason = f"{here}, {base} is in the future"
+        elif self._closing and not whole and not self._to_collect(peer, header):
             reason = f"fragment {self.fragment} is closing version {self.version + 1} without this contribution"
-        elif known is not None and whole and (known.tokens, known.base_version) != (header.tokens, header.base_version):
+        elif known is not None and whole and (known.tokens, known.base_version) != (header.tokens, base):
             reason = f"a contribution of {known.tokens} tokens is here already, this one claims {header.tokens}"
         if reason:
             return Verdict(
-                accepted=False, reason=reason, version=self.version, term=self.term, merged=merged,
-                late=late and not merged,
-            )  # fmt: skip
+                accepted=False, reason=reason, version=self.version, term=self.term, merged=merged, late=late
+            )
         if known is None:
-            known = self._offers[peer] = _Offer(header.base_version, header.tokens, header.steps)
+            known = self._offers[peer] = Offer(header.base_version, header.tokens, header.steps)
         # Other numbers come from a peer that restarted; each chunk has a weight of its own.
         known.base_version, known.tokens, known.steps = header.base_version, header.tokens, header.steps
         known.units, known.taken_at = union(header.units), now - header.age_s
-        self._unit = self._unit or self._raw_weight(known)
+        known.late = header.base_version < self.version
+        known.counts_at = self._credit.counts_at(peer, header.base_version, header.steps, rate, now)
+        known.collects = known.collects or (not known.chunks and self._to_collect(peer, header, known.counts_at > now))
+        self._weights.offered(header.tokens, header.steps)
         return Verdict(accepted=True, first_chunk=known.chunks, version=self.version, term=self.term)
 
-    def weight(self, peer: str) -> float:
-        """Weight of this peer's contribution, over that of the first contribution to this version.
+    def _to_collect(self, peer: str, header: Contribution, indebted: bool = False) -> bool:
+        beside = header.base_version < self.version or indebted or peer in self._patience.slow
+        return beside or not self._settings.barrier
 
-        Equal contributions thus have weight 1, and sums of 4- and 8-bit payloads are exact in fp32, in any order of
-        arrival. (`tokens2_per_step`: Decoupled DiLoCo, arXiv 2604.21428.)
-        """
-        raw = self._raw_weight(self._offers[peer])
-        self._unit = self._unit or raw  # unset if this one was offered for the version before
-        return raw / self._unit
+    def _is_spent(self, peer: str, base_version: int) -> bool:
+        return self._spent.get(peer, -1) >= base_version
+
+    def collects(self, peer: str) -> bool:
+        """Whether the payload of this peer's contribution is collected whole, then folded in."""
+        return not self._settings.barrier or (peer in self._offers and self._offers[peer].collects)
+
+    def counts_at(self, peer: str) -> float:
+        """When the steps that this peer claims are paid for; its contribution is folded in no earlier."""
+        return self._offers[peer].counts_at if peer in self._offers else 0.0
+
+    def weight(self, peer: str) -> float:
+        """Weight of a contribution that is folded in before the others are known; see `Weights`."""
+        offer = self._offers[peer]
+        return self._weights.on_arrival(offer.tokens, offer.steps)
 
     def discount(self, peer: str) -> float:
         """Factor by which staleness s reduces this contribution: (1 + s) ** -exponent (arXiv 2401.09135, section 4)."""
-        return float((1 + self.staleness(self._offers[peer].base_version)) ** -self._settings.staleness_exponent)
+        exponent = LATE_EXPONENT if self._settings.barrier else self._settings.staleness_exponent
+        return float((1 + self.staleness(self._offers[peer].base_version)) ** -exponent)
 
-    def _too_late(self, base_version: int) -> bool:
+    def _too_late(self, base_version: int, carried: bool = True) -> bool:
+        if self._settings.barrier:
+            return base_version < self.version and not (carried and self._settings.carries_late)
         return self.staleness(base_version) > self._settings.staleness_limit
 
-    def weights(self, peers: Collection[str]) -> dict[str, float]:
-        """Weights of these contributions over that of the first peer by name, independent of the order of arrival."""
-        raw = {peer: self._raw_weight(self._offers[peer]) for peer in sorted(peers)}
-        unit = next(iter(raw.values()))
-        return {peer: weight / unit for peer, weight in raw.items()}
+    def counted(self, peers: Collection[str]) -> tuple[dict[str, float], dict[str, float]]:
+        """Weights (see `Weights`) and discounts of all contributions to a version."""
+        counts = {peer: (self._offers[peer].tokens, self._offers[peer].steps) for peer in peers}
+        return self._weights.together(counts), {peer: self.discount(peer) for peer in peers}
 
     def units(self, peer: str) -> Units:
         """Sequences from which this peer says it learned its contribution."""
@@ -191,17 +193,9 @@ class Syncer:
         """
         for peer in peers:
             self._offers[peer].whole = False
+            self._spent[peer] = self._offers[peer].base_version
         kept = {peer: tokens for peer, tokens in close.contributors.items() if peer not in peers}
         return replace(close, contributors=kept, missing=tuple(sorted({*close.missing, *peers})))
-
-    def _raw_weight(self, offer: _Offer) -> float:
-        match self._settings.weights:
-            case "tokens":
-                return float(offer.tokens)
-            case "tokens2_per_step":
-                return offer.tokens**2 / offer.steps
-            case _:
-                return 1.0
 
     def wants(self, peer: str, chunk: int, base_version: int) -> bool:
         """Whether this chunk may be folded in. It may not when the version has closed, when the chunk was folded in
@@ -216,11 +210,43 @@ class Syncer:
         """The next chunk of this peer is folded in."""
         self._offers[peer].chunks += 1
 
-    def arrived(self, peer: str) -> None:
-        """The payload of this peer is whole."""
+    def keeps(self, peer: str, base_version: int) -> bool:
+        """Whether the contribution of this peer from that version may still go into the next one."""
         offer = self._offers.get(peer)
-        if offer is not None and not self._closing:
-            offer.whole = True
+        return offer is not None and offer.base_version == base_version
+
+    def arrived(self, peer: str, now: float = 0.0, began_at: float = 0.0, line: Line | None = None) -> None:
+        """The payload of this peer is whole, and here is the line that it signed for it.
+
+        It says that it began its round at `began_at`.
+        """
+        offer = self._offers.get(peer)
+        if offer is None or self._closing:
+            return
+        if not offer.whole:
+            offer.arrival = self._patience.arrival(offer.base_version, offer.late, now, began_at)
+        offer.whole, offer.line = True, line
+
+    def line(self, peer: str) -> Line | None:
+        """The line of a contribution that is whole."""
+        offer = self._offers.get(peer)
+        return None if offer is None else offer.line
+
+    def forget(self, peer: str) -> None:
+        """Parts of two payloads came under one name: the peer restarted. It sends all of the new one."""
+        if not self._closing:
+            self._offers.pop(peer, None)
+
+    @property
+    def has_late(self) -> bool:
+        """Whether a contribution is here that missed its version."""
+        return any(offer.late for offer in self._offers.values())
+
+    def drop_late(self) -> None:
+        """No later version will be made for those that missed theirs: the others are done."""
+        if not self._closing:
+            for peer in [peer for peer, offer in self._offers.items() if offer.late]:
+                self._spent[peer] = self._offers.pop(peer).base_version
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
@@ -245,9 +271,13 @@ class Syncer:
         if not self._enough(whole, members, now, sync_s):
             return None
         if self.grace_until is None or now < self.grace_until:
-            if any(peer not in whole and self._expected(member, now) for peer, member in members.items()):
+            rest = [m for peer, m in members.items() if peer not in whole and self._expected(m, now)]
+            if rest and (not self._settings.barrier or self._patience.waits(self.version, self._arrivals(), rest, now)):
                 return None
-        return self._close(whole, members)
+        return self._close(whole, members, now)
+
+    def _arrivals(self) -> dict[str, Arrival]:
+        return {peer: offer.arrival for peer, offer in self._offers.items() if offer.arrival is not None}
 
     def _enough(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> bool:
         """Whether the quorum is there; its grace period begins then. Without a quorum, only expected peers count."""
@@ -256,9 +286,10 @@ class Syncer:
             return True
         if until is None:  # a peer that joins meanwhile does not end a grace period
             waiting = sum(peer not in whole and self._waits_elsewhere(member, now) for peer, member in members.items())
-            if len(whole) < min(quorum, _active(members) - waiting):
+            if len(whole) < min(quorum, active(members) - waiting):
                 return False
-        ends_at = now + self._grace_s(whole, members, now, sync_s)
+        taken_at = {peer: self._offers[peer].taken_at for peer in whole}
+        ends_at = now + grace_s(self._settings, taken_at, members, now, sync_s)
         self.grace_until = ends_at if until is None else min(ends_at, until)
         return True
 
@@ -280,64 +311,45 @@ class Syncer:
         has_update = status.versions[fragment] > began[fragment]
         return now - member.progress_at > (WAITING_S if has_update else member.stall_s())
 
-    def _grace_s(self, whole: set[str], members: Mapping[str, Member], now: float, sync_s: float) -> float:
-        """A fixed time, or a part of what the overlap hides, so that no inner step waits.
-
-        That is gamma (tau xi_step - (xi_quorum + xi_sync)) of Decoupled DiLoCo (arXiv 2604.21428), for the contributor
-        with the least time: it needs the update tau inner steps of its own after it took its pseudo-gradient, xi_quorum
-        have passed since then, and the update will be there xi_sync after the decision to close.
-        """
-        settings = self._settings
-        if not settings.grace_slack:
-            return settings.grace_s
-        paces = {peer: members[peer].status.steps_per_s for peer in whole if peer in members}
-        due_at = [self._offers[peer].taken_at + settings.overlap / pace for peer, pace in paces.items() if pace > 0]
-        return max(0.0, settings.grace_slack * (min(due_at, default=now) - now - sync_s))
-
     def closes(self, close: Close) -> bool:
         """Whether that version is still to be made. It is not once another anchor was adopted, at any version."""
         return self._closing is close
 
-    def _close(self, whole: set[str], members: Mapping[str, Member]) -> Close:
-        missing = (self.last_contributors | set(self._offers)) - whole if self._settings.quorum is None else set()
+    def _close(self, whole: set[str], members: Mapping[str, Member], now: float) -> Close:
+        missing: set[str] = set()
+        if self._settings.barrier:
+            begun = {peer for peer, o in self._offers.items() if not o.collects}
+            missing = {*self.last_contributors, *begun} - whole
+            awaited = [peer for peer, member in members.items() if peer not in whole and self._awaited(member, now)]
+            self._patience.closed(self.version, self._arrivals(), awaited, members, now)
+            if not self._settings.judged_together:  # what has arrived of these is in the sum
+                half = {peer: o for peer, o in self._offers.items() if o.chunks and not (o.whole or o.collects)}
+                self._spent |= {peer: offer.base_version for peer, offer in half.items()}
         contributors = {peer: self._offers[peer].tokens for peer in sorted(whole)}
-        delay = (self._settings.delay or _active(members)) if self._settings.windowed else 1
+        delay = (self._settings.delay or active(members)) if self._settings.windowed else 1
         self._closing = Close(self.fragment, self.version, contributors, tuple(sorted(missing)), delay)
         return self._closing
 
     def _expected(self, member: Member, now: float) -> bool:
+        """Whether the version may wait for this peer: it makes progress towards a contribution."""
+        chunk_at = self._offers[member.peer].progress_at if member.peer in self._offers else 0.0
+        return not member.stalled(now, progress_at=chunk_at) and self._awaited(member, now)
+
+    def _awaited(self, member: Member, now: float) -> bool:
+        """Whether this peer should contribute to the version, as far as it says, and is not slow."""
         status = member.status
-        if not member.trains or not status.counted_in:
+        base, offer = status.versions[self.fragment], self._offers.get(member.peer)
+        sends = offer is not None and not offer.late
+        if not member.trains or not status.counted_in or (member.peer in self._patience.slow and not sends):
             return False
-        offer = self._offers.get(member.peer)
-        if member.stalled(now, progress_at=0.0 if offer is None else offer.progress_at):
-            return False
-        base = status.versions[self.fragment]
-        known = member.peer in self.last_contributors
+        known = sends or member.peer in self.last_contributors
         if base == self.version:
             may_be_late = self._settings.staggered and self.last_contributors
-            sends = offer is not None and offer.base_version == base
-            return known or sends or not may_be_late or self._about_to_send(member, now)
+            return known or not may_be_late or about_to_send(self._settings, self.fragment, member, now)
         # Right after a publication the contributors' statuses still name the version before.
         return known and base == self.version - 1
 
-    def _about_to_send(self, member: Member, now: float) -> bool:
-        """Whether a newcomer is near the step at which this fragment is due.
-
-        With staggered fragments a newcomer may be too late for this version, and is expected only after its first
-        contribution. A newcomer that is a step behind the others would never deliver one in time; so this syncer waits
-        for it as long as the overlap hides. It does not while the newcomer waits for the update of a fragment before
-        this one: that one's syncer may wait for contributors to this one.
-        """
-        status, settings = member.status, self._settings
-        exchanges = status.state == "exchanging"
-        inner_step = status.inner_step + (0.0 if exchanges else (now - member.heard_at) * status.steps_per_s)
-        left = -(-(self.fragment + 1) * status.target_steps // settings.fragments) - inner_step
-        if member.ended_cycle and 2 * left > status.target_steps:  # it was due before the steps began again with 0
-            left -= status.target_steps
-        return status.steps_per_s > 0 and abs(left) <= settings.overlap + 1 and not (exchanges and left > 0)
-
-    def advance(self, version: int, merged: Mapping[str, int] | None = None) -> None:
+    def advance(self, version: int, merged: Mapping[str, int] | None = None, now: float = 0.0) -> None:
         """The next version is published, or a later one was fetched: forget what is in it, collect the one after it.
 
         For a version that was fetched, `merged` tells the contributors and what is in it.
@@ -348,6 +360,7 @@ class Syncer:
             self.last_contributors = frozenset(whole)
             self.last_staleness = max((self.staleness(offer.base_version) for offer in whole.values()), default=0.0)
             self._merged |= {peer: offer.base_version for peer, offer in whole.items()}
+            self._weights.published((offer.tokens, offer.steps) for offer in whole.values())
         else:
             self._merged = dict(merged or {})
             self.last_contributors = frozenset(peer for peer, base in self._merged.items() if base == version - 1)
@@ -356,18 +369,16 @@ class Syncer:
         self._pushed_at[version] = self._pushed
         while len(self._pushed_at) > COUNTED:
             del self._pushed_at[next(iter(self._pushed_at))]
+        self._patience.opens(version, now)
         # A payload that is still on its way is no part of the version that closed, unless its first chunks were.
         # A version that was fetched may contain what is on its way here as well.
         self._offers = {
             peer: offer
             for peer, offer in self._offers.items()
-            if self.folds_whole and not offer.whole and offer.base_version > self._merged.get(peer, -1)
+            if self.collects(peer) and not offer.whole and offer.base_version > self._merged.get(peer, -1)
+            if not self._is_spent(peer, offer.base_version)
         }
-        self._unit = 0.0
-        self._closing = None
-        self.grace_until = None
-
-
-def _active(members: Mapping[str, Member]) -> int:
-    """Peers that train, at least 1."""
-    return max(1, sum(m.trains and m.status.counted_in for m in members.values()))
+        for offer in self._offers.values():
+            offer.late = offer.base_version < version
+        self._weights.restart()
+        self._closing = self.grace_until = None

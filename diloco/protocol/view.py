@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import inf
 from statistics import median_low
 from typing import Any
 
 from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.protocol.accounts import Accounts
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, LeaseTable
+from diloco.protocol.heads import Nobody, Signer
 from diloco.protocol.membership import AddressBook, Member, Membership
 from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
-from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
+from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, Vote, mark
+from diloco.protocol.messages.heads import Proof
 from diloco.protocol.numbers import MAX_COUNT, within_bounds
 from diloco.protocol.pace import Pace
-from diloco.protocol.penalties import Penalties, implausible
+from diloco.protocol.penalties import Penalties
 from diloco.protocol.rendezvous import assign, score
 from diloco.protocol.states import STATES, State
 from diloco.protocol.syncer import SYNC, Syncer
+from diloco.protocol.work import fill_rate, impossible
 
 __all__ = ["View"]
 
@@ -43,6 +47,7 @@ class View:
         tokens_per_step: tokens of any peer's inner step, from the manifest; None where the manifest does not say it.
         device: what it trains on, for watchers.
         payload_bytes: length of a contribution to each fragment, for the record of who contributed how much.
+        signer: signs as this peer, and checks signatures. Without it this peer believes no certificate.
 
     Attributes:
         state: what its training loop is doing.
@@ -67,7 +72,9 @@ class View:
         tokens_per_step: int | None = None,
         device: str = "",
         payload_bytes: Sequence[int] = (),
+        signer: Signer | None = None,
     ) -> None:
+        self.signer = signer or Nobody()
         self.me, self.name, self.device = me, name, device
         self.run_id, self.manifest_hash = run_id, manifest_hash
         self.trains, self.holds = trains, holds
@@ -86,7 +93,10 @@ class View:
         self.heals = 0
         self.takeovers = 0
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
-        self._opened = False  # enough peers were connected once
+        self.liars: dict[str, Proof] = {}  # identities that are out for good; the gate remembers them
+        # By fragment and peer: versions up to the first number are not believed; the second one has a certificate.
+        self.doubted: dict[tuple[int, str], tuple[int, int]] = {}
+        self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)
         self._figures: dict[str, Any] = {}
@@ -97,6 +107,11 @@ class View:
     def versions(self) -> list[int]:
         """Anchor version of each fragment here."""
         return [fragment.version for fragment in self.fragments]
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps led to the anchors here, to that with the fewest."""
+        return min(fragment.steps for fragment in self.fragments)
 
     @property
     def digests(self) -> list[str]:
@@ -124,9 +139,10 @@ class View:
         """This peer's status as the others shall see it, at a heartbeat with figures for watchers."""
         inner_step, target_steps, steps_per_s, tokens = self._progress
         return Status(
-            state=self.state, versions=self.versions,
+            state=self.state, versions=self.versions, marks=b"".join(mark(digest) for digest in self.digests),
             inner_step=inner_step, target_steps=target_steps, steps_per_s=steps_per_s, tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
+            disputed=[fragment.index for fragment in self.fragments if fragment.disputed],
             figures=Figures(**self._figures) if figures else None,
         )  # fmt: skip
 
@@ -137,7 +153,7 @@ class View:
             wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
             name=self.name, trains=self.trains, holds=self.holds, device=self.device,
             peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
-            claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)],
+            claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)], votes=self.votes(),
         )  # fmt: skip
 
     def _named(self) -> list[str]:
@@ -147,11 +163,25 @@ class View:
             return peers
         return sorted(peers, key=lambda peer: score(f"{self.me} {peer}", 0))[:MAX_NAMED]
 
+    def votes(self) -> list[Vote]:
+        """Whom this peer believes to hold which fragment, if it holds any itself."""
+        if not self.holds or self.gone:
+            return []
+        return [vote for fragment in self.fragments for vote in self.vote(fragment)]
+
+    def vote(self, fragment: Fragment) -> list[Vote]:
+        """Whom this peer believes to hold that fragment; nothing when it holds it itself."""
+        lease = fragment.lease
+        if lease is None or lease.holder == self.me or not self.holds or self.gone:
+            return []
+        return [Vote(fragment=lease.fragment, term=lease.term, holder=lease.holder)]
+
     def claim_of(self, lease: Lease) -> Claim:
         """What this peer says of a lease that it holds."""
         return Claim(
             fragment=lease.fragment, term=lease.term, version=lease.version, digest=lease.digest,
-            applied_tokens=0 if lease.fragment else self.applied_tokens, **self.accounts.data_cursor(lease.fragment),
+            applied_tokens=0 if lease.fragment else self.applied_tokens, skipped=lease.skipped,
+            **self.accounts.data_cursor(lease.fragment),
         )  # fmt: skip
 
     def publication(self, fragment: Fragment, syncer: Syncer, contributors: Collection[str]) -> Published:
@@ -187,15 +217,17 @@ class View:
             return f"a control stream does not carry {type(message).__name__}"
         return message.misfit(len(self.fragments))
 
-    def implausible(self, peer: str, header: Contribution, now: float) -> str | None:
+    def implausible(self, header: Contribution) -> str | None:
         """What cannot be true of a contribution's claims, in one line; None when they can be."""
-        member = self.members.get(peer)
-        pace = 0.0 if member is None else member.status.steps_per_s
-        fragment = self.fragments[header.fragment] if header.fragment < len(self.fragments) else None
-        since_base_s = None
-        if fragment is not None and fragment.came_at is not None and member is not None:
-            since_base_s = now - fragment.came_at if fragment.version == header.base_version else None
-        return implausible(header, self.tokens_per_step, self.outer.sync_every, pace, since_base_s)
+        return impossible(header, self.tokens_per_step, self.outer.sync_every)
+
+    def fill_rate(self, peer: str) -> float:
+        """How many inner steps per second a peer may claim, by the paces of the others; this peer believes itself."""
+        if peer == self.me:
+            return inf
+        others = (member for member in self.members.all() if member.trains and member.status.counted_in)
+        mine = [self._myself.pace] if self.trains and self._myself is not None else []
+        return fill_rate([*mine, *(member.pace for member in others if member.peer != peer)])
 
     # -- when to train ------------------------------------------------------------------------------------------------
 
@@ -278,6 +310,23 @@ class View:
         lease = self.leases.get(fragment)
         return lease if lease is not None and (lease.holder == self.me or lease.holder in self.members) else None
 
+    def vacant(self, fragment: Fragment) -> bool:
+        """Whether the fragment has no syncer that goes on, as far as this peer sees."""
+        lease = fragment.lease
+        if lease is None or lease.holder == self.me:
+            return lease is None
+        holder = self.members.get(lease.holder)
+        if holder is None or holder.status.state == "leaving":
+            return True  # A peer that is done keeps its fragments while it is connected: there is no next version.
+        _, other = fragment.votes.get(lease.holder, (lease.term, lease.holder))
+        return other != lease.holder and other not in self.members  # it gave way to a peer that is gone
+
+    def contributes_elsewhere(self, fragment: Fragment, peer: str) -> bool:
+        """Whether a peer believes that another one, which lives, is syncer of a fragment that this peer holds."""
+        _, holder = fragment.votes.get(peer, (0, self.me))
+        other = self.members.get(holder)
+        return holder != self.me and other is not None and not other.status.gone
+
     def backs_up(self) -> set[int]:
         """Fragments that this peer would claim if their syncers died, one syncer at a time."""
         return {fragment for fragment, heir in self.heirs().items() if heir == self.me}
@@ -328,18 +377,20 @@ class View:
         return not self.near(fragment)
 
     def swarm_clock(self) -> tuple[int, int]:
-        """Lowest version of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
-        newest = (f.version if f.lease is None else max(f.version, f.lease.version) for f in self.fragments)
+        """Fewest outer steps of all fragments, and applied tokens, as published; this peer's anchors may be behind."""
+        newest = (f.steps if f.lease is None else max(f.steps, f.lease.steps) for f in self.fragments)
         control = self.fragments[CONTROL_FRAGMENT].lease
         return min(newest), max(self.applied_tokens, 0 if control is None else control.applied_tokens)
 
+    def over(self) -> bool:
+        """Whether a peer is done with training, so that in lockstep there is no next version."""
+        return "done" in (self.state, *(member.status.state for member in self.members.all()))
+
     def ended_as_one(self) -> bool:
-        """Whether all peers that train are done, and (where they do not end in lockstep) all have the same anchors."""
+        """Whether all peers that train are done and have the same anchors."""
         trainers = [m for m in self.members.all() if m.trains and m.status.state != "leaving"]
         if any(m.status.state != "done" for m in trainers):
             return False
-        if self.lockstep:
-            return True
         return all(f.agrees() for f in self.fragments) and all(m.status.versions == self.versions for m in trainers)
 
     def merging(self, fragment: int) -> bool:

@@ -2,7 +2,7 @@
 
     write -> uplink (pieces, round-robin over the streams) -> latency -> downlink (the same) -> reader
 
-A piece may enter the downlink while its end still leaves the uplink, so n bytes alone on a link take
+A piece may enter the downlink while its end still leaves the uplink: n bytes alone on a link take
 n / min(up, down) + latency seconds, and equal streams get equal parts of a link. Opening a stream takes a round trip.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import SwarmError
+from diloco.sim.notary import Notary
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import GREETING, Gate
@@ -203,7 +204,7 @@ class Network:
         self.loop = loop
         self.uplinks: dict[str, _Direction] = {}
         self.records: dict[str, dict[str, tuple[object, float]]] = {}
-        self._random = random.Random(seed)
+        self._random, self.notary = random.Random(seed), Notary(seed)
         self._loss, self._lossy = loss, lossy
         self._downlinks: dict[str, _Direction] = {}
         self._links: dict[str, Link] = {}
@@ -352,10 +353,9 @@ class SimTransport:
         self.may_call: Callable[[str], bool] = lambda address: True
         self.reachable, self.advice = True, ""
         self.where: Callable[[str], Sequence[str]] = lambda peer: ()
-        self.handlers: dict[str, Handler] = {}
-        if gate.admission is not None:
-            self.handlers[GREETING] = gate.welcome
+        self.handlers: dict[str, Handler] = {} if gate.admission is None else {GREETING: gate.welcome}
         self.owner = network.loop.owner  # what others begin here is this peer's
+        self.sign, self.verify = network.notary.signer(me), network.notary.verify
         self._gate = gate
         self._network = network
         self._failure: asyncio.Future[None] = network.loop.create_future()
@@ -382,7 +382,7 @@ class SimTransport:
         return {subkey: value for subkey, (value, expires_at) in found.items() if expires_at > now}
 
     async def observed(self, peer: str) -> str:
-        return ""  # a simulated peer has no address, so nobody is ever called anew
+        return ""  # a simulated peer has no address: nobody is ever called anew
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
         return {}

@@ -72,7 +72,7 @@ class Attachment:
         self.parameters = parameters
         self.view: NodeView | None = None
         self.outer, self.island, self.phases = outer, island, phases
-        self.version = self._round_version = saved.versions[0] if saved else 0
+        self.version = self._round_version = saved.steps if saved else 0
         self.applied_tokens = saved.applied_tokens if saved else 0
         self.steps = self.tokens = self.discarded_tokens = 0
         self.exchanged = self.interrupted = self._asked_to_stop = False
@@ -124,7 +124,7 @@ class Attachment:
                 self.island.share_(self.parameters.values())
                 if self.node is not None:
                     protocol = self.node.protocol
-                    self.version, self.applied_tokens = min(protocol.versions), protocol.applied_tokens
+                    self.version, self.applied_tokens = protocol.steps, protocol.applied_tokens
         finally:
             self.close()
 
@@ -331,10 +331,10 @@ class Attachment:
         self.island.share_(self.parameters.values())
         self.discarded_tokens += adopted.discarded_tokens
         self.exchanged |= adopted.version > self.version or not outer.barrier
-        self.version = max(adopted.version, self.version)
-        self.applied_tokens = adopted.applied_tokens  # less than before when another history won
-        if self.version > self._round_version:
-            self._round_version = self.version
+        # Both are less than before when another history won.
+        self.version, self.applied_tokens = adopted.version, adopted.applied_tokens
+        ended, self._round_version = self.version > self._round_version, self.version
+        if ended:
             own.end_round()
             self.report(own.loss)
         if adopted.position:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,11 @@ from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.train.island import Island
 
-__all__ = ["InnerStart", "Pair", "inner_optimizer", "layout_of", "load_moments_", "moments", "snapshot"]
+__all__ = [
+    "InnerStart", "Pair", "bound_moments_", "inner_optimizer", "layout_of", "load_moments_", "moments", "snapshot",
+]  # fmt: skip
+
+TORN = 2.0  # A donor's moments are copied while it trains, so a first moment may be a step ahead of its second one.
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
@@ -114,6 +119,7 @@ class InnerStart:
         assert layout is not None, "ranks have different optimizers"
         state = state or InnerState(layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels)))
         steps = tuple(int(step) for step in self._island.agree(state.steps))
+        bound_moments_(self._optimizer, state)
         load_moments_(self._optimizer, InnerState(layout, steps, state.values))
         self._island.share_(moments(self._optimizer))
 
@@ -172,6 +178,25 @@ def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
         for key in slot.keys:
             kept[key] = torch.empty_like(parameter, memory_format=torch.preserve_format)
             kept[key].copy_(next(values).view(parameter.shape))
+
+
+@torch.no_grad()
+def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
+    """Clamp first moments that no Adam can have beside its second ones; a foreign state then moves nothing far.
+
+    m and v are averages of g and g^2 with weights (1 - b1) b1^k and (1 - b2) b2^k, so by Cauchy and Schwarz
+    |m| <= (1 - b1) sqrt(v) / sqrt((1 - b2) (1 - b1^2 / b2)), if b1^2 < b2. Honest moments stay as they are, also where
+    a copy was torn between two steps (`TORN`). Momentum without second moments has no such bound.
+    """
+    values = iter(torch.split(state.values, list(state.layout.numels)))
+    for slot in _slots(optimizer):
+        kept = {key: next(values) for key in slot.keys}
+        if "exp_avg_sq" not in kept:
+            continue
+        b1, b2 = slot.group["betas"]
+        if b1**2 < b2 < 1:
+            most = kept["exp_avg_sq"].sqrt().mul_(TORN * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)))
+            kept["exp_avg"].copy_(torch.clamp(kept["exp_avg"], -most, most))
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -24,6 +24,8 @@ from diloco.config import Config
 from diloco.data import Stream
 from diloco.errors import CheckpointError
 from diloco.outer.state import OuterState
+from diloco.protocol.messages import decode, encode, expect
+from diloco.protocol.messages.heads import Record
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
 from diloco.rundir.checkpoint import CheckpointStore
@@ -101,6 +103,7 @@ class Session:
             shares=[{peer: Share(*share) for peer, share in known.items()} for known in state.get("shares", ())],
             applied={int(base_version): tokens for base_version, tokens in state.get("applied", {}).items()},
             outer={fragment: _outer_state(outer, state, fragment) for fragment in held},
+            records=[None if text is None else _record(text) for text in state.get("records", ())],
             residuals={int(name): residual for name, residual in self._checkpoint.tensors["residual"].items()},
         )
 
@@ -172,6 +175,10 @@ def _outer_state(tensors: Tensors, state: Mapping[str, Any], fragment: int) -> t
     return tensors[f"{fragment}.master"], OuterState(state["versions"][fragment], tuple(vectors), *window)
 
 
+def _record(text: str) -> Record:
+    return expect(decode(bytes.fromhex(text)), Record)
+
+
 def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
     """What `Session.outer` reads: groups of tensors, and JSON."""
     anchors = {str(fragment): anchor for fragment, anchor in enumerate(saved.anchors)}
@@ -190,6 +197,7 @@ def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "units": [cursor, [list(unit) for unit in open_]],
         "shares": [{peer: list(share) for peer, share in known.items()} for known in saved.shares],
         "applied": dict(saved.applied),
+        "records": [None if record is None else encode(record).hex() for record in saved.records],
         "windows": windows,
     }
 

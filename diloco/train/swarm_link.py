@@ -158,7 +158,7 @@ class SwarmLink:
         found, node = Begun(), self.node
         position = None if node is None else self.runtime.call(node.begin(cold=cold))
         if node is not None and position is not None:
-            found = Begun(1, position, min(node.protocol.versions), node.protocol.applied_tokens, cold, fetched)
+            found = Begun(1, position, node.protocol.steps, node.protocol.applied_tokens, cold, fetched)
         return Begun(*map(int, self.island.agree(found)))
 
     def adopt(

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from _attacks.arena import Arena
+from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.outer.held import Held
-from diloco.protocol.fragment import Fragment, Lease
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment, Lease
+from diloco.protocol.heads import lines_digest, shares_digest, sign_head, sign_line
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, StateRequest
 from diloco.protocol.messages.control import Claim, Status
-from diloco.protocol.shares import Share
+from diloco.protocol.messages.heads import Head, Line, Record
+from diloco.protocol.shares import Share, Shares
 from diloco.swarm.conversations import contribution, framing
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.parts import copy_state
@@ -52,6 +55,7 @@ class Attacker:
         self.arena, self.loop, self.index = arena, arena.loop, index
         self.me, self.others = (names[0], names[1:]) if names else ("", [])
         self.traffic = Traffic()
+        self._merged = 0  # tokens of what was contributed by `contribute`
 
     @property
     def node(self) -> Node:
@@ -127,7 +131,7 @@ class Attacker:
         """Take the fragment from whoever holds it, and be its syncer from now on."""
         protocol = self.node.protocol
         protocol.leases.vacate(self.index)
-        self.node.context.do(protocol._take(self.fragment))
+        self.node.context.do(protocol._take(self.fragment, self.node.context.now()))
 
     # -- bulk streams -------------------------------------------------------------------------------------------------
 
@@ -151,14 +155,32 @@ class Attacker:
         finally:
             stream.close()
 
-    def serves(self, anchor: Tensor, **fields: Any) -> None:
-        """Give this anchor to whoever asks for the fragment, with these fields in its header."""
+    def certificate(self, version: int, digest: str, before: str, shares: Shares, tokens: int = 1) -> Record:
+        """A certificate of a version that the attacker makes alone, signed as it should be."""
+        protocol = self.node.protocol
+        sign, run, control = protocol.signer, protocol.manifest_hash, self.index == CONTROL_FRAGMENT
+        total = shares[self.me].tokens if self.me in shares else tokens
+        line = Line(self.me, version - 1, bytes.fromhex(before), 1, tokens, max(total, tokens), 1.0, bytes(32))
+        lines = [sign_line(sign, run, self.index, line)]
+        head = Head(
+            fragment=self.index, term=self.lease.term, version=1, author=self.me, digest_before=before, digest=digest,
+            lines=lines_digest(lines), shares=shares_digest(shares), state=bytes(32),
+        )  # fmt: skip
+        clock = sum(share.tokens for share in shares.values()) if control else 0
+        head = head.model_copy(update={"version": version, "applied_tokens": clock})
+        return Record(head=sign_head(sign, run, head), lines=[]).model_copy(update={"lines": lines})
+
+    def serves(self, anchor: Tensor, version: int, shares: Shares | None = None) -> None:
+        """Give this anchor to whoever asks for the fragment, as that version, with a certificate of the attacker's."""
 
         async def serve(stream: Stream, request: StateRequest) -> None:
             if request.fragment != self.index:
                 return await honest(stream, request)
             state = await copy_state(self.node.context, request.fragment)
-            header = state.header.model_copy(update={"digest": digest_of(anchor), **fields})
+            said = state.header.shares if shares is None else shares
+            record = self.certificate(version, digest_of(anchor), self.fragment.digest, said)
+            named = {"digest": digest_of(anchor), "record": record, "shares": said}
+            header = state.header.model_copy(update=named)
             await framing.send_state(stream, FragmentState(header, anchor), self.node.replica)
 
         honest = self.answers(StateRequest, serve)
@@ -183,7 +205,18 @@ class Attacker:
                 garble(payload)
             return payload
 
+        def values(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def any_values(payload: Tensor, numel: int) -> Tensor:
+                try:
+                    return honest(payload, numel)
+                except PayloadError:
+                    return torch.ones(numel)  # what it signs about them is no matter
+
+            return any_values
+
         bend(replica, "encode", lambda _: encode)
+        replica.up = copy.copy(replica.up)
+        bend(replica.up, "values", values)
 
     def learned(self, fragment: int, chunk: int) -> list[Tensor]:
         """The same chunk of what each honest peer that trains has learned since its anchor."""
@@ -211,7 +244,13 @@ class Attacker:
             steps=steps,
             tokens=8 * steps,
         )
-        return await contribution.contribute(self.node.context, lease, header.model_copy(update=fields))
+        header = header.model_copy(update=fields)
+        had = self.fragment.shares.get(self.me)
+        self._merged = max(self._merged, 0 if had is None else had.tokens)
+        header = header.model_copy(update={"total": self._merged + header.tokens})
+        answered = await contribution.contribute(self.node.context, lease, header)
+        self._merged += header.tokens * answered.verdict.accepted
+        return answered
 
     # -- as syncer ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +274,7 @@ class Attacker:
 
         The other one differs by `add` at every value, and each version of it follows from the one before.
         """
-        context = self.node.context
+        context, protocol = self.node.context, self.node.protocol
         face = self.anchor.clone()
         records: list[UpdateRecord] = []
         names: dict[str, str] = {}  # digest of a version -> that of its other face
@@ -249,7 +288,9 @@ class Attacker:
                     update = torch.empty_like(record.update)
                     self.encode(self.anchor + add, face, update)
                 self.apply(face, update)
-                header = record.header.model_copy(update={"digest_before": before, "digest": digest_of(face)})
+                head = record.header.head.model_copy(update={"digest_before": before, "digest": digest_of(face)})
+                head = sign_head(protocol.signer, protocol.manifest_hash, head)
+                header = record.header.model_copy(update={"head": head})
                 records.append(UpdateRecord(header, update))
                 names[record.header.digest] = header.digest
                 keep_record(record)

@@ -13,7 +13,7 @@ from _attacks.arena import attack
 from _attacks.attacker import Attacker, bend
 from _attacks.floods import ASYNC, HUGE, MOST
 from diloco.outer.digest import digest_of
-from diloco.protocol.messages.bulk import Contribution, Record, StateRequest, Verdict
+from diloco.protocol.messages.bulk import Contribution, StateRequest, Verdict
 from diloco.protocol.messages.control import Published
 from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.framing import UpdateRecord
@@ -46,7 +46,7 @@ async def says_a_far_version(x: Attacker) -> None:
 async def moves_the_clock(x: Attacker) -> None:
     """The anchor is nearly right; who contributed how much to it is not."""
     version = x.lease.version + 1
-    x.serves(x.anchor.clone(), version=version, shares=x.shares(MUCH, version), applied_tokens=MUCH)
+    x.serves(x.anchor.clone(), version=version, shares=x.shares(MUCH, version))
     x.says_version(lambda: version)
 
 
@@ -76,10 +76,8 @@ async def forges_a_record(x: Attacker) -> None:
         update, after = torch.empty(replica.update_nbytes(x.index), dtype=torch.uint8), before.clone()
         x.encode(before + 33.0, before, update)
         x.apply(after, update)
-        header = Record(
-            fragment=x.index, term=x.lease.term, version=fragment.version + 1, digest_before=fragment.digest,
-            digest=digest_of(after), contributors={x.me: MUCH}, applied_tokens=MUCH,
-        )  # fmt: skip
+        version, shares = fragment.version + 1, x.shares(MUCH, fragment.version + 1)
+        header = x.certificate(version, digest_of(after), fragment.digest, shares, MUCH)
         await framing.send_records(stream, [UpdateRecord(header, update)], replica)
 
     x.answers(StateRequest, forge)
@@ -215,7 +213,7 @@ async def leaves_numbers_at_the_bound(x: Attacker) -> None:
     """Once syncer it says the largest numbers that fit, and goes."""
     most = 2**62 - 2
     anchor = x.anchor.clone()
-    x.serves(anchor, version=most, shares=x.shares(most, most), applied_tokens=most)
+    x.serves(anchor, version=most, shares=x.shares(most, most))
     claim = x.claim(version=most, digest=digest_of(anchor), applied_tokens=most)
 
     async def decline(stream: Stream, request: Contribution) -> None:
@@ -256,7 +254,7 @@ async def alone_and_fast(x: Attacker) -> None:
     shares = node.protocol.accounts.shares(0)
     kept = sum(shares[name].tokens for name in others if name in shares) - before
     x.measure(lost_of_the_majority=max(0.0, 1 - kept / learned))
-    arena.goal = max(max(life.node.protocol.versions) for life in arena.living() if life.node is not None) + 2
+    arena.goal = max(life.node.protocol.steps for life in arena.living() if life.node is not None) + 2
 
 
 def _tokens(x: Attacker, name: str) -> int:

@@ -143,7 +143,7 @@ class Crowd:
         self.ended: list[Life] = []
         self.failures: list[str] = []
         self.story: list[str] = []
-        self.goal = 10**9  # the version at which training ends
+        self.goal = 10**9  # outer steps after which training ends
         self.torn = False  # whether any peers could not reach each other for a while, or began without each other
         self.on_life: Callable[[Life], None] = lambda life: None
         self.tell: Callable[[str], None] = lambda line: None
@@ -264,7 +264,8 @@ class Crowd:
         if life.leaving:
             return
         with sync:
-            life.checkpoint = life.checkpoint or self._checkpoint(sync, sync.saved(), optimizer)
+            with sync.checkpointing() as live:
+                life.checkpoint = life.checkpoint or self._checkpoint(sync, live, optimizer)
             while not sync.interrupted and sync.version < self.goal:
                 life.lockstep.call(asyncio.sleep(member.step_s * r.uniform(0.9, 1.1)))
                 if take is not None:

@@ -59,13 +59,24 @@ def changed(message: Message, target: Target, r: random.Random) -> Message:
         return message
     schema = _schema(message.kind)
     fields = msgpack.unpackb(msgpack.packb(message.model_dump(), use_bin_type=True), raw=False)
-    if target.path == ("pushes",):
-        fields["delay"] = 100_000  # a window of one contribution has none yet
     try:
         extreme = _put(fields, schema, schema.get("$defs", {}), target.path, target.value, r)
+        _fit(extreme, target.path)
         return type(message).model_validate(extreme)
     except (ValidationError, _NoSuchField):
         return message
+
+
+def _fit(fields: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Change what has to go along with the field at that path."""
+    if path[-1] == "pushes":
+        part = fields
+        for step in path[:-1]:
+            part = part[step]
+        part["delay"] = 100_000  # a window of one contribution has none yet
+    if path[-1] == "fragment" and isinstance(fields.get("record"), dict):
+        head = fields["record"]["head"]
+        fields["fragment"] = head["fragment"] = fields["fragment"] if len(path) == 1 else head["fragment"]
 
 
 class _NoSuchField(Exception):
@@ -139,6 +150,8 @@ def _least(node: Schema, defs: Schema) -> Any:
             return one.get("minimum", 0)
         case "boolean":
             return False
+        case "string" if one.get("format") == "binary":
+            return bytes(one.get("minLength", 0))
         case "string":
             return "0" * 64 if "pattern" in one else one.get("enum", ["x"])[0]
         case "array":

@@ -54,8 +54,6 @@ class Scenario:
     closed: bool  # only invited peers take part
     faults: tuple[Fault, ...]
     rounds: int = 2  # after everything is healed
-    work_wins: bool = False  # of two histories the one with more work has to win
-    splits: bool = False  # it is made of splits (`splits`)
 
     def describe(self) -> str:
         """The scenario in lines for people."""
@@ -68,7 +66,6 @@ class Scenario:
             *(["joiners start cold"] if self.cold else []),
             *(["several chunks and parts"] if self.pieces else []),
             *(["closed run"] if self.closed else []),
-            *(["more work wins"] if self.work_wins else []),
         ]
         lines = [f"seed {self.seed}: outer {dict(self.outer)}", "  " + ", ".join(traits)]
         for member in self.members:

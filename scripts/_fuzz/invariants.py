@@ -2,7 +2,7 @@
 
 After every turn, of every living node that something happened to:
 
-- its versions never go back; where the history with more work wins, they may, and the work in its anchors does not;
+- its versions never go back, and it leaves no history for one with less work;
 - it is syncer of a fragment exactly when it believes that it holds the lease, under the same term; then the next
   version that it collects for is the one after its anchor, and it has the fragment's outer state;
 - each of its anchors has the digest that the node names, unless the anchor is moving;
@@ -30,7 +30,7 @@ At the end, when everything is healed and everybody is done:
 from __future__ import annotations
 
 import gc
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,16 +57,10 @@ class Violation(Exception):
 
 
 class Watch:
-    """Looks at the nodes of a crowd after every turn of the loop, and writes the lineage; raises `Violation`.
+    """Looks at the nodes of a crowd after every turn of the loop, and writes the lineage; raises `Violation`."""
 
-    With `work_wins`, of two histories the one with more work has to win, on every peer; otherwise the one with the
-    higher version. `moves` counts the anchors that each life adopted.
-    """
-
-    def __init__(self, crowd: Crowd, work_wins: bool = False) -> None:
+    def __init__(self, crowd: Crowd) -> None:
         self.lineage = Lineage()
-        self.moves: Counter[str] = Counter()
-        self._work_wins = work_wins
         self._crowd = crowd
         self._touched: dict[str, Life] = {}
         self._seen: dict[str, tuple[list[int], list[str]]] = {}
@@ -92,9 +86,9 @@ class Watch:
         self._watch_bytes(node.replica)
         published, adopted, offer = peer.published, peer.adopted, peer.offer
 
-        def makes(index: int, digest: str, contributors: Any, now: float) -> Any:
+        def makes(index: int, digest: str, contributors: Any, now: float, record: Any = None) -> Any:
             before, syncer = peer.digests[index], peer.syncers.get(index)
-            actions = published(index, digest, contributors, now)
+            actions = published(index, digest, contributors, now, record)
             if syncer is not None:
                 bases = syncer._merged
                 made = tuple((Contributed(name, bases[name]), tokens) for name, tokens in sorted(contributors.items()))
@@ -102,13 +96,19 @@ class Watch:
             return actions
 
         def moves(
-            index: int, version: int, digest: str, now: float, contributors: Any = None, shares: Any = None
+            index: int,
+            version: int,
+            digest: str,
+            now: float,
+            contributors: Any = None,
+            shares: Any = None,
+            record: Any = None,
         ) -> Any:
             before = peer.digests[index]
             if contributors is not None and digest not in self.lineage.made:  # made here, for a lease that was lost
                 made = tuple((Contributed(name, version - 1), tokens) for name, tokens in sorted(contributors.items()))
                 self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
-            return adopted(index, version, digest, now, contributors, shares)
+            return adopted(index, version, digest, now, contributors, shares, record)
 
         def hears(peer_id: str, header: Contribution, now: float = 0.0) -> Verdict:
             verdict = offer(peer_id, header, now)
@@ -154,8 +154,8 @@ class Watch:
         taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; a few values, or zeros, may be those of others
         folded: list[bytes] = []
 
-        def takes(chunk: int, peer: str, payload: Tensor, weight: float) -> None:
-            take(chunk, peer, payload, weight)
+        def takes(chunk: int, peer: str, payload: Tensor, *counts: float) -> None:
+            take(chunk, peer, payload, *counts)
             taken.setdefault(peer, []).append(payload.numpy().tobytes())
 
         def folds(payloads: Sequence[Tensor], *rest: Any) -> None:
@@ -215,31 +215,22 @@ class Watch:
         self._check_syncers(life.name, node)
         if versions == peer.versions and digests == peer.digests:
             return
-        self.moves[owner] += 1
-        if self._work_wins:
-            self._check_work(life.name, digests, peer.digests)
-        elif any(now < before for now, before in zip(peer.versions, versions, strict=True)):
+        if any(now < before for now, before in zip(peer.versions, versions, strict=True)):
             raise Violation(f"versions of {life.name} go back from {versions} to {peer.versions}")
         self.lineage.had.setdefault(owner, set()).add(peer.digests[CONTROL_FRAGMENT])
         for fragment, digest in enumerate(peer.digests):
             if digest != digests[fragment] and not moving(node, fragment) and node.replica.digest(fragment) != digest:
                 raise Violation(f"anchor {fragment} of {life.name} is not what its digest says")
         check_shares(self.lineage, life.name, node)
+        self._check_work(life.name, digests, peer.digests)
         self._seen[owner] = (list(peer.versions), list(peer.digests))
 
     def _check_work(self, name: str, before: Sequence[str], now: Sequence[str]) -> None:
         """A peer leaves a history only for one with more work in it; of equal ones, either may win."""
         for fragment, (old, new) in enumerate(zip(before, now, strict=True)):
-            left, won = self.lineage.work(old), self.lineage.work(new)
+            left, won = self.lineage.work(old, new), self.lineage.work(new, old)
             if won < left:
-                before_and_now = (self._version(old), self._version(new))
-                raise Violation(
-                    f"{name} leaves {left:.0f} tokens of work in fragment {fragment} for {won:.0f}; versions "
-                    f"{before_and_now}"
-                )
-
-    def _version(self, digest: str) -> int:
-        return self.lineage.made[digest].version if digest in self.lineage.made else 0
+                raise Violation(f"{name} leaves {left:.0f} tokens of work in fragment {fragment} for {won:.0f}")
 
     def _check_syncers(self, name: str, node: Node) -> None:
         peer = node.protocol

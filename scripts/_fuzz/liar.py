@@ -31,9 +31,20 @@ from _fuzz.stage import PROGRESS_S, Outcome, quiet_process
 from diloco.cli.panels import render
 from diloco.errors import PayloadError
 from diloco.protocol import messages
+from diloco.protocol.heads import lines_digest, shares_digest, sign_head, sign_line
 from diloco.protocol.messages import Message
-from diloco.protocol.messages.bulk import InnerRequest, PartRequest, StateRequest, UnitRequest
+from diloco.protocol.messages.bulk import (
+    Anchor,
+    Contribution,
+    InnerRequest,
+    PartRequest,
+    Signed,
+    StateRequest,
+    UnitRequest,
+)
+from diloco.protocol.messages.heads import Record
 from diloco.protocol.messages.watching import DialBack, ManifestRequest, Probe, SnapshotRequest
+from diloco.protocol.peer import Peer
 from diloco.protocol.snapshot import unpack
 from diloco.rundir.reporting import swarm_figures
 from diloco.sim.virtual_time import DeadlockError, VirtualLoop, virtual_time
@@ -118,6 +129,7 @@ class _Stage:
         plan = scenario(lie.seed)
         self.loop, self.lie, self.told = loop, lie, 0
         self.random = random.Random(f"liar {lie.seed}")
+        self._headers: dict[str, Contribution] = {}  # that the liar said, by the digest of its anchor
         outer = {"fragments": 1, **dict(plan.outer)}
         self.crowd = _Crowd(
             loop, lie.seed, outer, units=plan.units, heartbeat_s=1.0, inner_state="cold" if plan.cold else "donor",
@@ -150,6 +162,29 @@ class _Stage:
             if paths:
                 lie = changed(message, Target(message.kind, r.choice(paths), r.randrange(NUM_VALUES)), r)
         self.told += lie is not message
+        liar = self.crowd.lives[LIAR].node
+        return lie if liar is None else self._signed(message, lie, liar.protocol)
+
+    def _signed(self, message: Message, lie: Message, liar: Peer) -> Message:
+        """The lie with the liar's signatures: of its own lines, which say what their headers said, and of its heads."""
+        match lie:
+            case Contribution():
+                assert isinstance(message, Contribution)
+                self._headers[message.base_digest] = lie
+            case Signed() if lie.line.base.hex() in self._headers:
+                header = self._headers[lie.line.base.hex()]
+                line = lie.line
+                if lie is message:
+                    line = line._replace(
+                        base_version=header.base_version, base=bytes.fromhex(header.base_digest), steps=header.steps,
+                        tokens=header.tokens, total=header.total,
+                    )  # fmt: skip
+                return Signed(line=sign_line(liar.signer, liar.manifest_hash, header.fragment, line))
+            case Record() if lie is not message:
+                return _certified(lie, liar)
+            case Anchor() if lie is not message and lie.record is not None:
+                named = {"shares": shares_digest(lie.shares)} if lie.shares else {}
+                return lie.model_copy(update={"record": _certified(lie.record, liar, **named)})
         return lie
 
     # -- the story ----------------------------------------------------------------------------------------------------
@@ -291,6 +326,16 @@ async def _awaited(ask: Callable[[], Awaitable[Any]]) -> None:
 async def _suppressing(work: Awaitable[None]) -> None:
     with suppress(*BROKEN, PayloadError):
         await work
+
+
+def _certified(record: Record, liar: Peer, **fields: Any) -> Record:
+    """A certificate that is right by itself, if it is the liar's."""
+    if record.head.author != liar.me:
+        return record
+    sign, manifest = liar.signer, liar.manifest_hash
+    lines = [sign_line(sign, manifest, record.fragment, x) if x.peer == liar.me else x for x in record.lines]
+    head = record.head.model_copy(update={**fields, "lines": lines_digest(lines)})
+    return record.model_copy(update={"head": sign_head(sign, manifest, head), "lines": lines})
 
 
 def _progress(life: Life) -> int:

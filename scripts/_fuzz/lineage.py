@@ -14,7 +14,7 @@ from diloco.protocol.ledger import Units, count, union
 
 __all__ = ["Contributed", "Lineage", "Made", "Total"]
 
-CAP = 2.0  # times the median of its version: what a contribution counts as work at most
+CAP = 2.0  # times the median: what the tokens of one peer count as work at most
 
 
 class Contributed(NamedTuple):
@@ -60,7 +60,6 @@ class Lineage:
         self.had: dict[str, set[str]] = {}
         self.units_twice = 0
         self._totals: dict[str, dict[str, Total]] = {}
-        self._work: dict[str, float] = {}
 
     def add(self, digest: str, made: Made) -> None:
         """Note a version. Two syncers may make the very same one: from the same contributions and outer state."""
@@ -90,21 +89,14 @@ class Lineage:
                 totals[peer] = Total(known.contributions + 1, known.tokens + tokens, known.first_version, made.version)
         return self._totals[digest]
 
-    def work(self, digest: str) -> float:
-        """The work in an anchor: tokens of its contributions, each capped at twice the median of its version.
-
-        Two histories are equal until they part, so the work since then differs by as much as the work in all.
+    def work(self, digest: str, other: str) -> float:
+        """The work in an anchor since its history and another one parted: tokens that peers have more in it than in the
+        other one, of each peer twice the median of both sides at most.
         """
-        todo = []
-        while digest in self.made and digest not in self._work:
-            todo.append(digest)
-            digest = self.made[digest].before
-        work = self._work.get(digest, 0.0)
-        for each in reversed(todo):
-            tokens = [number for _, number in self.made[each].contributions]
-            work += sum(min(number, CAP * statistics.median(tokens)) for number in tokens)
-            self._work[each] = work
-        return work
+        one, two = self.totals(digest), self.totals(other)
+        leads = [(one[who].tokens if who in one else 0) - (two[who].tokens if who in two else 0) for who in one | two]
+        sizes = [abs(lead) for lead in leads if lead]
+        return sum(min(lead, CAP * statistics.median(sizes)) for lead in leads if lead > 0)
 
     def repeated(self, digest: str) -> list[Contributed]:
         """Contributions that are in an anchor more than once, in order."""

@@ -21,8 +21,6 @@ __all__ = ["FLAP_S", "SHAPES", "pairs", "split_scenario"]
 
 SHAPES = ("lone", "halves", "thirds", "one_way", "flap", "election")
 FLAP_S = 3.0
-WORK_WINS = False
-"""Whether `fuzz_protocol --splits` demands that the history with more work wins. Today the higher version wins."""
 
 
 def split_scenario(seed: int) -> Scenario:
@@ -52,8 +50,6 @@ def split_scenario(seed: int) -> Scenario:
         pieces=r.random() < 0.3,
         closed=False,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
-        work_wins=WORK_WINS,
-        splits=True,
     )
 
 

@@ -102,7 +102,7 @@ class _Stage:
             loop, plan.seed, dict(plan.outer), units=plan.units, heartbeat_s=plan.heartbeat_s, loss=plan.loss,
             inner_state="cold" if plan.cold else "donor", closed=plan.closed,
         )  # fmt: skip
-        self.watch = Watch(self.crowd, plan.work_wins)
+        self.watch = Watch(self.crowd)
         if plan.executor_s:
             r = random.Random(f"threads {plan.seed}")
             loop.executor_s = lambda: plan.executor_s * r.random() ** 3
@@ -138,15 +138,15 @@ class _Stage:
         crowd = self.crowd
         await self._until(self._all_are_in, PROGRESS_S, "every peer is in the swarm")
         await self._until(self._all_have_met, PROGRESS_S, "every peer has heard every other")
-        before = {life.owner: self._progress(life) for life in crowd.members()}
+        before = {life.owner: _progress(life) for life in crowd.members()}
         for owner, versions in before.items():
             await self._until(lambda o=owner, v=versions: self._moved(o, v), PROGRESS_S, f"{owner} makes progress")  # type: ignore[misc]
         await self._until(self._agreed, AGREED_S, "all believe in the same syncers")
 
     async def _finish(self) -> None:
         crowd = self.crowd
-        highest = max(max(life.node.protocol.versions) for life in crowd.members() if life.node is not None)
-        crowd.goal = self.plan.rounds + highest
+        nodes = [life.node for life in crowd.members() if life.node is not None]
+        crowd.goal = self.plan.rounds + max(node.protocol.steps for node in nodes)
         trainers = [life for life in crowd.members() if life.member.trains]
         await self._until(lambda: all(life.ended for life in trainers), FINISH_S, "every trainer is done")
         for life in crowd.living():
@@ -168,7 +168,7 @@ class _Stage:
 
     def _moved(self, owner: str, before: int) -> bool:
         life = next((life for life in self.crowd.members() if life.owner == owner), None)
-        return life is None or self._progress(life) > before
+        return life is None or _progress(life) > before
 
     def _agreed(self) -> bool:
         nodes = [life.node for life in self.crowd.members() if life.node is not None]
@@ -287,7 +287,7 @@ class _Stage:
             if fault.kind != "hold":
                 crowd.network.reset(one, other)
         alone = self.begun if checked and not self.pending else -1
-        before = {life.owner: self._progress(life) for life in crowd.members() if _trains(life)}
+        before = {life.owner: _progress(life) for life in crowd.members() if _trains(life)}
 
         def heal() -> None:
             crowd.note("", "the sides can reach each other again")
@@ -299,10 +299,6 @@ class _Stage:
                 crowd.network.mend(one, other)
 
         self._over(fault.seconds, heal)
-
-    def _progress(self, life: Life) -> int:
-        """Versions. In a schedule of splits they may go back, so that moves of the anchors are counted."""
-        return self.watch.moves[life.owner] if self.plan.splits else _progress(life)
 
 
 def _progress(life: Life) -> int:

@@ -1,6 +1,7 @@
 """Everything peers say to each other, as schemas.
 
     base        what all messages are made of
+    heads       what a version is, signed: lines, heads, certificates
     control     members, what they are doing, what they hold           one stream in each direction between two peers
     bulk        contributions, updates, state, work units              one stream per transfer
     watching    the manifest, snapshots, probes                        the same, also for peers that take no part
@@ -25,7 +26,7 @@ from pydantic import ValidationError
 
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
-from diloco.protocol.messages import bulk, control, watching  # noqa: F401  (each registers its kinds)
+from diloco.protocol.messages import bulk, control, heads, watching  # noqa: F401  (each registers its kinds)
 from diloco.protocol.messages.base import KINDS, MAX_FRAME_BYTES, Message, Refusal
 
 __all__ = ["Message", "OtherVersion", "Refusal", "UnknownKind", "decode", "encode", "expect", "objection_to_wire"]

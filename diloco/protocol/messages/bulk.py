@@ -1,8 +1,7 @@
 """What peers say on bulk streams to move tensors and work units: a request and its answers, each followed by raw
 payload whose length both sides know beforehand.
 
-A message about a version of the control fragment carries the data cursor of that version, `cursor` and `open` (see
-`ledger`); for other fragments both are empty. A message that brings an anchor brings its *shares*: which peer
+A message that brings an anchor brings the certificate of its version (see `heads`) and its *shares*: which peer
 contributed how much to it (see `shares`).
 """
 
@@ -25,11 +24,11 @@ from diloco.protocol.messages.base import (
     Units,
     at_most_keys,
 )
+from diloco.protocol.messages.heads import Delay, Line, Record, check_window
 from diloco.protocol.numbers import (
     MAX_COUNT,
     Count,
     Seconds,
-    Sequence,
     SomeSteps,
     SomeTokens,
     Term,
@@ -39,22 +38,13 @@ from diloco.protocol.numbers import (
 from diloco.protocol.shares import MAX_SHARES, Share, short_name
 
 __all__ = [
-    "MAX_MOMENTS", "MAX_PARTS", "MAX_RECORDS", "MAX_UNITS_WANTED", "Anchor", "Contribution", "InnerHeader",
-    "InnerRequest", "PartList", "PartRequest", "Receipt", "Record", "StateHeader", "StateRequest", "UnitGrant",
-    "UnitRequest", "Verdict",
+    "MAX_MOMENTS", "MAX_PARTS", "MAX_UNITS_WANTED", "Anchor", "Contribution", "InnerHeader", "InnerRequest", "PartList",
+    "PartRequest", "Receipt", "Signed", "StateHeader", "StateRequest", "UnitGrant", "UnitRequest", "Verdict",
 ]  # fmt: skip
 
 MAX_PARTS = 2**13  # their digests fill half a frame; a fragment of more than 32 GiB comes in one piece
 MAX_MOMENTS = 2**14  # tensors of an inner optimizer's state; their names and sizes fill half a frame
-MAX_RECORDS = 8  # that are smaller than a state in fp32 together, with the codec of the fewest bits
 MAX_UNITS_WANTED = 2**20  # sequences in one request
-
-Contributors = Annotated[dict[Name, Tokens], at_most_keys(MAX_SHARES)]
-
-
-def _check_window(pushes: int, delay: int) -> None:
-    if pushes >= delay:
-        raise ValueError("a window that goes on is not full")
 
 
 def _sound(share: Share) -> Share:
@@ -65,8 +55,6 @@ def _sound(share: Share) -> Share:
     return share
 
 
-Delay = Annotated[int, Field(ge=1, le=100_000)]
-
 Shares = Annotated[dict[Name, Annotated[Share, AfterValidator(_sound)]], at_most_keys(MAX_SHARES)]
 
 
@@ -75,7 +63,8 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
 
     `base_digest` names the anchor that it was learned from: after a split, two anchors may have one version. `units`
     names the leased data that it was learned from. Only contributions to the control fragment name it; with
-    `outer.spot_check` all do. `age_s` are the seconds since the pseudo-gradient was taken.
+    `outer.spot_check` all do. `age_s` are the seconds since the pseudo-gradient was taken. `total` are the
+    contributor's tokens in this history of the fragment, with these; its line has to say them.
     """
 
     manifest_hash: Digest
@@ -85,6 +74,7 @@ class Contribution(Message, kind="contribution", place=Place.REQUEST, roles=WORK
     base_digest: Digest
     steps: SomeSteps
     tokens: SomeTokens
+    total: Tokens = 0
     age_s: Seconds = 0.0
     units: Units = Field(default_factory=list)
 
@@ -109,35 +99,17 @@ class Verdict(Message, kind="verdict"):
     term: Count = 0
 
 
-class Receipt(Message, kind="receipt"):
-    """The syncer has folded in the whole payload of a contribution."""
+class Signed(Message, kind="line"):
+    """Behind the payload of a contribution: what its contributor answers for, which the syncer passes on to everybody.
 
-
-class Record(Message, kind="record"):
-    """Header of an update record, with the tokens of each contributor; the encoded displacement follows, in chunks.
-
-    After that come `more` records of the versions after this one, each of which says how many still come.
-    `pushes` of the `delay` contributions of a window are in earlier versions (see `OuterStep`). While FedBuff's window
-    is not full, no anchor moves, and what follows is what the window grows by.
+    It comes last, because the payload is encoded while it is sent.
     """
 
-    fragment: Index
-    term: Term
-    version: Version
-    more: Annotated[int, Field(ge=0, le=MAX_RECORDS)] = 0
-    digest_before: Digest
-    digest: Digest
-    contributors: Contributors
-    pushes: Count = 0
-    delay: Delay = 1
-    applied_tokens: Tokens
-    cursor: Sequence = 0
-    open: Units = Field(default_factory=list)
+    line: Line
 
-    @model_validator(mode="after")
-    def _window_is_not_full(self) -> Record:
-        _check_window(self.pushes, self.delay)
-        return self
+
+class Receipt(Message, kind="receipt"):
+    """The syncer has folded in the whole payload of a contribution, and its line is as it should be."""
 
 
 class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEMBERS):
@@ -155,18 +127,25 @@ class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEM
 
 
 class Anchor(Message):
-    """Base of the messages that describe a fragment's anchor. No share in it is of a later version than the anchor."""
+    """Base of the messages that describe a fragment's anchor, with the certificate of its version; version 0 has none.
+
+    No share in it is of a later version than the anchor.
+    """
 
     fragment: Index
-    version: Version
     digest: Digest
-    applied_tokens: Tokens
+    record: Record | None = None
     shares: Shares = Field(default_factory=dict)
-    cursor: Sequence = 0
-    open: Units = Field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        """The version of the anchor."""
+        return 0 if self.record is None else self.record.version
 
     @model_validator(mode="after")
-    def _no_share_of_the_future(self) -> Anchor:
+    def _fits_its_record(self) -> Anchor:
+        if self.record is not None and (self.record.fragment, self.record.digest) != (self.fragment, self.digest):
+            raise ValueError("a certificate is that of the anchor")
         if any(share.last_version > self.version for share in self.shares.values()):
             raise ValueError("a share is not of later versions than the anchor")
         return self
@@ -204,7 +183,7 @@ class StateHeader(Anchor, kind="state"):
 
     @model_validator(mode="after")
     def _window_is_not_full(self) -> StateHeader:
-        _check_window(self.pushes, self.delay)
+        check_window(self.pushes, self.delay)
         return self
 
 

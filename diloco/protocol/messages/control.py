@@ -1,12 +1,12 @@
 """What peers say on control streams, one in each direction between any two: `Hello` first, then `Status`, `Claim`,
-`Published`, `Revocations`. Before that they exchange a `Greeting`, on a stream of its own.
+`Published`, `Vote`, `Revocations`. Before that they exchange a `Greeting`, on a stream of its own.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, model_validator
 
 from diloco.admission.invitation import MAX_CHARACTERS
 from diloco.admission.keys import MAX_REVOKED
@@ -29,7 +29,18 @@ from diloco.protocol.messages.base import (
 from diloco.protocol.numbers import Bytes, Count, Late, Loss, Rate, Seconds, Sequence, SomeSteps, Term, Tokens, Version
 from diloco.protocol.states import STATES, State
 
-__all__ = ["MAX_GREETING_BYTES", "Claim", "Figures", "Greeting", "Hello", "Published", "Revocations", "Status"]
+__all__ = [
+    "MAX_GREETING_BYTES",
+    "Claim",
+    "Figures",
+    "Greeting",
+    "Hello",
+    "Published",
+    "Revocations",
+    "Status",
+    "Vote",
+    "mark",
+]
 
 MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # room for a credential, or for a refusal of 2048 characters
 
@@ -58,6 +69,14 @@ class Greeting(Message, kind="greeting", place=Place.GREETING, roles=EVERYBODY):
     revoked: Count = 0
 
 
+MARK_BYTES = 16
+
+
+def mark(digest: str) -> bytes:
+    """The beginning of a digest, by which statuses name an anchor. Nobody can make two anchors with the same one."""
+    return bytes.fromhex(digest[: 2 * MARK_BYTES])
+
+
 class Figures(Message):
     """Figures of a peer that only watchers read.
 
@@ -81,21 +100,24 @@ class Status(Message, kind="status", place=Place.CONTROL):
     """What a peer is doing; sent when that changes, and as the heartbeat.
 
     Attributes:
-        versions: anchor version of each fragment.
+        versions, marks: version of each fragment's anchor, and the beginning of its digest (see `mark`).
         inner_step, target_steps: inner steps done since the last exchange, and how many there will be before the next.
         steps_per_s: measured inner steps per second; 0 while there is no measurement.
         tokens: tokens this peer has processed in this run.
         units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
+        disputed: fragments whose syncer goes on from a history with less work than the one here (see `forks`).
         figures: only in a heartbeat; None says that those of the last heartbeat still hold.
     """
 
     state: State
     versions: Versions
+    marks: bytes = b""
     inner_step: Count = 0
     target_steps: Count = 0
     steps_per_s: Rate = 0.0
     tokens: Tokens = 0
     units: FewUnits = Field(default_factory=list)
+    disputed: Annotated[list[Index], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
     figures: Figures | None = None
 
     @property
@@ -113,9 +135,19 @@ class Status(Message, kind="status", place=Place.CONTROL):
         """Whether the peer takes part no more."""
         return STATES[self.state].gone
 
+    @model_validator(mode="after")
+    def _marks_each_version_or_none(self) -> Status:
+        if len(self.marks) not in (0, len(self.versions) * MARK_BYTES):
+            raise ValueError("a status marks the anchors of all fragments, or of none")
+        return self
+
+    def mark(self, fragment: int) -> bytes:
+        """The beginning of the digest of a fragment's anchor; empty when the peer names none."""
+        return self.marks[fragment * MARK_BYTES : (fragment + 1) * MARK_BYTES]
+
     def misfit(self, fragments: int) -> str | None:
-        """A status names a version of each fragment."""
-        said = len(self.versions)
+        """A status names a version of each fragment, and disputes no other ones."""
+        said = max([len(self.versions), *(fragment + 1 for fragment in self.disputed)])
         return None if said == fragments else f"a status of {said} fragments, and the run has {fragments}"
 
 
@@ -140,10 +172,27 @@ class _AboutFragment(Message):
         return None if known else f"a message about fragment {self.fragment}, and the run has {fragments}"
 
 
+class Vote(Message, kind="vote", place=Place.CONTROL):
+    """A holder believes that this peer is syncer of a fragment under that term (see `elections`)."""
+
+    fragment: Index
+    term: Term
+    holder: Name
+
+    def misfit(self, fragments: int) -> str | None:
+        """The run has that fragment."""
+        known = self.fragment < fragments
+        return None if known else f"a vote about fragment {self.fragment}, and the run has {fragments}"
+
+
 class Claim(_AboutFragment, kind="claim", place=Place.CONTROL):
-    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from."""
+    """A syncer's lease on a fragment: `term` is its fencing number, `digest` names the anchor that it starts from.
+
+    `skipped` of the numbers up to `version` were given to no version of its history (see `forks`).
+    """
 
     applied_tokens: Tokens = 0
+    skipped: Count = 0
 
 
 class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
@@ -164,10 +213,12 @@ class Hello(Message, kind="hello", place=Place.HELLO, roles=MEMBERS):
     status: Status
     seal: Seal = ""
     claims: Annotated[list[Claim], Field(max_length=2**20), FailFast()]
+    votes: Annotated[list[Vote], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
 
     def misfit(self, fragments: int) -> str | None:
-        """Its status and all its claims fit."""
-        return next(filter(None, (part.misfit(fragments) for part in (self.status, *self.claims))), None)
+        """Its status and all its claims and votes fit."""
+        parts = (self.status, *self.claims, *self.votes)
+        return next(filter(None, (part.misfit(fragments) for part in parts)), None)
 
 
 class Published(_AboutFragment, kind="published", place=Place.CONTROL):

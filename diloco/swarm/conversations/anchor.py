@@ -18,10 +18,12 @@ import torch
 from diloco.errors import PayloadError
 from diloco.outer.digest import fragment_digest, part_digests, part_ranges
 from diloco.protocol.messages import expect
-from diloco.protocol.messages.bulk import MAX_PARTS, PartList, Record, StateHeader, StateRequest
+from diloco.protocol.messages.bulk import MAX_PARTS, PartList, StateHeader, StateRequest
+from diloco.protocol.messages.heads import Record
 from diloco.swarm.conversations import framing
+from diloco.swarm.conversations.certificates import check_anchor, check_record
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.parts import Download, PartialAnchor, announcing, copy_state
+from diloco.swarm.conversations.parts import Download, PartialAnchor, announcing
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream
 
@@ -71,34 +73,23 @@ class AnchorFetcher:
             await stream.send(request)
             answer = await stream.receive()
             if isinstance(answer, Record):
-                return await framing.receive_records(stream, replica, fragment, answer)
+                return await framing.receive_records(
+                    stream, replica, fragment, answer, lambda record: check_record(context.protocol, record, donor)
+                )
             try:
                 if isinstance(answer, PartList) and in_parts:
                     return await self._download(donor, stream, fragment, answer, dishonest_donors)
                 header = expect(answer, StateHeader)
+                if header.fragment != fragment:
+                    raise PayloadError(f"asked for fragment {fragment}, got fragment {header.fragment}")
                 if header.outer and not outer:
                     raise PayloadError(f"asked for the anchor of fragment {fragment}, got its outer state too")
-                self._check_published(donor, header)
+                check_anchor(context.protocol, header, donor)
                 return await framing.receive_state(stream, replica, fragment, header)
             except framing.WrongDigestError:
                 dishonest_donors.add(donor)
                 context.note("lying_donor", peer=donor, fragment=fragment)
                 raise
-
-    def _check_published(self, donor: str, header: StateHeader | PartList) -> None:
-        """Only the syncer says what an anchor is. Without a syncer other than this peer, the donor is believed.
-
-        A syncer that is gone does not count: others may have gone on without having heard of it.
-        """
-        protocol = self._context.protocol
-        lease = protocol.live_lease(header.fragment)
-        if lease is None or lease.holder in (donor, protocol.me):
-            return
-        if (header.version, header.digest) != (lease.version, lease.digest):
-            raise PayloadError(
-                f"version {header.version} of fragment {header.fragment} is not as its syncer published version "
-                f"{lease.version} last"
-            )
 
     async def _download(
         self, donor: str, stream: Stream, fragment: int, listed: PartList, dishonest_donors: set[str]
@@ -109,7 +100,7 @@ class AnchorFetcher:
                 f"asked for the {count} parts of fragment {fragment}, got {len(listed.parts)} of fragment "
                 f"{listed.fragment}"
             )
-        self._check_published(donor, listed)
+        check_anchor(self._context.protocol, listed, donor)
         if fragment_digest(listed.parts) != listed.digest:
             raise framing.WrongDigestError(f"the parts of fragment {fragment} have another digest than the whole")
         download = Download(self._context, donor, stream, listed, await self._here_already(listed), dishonest_donors)
@@ -121,7 +112,7 @@ class AnchorFetcher:
 
     async def _here_already(self, listed: PartList) -> PartialAnchor:
         """What an earlier attempt left; otherwise a copy of the anchor here if it is of that version, for most of it is
-        right then.
+        right then, or if it is that anchor under another number.
 
         An update leaves hardly any part as it was, so an anchor of another version is not worth its digests.
         """
@@ -129,9 +120,11 @@ class AnchorFetcher:
         unfinished = self.unfinished.pop(fragment, None)
         if unfinished is not None:
             return unfinished
-        if context.protocol.fragments[fragment].version != listed.version:
+        here = context.protocol.fragments[fragment]
+        if here.version != listed.version and here.digest != listed.digest:
             return PartialAnchor(torch.empty(context.replica.fragments[fragment].numel), [])
-        anchor = (await copy_state(context, fragment)).anchor
+        async with context.locks[fragment].reading():
+            anchor = await in_thread(context.replica.anchors[fragment].clone)
         return PartialAnchor(anchor, list(await in_thread(part_digests, anchor)))
 
     def _keep(self, fragment: int, partial: PartialAnchor) -> None:

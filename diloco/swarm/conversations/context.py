@@ -100,7 +100,7 @@ class Context:
         """The records that lead from a version to the anchor here; empty when one of them is not kept."""
         newer = [record for record in self.records.get(fragment, ()) if record.header.version > version]
         leads_here = newer and newer[-1].header.digest == self.protocol.fragments[fragment].digest
-        return newer if leads_here and newer[0].header.version == version + 1 else []
+        return newer if leads_here and newer[-1].header.version == version + len(newer) else []
 
     def open(self, peer: str) -> AbstractAsyncContextManager[Stream]:
         """A bulk stream to a peer, for the length of an `async with`."""

@@ -3,8 +3,9 @@
 1. Contributor: header. Syncer: verdict, which says from which chunk on it wants the payload.
 2. Contributor: payload chunk by chunk, each encoded just before it is sent. At a barrier the syncer validates each
    chunk on arrival and folds it in. With a quorum it collects the whole payload first, because the version may close
-   at any moment.
-3. Syncer: receipt. Both wait for the version to close.
+   at any moment; so it does at a barrier with what comes late.
+3. Contributor: its signed line, with the root over the whole payload. It encodes once more what an earlier stream
+   carried. Syncer: receipt, if the line is about the payload that is here. Both wait for the version to close.
 4. Syncer: the update record, or several in a row if other versions were published meanwhile, or the state if that is
    smaller. The contributor adopts what comes once it is whole.
 
@@ -13,6 +14,7 @@ The syncer's own contribution takes the same way through `fold_chunk` or `fold_w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,18 +22,22 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
+from diloco.outer.tally import Tally
 from diloco.protocol.fragment import Lease
+from diloco.protocol.heads import sign_line, wrong_line
 from diloco.protocol.messages import expect
-from diloco.protocol.messages.bulk import Contribution, Receipt, Record, StateHeader, Verdict
-from diloco.protocol.numbers import MAX_SECONDS, within_bounds
+from diloco.protocol.messages.bulk import Contribution, Receipt, Signed, StateHeader, Verdict
+from diloco.protocol.messages.heads import Line, Record
+from diloco.protocol.numbers import MAX_NORM, MAX_SECONDS, within_bounds
 from diloco.protocol.penalties import Offence, offences
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations import framing
+from diloco.swarm.conversations.certificates import check_anchor, check_record
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import Stream, only_stream
 
-__all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole"]
+__all__ = ["Answered", "answer", "contribute", "fold_chunk", "fold_whole", "line_of"]
 
 Freeze = Callable[[int], Awaitable[framing.FragmentState]]
 
@@ -58,6 +64,10 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
     """
     replica, fragment = context.replica, lease.fragment
     called_at = context.now()
+
+    def check(record: Record) -> None:
+        check_record(context.protocol, record, lease.holder)
+
     async with context.open(lease.holder) as stream:
         begun_at = context.now()
         age_s = within_bounds(header.age_s + context.now() - called_at, MAX_SECONDS)
@@ -67,18 +77,26 @@ async def contribute(context: Context, lease: Lease, header: Contribution) -> An
             if not verdict.record_follows:
                 return Answered(verdict, None)
             missed = expect(await stream.receive(), Record)
-            return Answered(verdict, await framing.receive_records(stream, replica, fragment, missed))
-        for chunk in range(verdict.first_chunk, len(replica.chunks[fragment])):
-            await stream.send_payload(replica.encode(fragment, chunk))
+            return Answered(verdict, await framing.receive_records(stream, replica, fragment, missed, check))
+        tally = Tally()
+        for chunk, (start, stop) in enumerate(replica.chunks[fragment]):
+            payload = replica.encode(fragment, chunk)
+            tally.add(replica.up, payload, stop - start)
+            if chunk >= verdict.first_chunk:
+                await stream.send_payload(payload)
+        await stream.send(Signed(line=line_of(context, header, tally)))
         expect(await stream.receive(None), Receipt)
         sent_at = context.now()
         message = await stream.receive(None)
         closed_at = context.now()
         update: Sequence[framing.UpdateRecord] | framing.FragmentState
         if isinstance(message, Record):
-            update = await framing.receive_records(stream, replica, fragment, message)
+            update = await framing.receive_records(stream, replica, fragment, message, check)
         else:
-            update = await framing.receive_state(stream, replica, fragment, expect(message, StateHeader))
+            state = expect(message, StateHeader)
+            if state.fragment == fragment:
+                check_anchor(context.protocol, state, stream.peer)
+            update = await framing.receive_state(stream, replica, fragment, state)
         return Answered(verdict, update, sent_at - begun_at + context.now() - closed_at, closed_at - sent_at)
 
 
@@ -89,7 +107,7 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     version closed without this contribution, or the fragment got another syncer.
     """
     protocol, fragment = context.protocol, header.fragment
-    claim = protocol.implausible(stream.peer, header, context.now())
+    claim = protocol.implausible(header)
     if claim is not None:
         raise Offence(claim)
     verdict = protocol.offer(stream.peer, header, context.now())
@@ -99,14 +117,21 @@ async def answer(context: Context, stream: Stream, header: Contribution, freeze:
     syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
     assert syncer is not None  # it has accepted the offer in this turn of the loop, and may be gone in the next
     await stream.send(verdict)
+    collects = syncer.collects(stream.peer)
     with only_stream(context.contributing, fragment, stream):  # an older one holds payload, and its peer is gone
         before = await _take(context, stream, header, verdict, syncer, before)
     await stream.send(Receipt())
-    await context.tasks.until(lambda: protocol.fragments[fragment].version > before or not context.holds(syncer))
+    await context.tasks.until(
+        lambda: (
+            protocol.fragments[fragment].version > before
+            or not context.holds(syncer)
+            or not syncer.keeps(stream.peer, header.base_version)
+        )
+    )
     closed_at = protocol.fragments[fragment].closed_at
     if records := context.records_since(fragment, header.base_version):
         await framing.send_records(stream, records, context.replica)
-    elif syncer.folds_whole and context.holds(syncer):
+    elif collects and context.holds(syncer):
         await framing.send_state(stream, await freeze(fragment), context.replica)
     else:
         raise _another_syncer(fragment)
@@ -119,11 +144,12 @@ async def _take(
     context: Context, stream: Stream, header: Contribution, verdict: Verdict, syncer: Syncer, before: int
 ) -> int:
     """Take in what a verdict asks for; returns the version that it was not in yet, `before` unless others closed."""
-    if verdict.first_chunk == len(context.replica.chunks[header.fragment]):
-        return before  # it is here, from a stream that broke later
-    if syncer.folds_whole:
-        return await _collect(context, stream, syncer, header.base_version)
-    await _fold_on_arrival(context, stream, syncer, header.base_version, verdict.first_chunk)
+    if syncer.line(stream.peer) is not None:
+        await _receive_line(stream, header)  # the payload is here with its line, from a stream that broke later
+        return before
+    if syncer.collects(stream.peer):
+        return await _collect(context, stream, syncer, header)
+    await _fold_on_arrival(context, stream, syncer, header, verdict.first_chunk)
     return before
 
 
@@ -135,27 +161,46 @@ async def _decline(context: Context, stream: Stream, header: Contribution, verdi
 
 
 async def _fold_on_arrival(
-    context: Context, stream: Stream, syncer: Syncer, base_version: int, first_chunk: int
+    context: Context, stream: Stream, syncer: Syncer, header: Contribution, first_chunk: int
 ) -> None:
     """At a barrier: receive a contribution and fold it in chunk by chunk."""
-    replica, fragment = context.replica, syncer.fragment
-    for chunk in range(first_chunk, len(replica.chunks[fragment])):
+    replica, fragment, peer = context.replica, syncer.fragment, stream.peer
+    chunks, base_version = len(replica.chunks[fragment]), header.base_version
+    for chunk in range(first_chunk, chunks):
         payload = await _receive_chunk(context, stream, fragment, chunk)
-        if not context.holds(syncer) or not syncer.wants(stream.peer, chunk, base_version):
-            raise PayloadError(f"version {base_version + 1} of fragment {fragment} closed meanwhile")
+        if not context.holds(syncer) or not syncer.wants(peer, chunk, base_version):
+            raise _closed_meanwhile(header)
         with offences():
-            fold_chunk(context, syncer, stream.peer, chunk, payload)
-    context.do(context.protocol.arrived(stream.peer, fragment, context.now()))
+            fold_chunk(context, syncer, peer, chunk, payload)
+    line = await _receive_line(stream, header)
+    if not context.holds(syncer) or not syncer.wants(peer, chunks, base_version):
+        raise _closed_meanwhile(header)
+    try:
+        with offences():
+            _check_line(context, line, header, replica.held[fragment].tallies[peer])
+    except Offence as error:
+        if first_chunk == 0:
+            raise
+        syncer.forget(peer)  # The peer restarted between two streams, and its payload is another one now.
+        raise PayloadError(str(error)) from None
+    context.do(context.protocol.arrived(peer, fragment, context.now(), line))
 
 
-async def _collect(context: Context, stream: Stream, syncer: Syncer, base_version: int) -> int:
-    """With a quorum: receive a contribution whole and fold it in; returns the version that it was not in yet."""
+async def _collect(context: Context, stream: Stream, syncer: Syncer, header: Contribution) -> int:
+    """Receive a contribution whole and fold it in; returns the version that it was not in yet.
+
+    It is folded in as soon as the steps that it claims are paid for, and not while the version is closing.
+    """
     fragment = syncer.fragment
     chunks = range(len(context.replica.chunks[fragment]))
     payloads = [await _receive_chunk(context, stream, fragment, chunk) for chunk in chunks]
+    if not context.holds(syncer):
+        raise _another_syncer(fragment)
+    line = await _receive_line(stream, header)
+    await asyncio.sleep(max(0.0, syncer.counts_at(stream.peer) - context.now()))
     async with context.locks[fragment].writing():
         with offences():
-            before = await fold_whole(context, syncer, stream.peer, base_version, payloads)
+            before = await fold_whole(context, syncer, stream.peer, header, payloads, line)
         if not context.holds(syncer):
             raise _another_syncer(fragment)
         if before is None:
@@ -169,6 +214,37 @@ async def _receive_chunk(context: Context, stream: Stream, fragment: int, chunk:
     return payload
 
 
+async def _receive_line(stream: Stream, header: Contribution) -> Line:
+    """The line behind a payload, which says what its header said."""
+    line = expect(await stream.receive(), Signed).line
+    said = (stream.peer, header.base_version, header.base_digest, header.steps, header.tokens, header.total)
+    if (line.peer, line.base_version, line.base.hex(), line.steps, line.tokens, line.total) != said:
+        raise Offence("a contribution says another thing in its header than in its line")
+    return line
+
+
+def line_of(context: Context, header: Contribution, tally: Tally) -> Line:
+    """This peer's line for a contribution, signed."""
+    line = Line(
+        context.protocol.me, header.base_version, bytes.fromhex(header.base_digest), header.steps, header.tokens,
+        header.total, within_bounds(tally.norm, MAX_NORM), tally.root,
+    )  # fmt: skip
+    return sign_line(context.protocol.signer, header.manifest_hash, header.fragment, line)
+
+
+def _check_line(context: Context, line: Line, header: Contribution, tally: Tally) -> None:
+    """`PayloadError` when a line is not about this payload, or is not signed."""
+    why = wrong_line(context.protocol.signer, header.manifest_hash, header.fragment, line)
+    if why is None and not tally.fits(line.root, line.norm):
+        why = f"a line of {line.peer} is about another payload than the one that came"
+    if why is not None:
+        raise PayloadError(why)
+
+
+def _closed_meanwhile(header: Contribution) -> PayloadError:
+    return PayloadError(f"version {header.base_version + 1} of fragment {header.fragment} closed meanwhile")
+
+
 def _another_syncer(fragment: int) -> PayloadError:
     return PayloadError(f"fragment {fragment} has another syncer now")
 
@@ -180,12 +256,13 @@ def fold_chunk(context: Context, syncer: Syncer, peer: str, chunk: int, payload:
 
 
 async def fold_whole(
-    context: Context, syncer: Syncer, peer: str, base_version: int, payloads: Sequence[Tensor]
-) -> int | None:
+    context: Context, syncer: Syncer, peer: str, header: Contribution, payloads: Sequence[Tensor],
+    line: Line | None = None,
+) -> int | None:  # fmt: skip
     """Fold in a contribution that was collected first. The caller holds the fragment's lock for writing.
 
-    Returns the version that it was not in yet, or None when the syncer does not want it any more, or has lost its
-    lease. `PayloadError` changes nothing.
+    This peer's own contribution has no `line` yet. Returns the version that it was not in yet, or None when the syncer
+    does not want it any more, or has lost its lease. `PayloadError` changes nothing.
 
     The arithmetic takes a second per 10^9 parameters, so it runs in a thread while the protocol goes on:
 
@@ -197,12 +274,22 @@ async def fold_whole(
     held, before = context.replica.held.get(syncer.fragment), context.protocol.fragments[syncer.fragment].version
     if held is None or not context.holds(syncer):
         return None
-    norms = await in_thread(held.norms_of, payloads)
-    if not context.holds(syncer) or not syncer.wants(peer, 0, base_version):
+    seen, tally = await in_thread(held.seen, payloads)
+    if line is None:
+        line = line_of(context, header, tally)
+    else:
+        _check_line(context, line, header, tally)
+    if not context.holds(syncer) or not syncer.wants(peer, 0, header.base_version):
         return None
     weight, discount = syncer.weight(peer), syncer.discount(peer)
+    if context.protocol.outer.barrier:  # the others' chunks go into the same sums in this thread
+        for chunk, payload in enumerate(payloads):
+            held.put(chunk, peer, payload, weight, discount)
+            syncer.folded(peer)
+        context.do(context.protocol.arrived(peer, syncer.fragment, context.now(), line))
+        return before
     for _ in payloads:
         syncer.folded(peer)
-    context.do(context.protocol.arrived(peer, syncer.fragment, context.now()))
-    await in_thread(held.fold_whole, payloads, norms, weight, discount)
+    context.do(context.protocol.arrived(peer, syncer.fragment, context.now(), line))
+    await in_thread(held.fold_whole, payloads, seen, weight, discount)
     return before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,10 @@ from diloco.outer.codecs import Codec, codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import CHUNK
 from diloco.outer.replica import Replica
-from diloco.outer.state import OuterState
+from diloco.outer.state import OuterState, state_root
 from diloco.protocol.messages import expect
-from diloco.protocol.messages.bulk import Record, StateHeader
+from diloco.protocol.messages.bulk import StateHeader
+from diloco.protocol.messages.heads import Record
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.malloc import short_lived
 from diloco.swarm.wire.streams import Stream
@@ -65,6 +66,20 @@ class FragmentState:
     header: StateHeader
     anchor: Tensor
     outer: tuple[Tensor, OuterState] | None = None
+    donor: str = ""
+
+
+def intact(state: FragmentState) -> bool:
+    """Whether the outer state that came with an anchor is the one to which the author of its version committed.
+
+    That of a syncer which has made no version yet is not: it took the fragment over without one, or at version 0.
+    """
+    record = state.header.record
+    if record is None or state.outer is None:
+        return False
+    master, kept = state.outer
+    window = ((record.head.pushes + len(record.lines)) % record.head.delay, record.head.delay)
+    return (kept.pushes, kept.delay) == window and state_root(master, kept) == record.head.state
 
 
 async def send_records(stream: Stream, records: Sequence[UpdateRecord], replica: Replica) -> None:
@@ -75,23 +90,29 @@ async def send_records(stream: Stream, records: Sequence[UpdateRecord], replica:
             await stream.send_payload(payload)
 
 
-async def receive_records(stream: Stream, replica: Replica, fragment: int, header: Record) -> list[UpdateRecord]:
+async def receive_records(
+    stream: Stream, replica: Replica, fragment: int, header: Record, check: Callable[[Record], None]
+) -> list[UpdateRecord]:
     """Read the payload that follows the header of a record, and the records after it.
 
-    Raises `PayloadError` when one is of another fragment, or does not follow the one before it.
+    Raises `PayloadError` when one is of another fragment, or does not follow the one before it, and what `check` raises
+    of a header.
     """
-    records = [await _receive_record(stream, replica, fragment, header)]
+    records = [await _receive_record(stream, replica, fragment, header, check)]
     while header.more:
         last, header = header, expect(await stream.receive(), Record)
         if (header.version, header.more, header.digest_before) != (last.version + 1, last.more - 1, last.digest):
             raise PayloadError(f"a record to version {header.version} does not follow one to version {last.version}")
-        records.append(await _receive_record(stream, replica, fragment, header))
+        records.append(await _receive_record(stream, replica, fragment, header, check))
     return records
 
 
-async def _receive_record(stream: Stream, replica: Replica, fragment: int, header: Record) -> UpdateRecord:
+async def _receive_record(
+    stream: Stream, replica: Replica, fragment: int, header: Record, check: Callable[[Record], None]
+) -> UpdateRecord:
     if header.fragment != fragment:
         raise PayloadError(f"asked for fragment {fragment}, got a record of fragment {header.fragment}")
+    check(header)
     update = short_lived(replica.update_nbytes(fragment))
     for payload in _payloads(update, replica, fragment):
         await stream.receive_payload(payload)
@@ -128,9 +149,9 @@ async def receive_state(stream: Stream, replica: Replica, fragment: int, header:
     if await in_thread(digest_of, vectors[0]) != header.digest:
         raise WrongDigestError(f"the state of fragment {fragment} has another digest than its header")
     if not header.outer:
-        return FragmentState(header, vectors[0])
+        return FragmentState(header, vectors[0], donor=stream.peer)
     kept = OuterState(header.version, tuple(vectors[2:]), header.pushes, header.delay)
-    return FragmentState(header, vectors[0], (vectors[1], kept))
+    return FragmentState(header, vectors[0], (vectors[1], kept), stream.peer)
 
 
 async def send_vector(stream: Stream, vector: Tensor, size: int = CHUNK, codec: Codec = STATE_CODEC) -> None:

@@ -4,12 +4,14 @@
 2. Joiner: compares the header with what its own parameters need, and only then allocates memory. Donor: fp32 values.
 3. The joiner refuses values that are not finite and negative second moments, and asks the next donor.
 
-No digest says that the moments are right, as it does for anchors: the moments of no two peers are equal.
+No digest says that the moments are right, as it does for anchors: the moments of no two peers are equal. So donors are
+drawn at random, and whoever takes a state over bounds its first moments by its second ones (`train.inner`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,11 +57,11 @@ Snapshot = Callable[[], InnerState | None]
 
 
 async def fetch_inner(context: Context, layout: Layout) -> InnerState | None:
-    """The inner state of the first donor that has one, the fastest asked first; None when none of them has.
+    """The inner state of the first donor that has one, of a few drawn at random; None when none of them has.
 
     A donor that vanishes, refuses or lies is the event `inner_state_failed`.
     """
-    for donor in _donors(context.protocol):
+    for donor in _donors(context.protocol, context.replica.rng):
         begun_at = context.now()
         try:
             async with context.open(donor) as stream:
@@ -90,10 +92,10 @@ async def receive_inner(stream: Stream, layout: Layout) -> InnerState:
     return state
 
 
-def _donors(protocol: Peer) -> list[str]:
-    # A peer that was resumed from a checkpoint has moments, but no pace yet, and begins together with this one.
+def _donors(protocol: Peer, rng: random.Random) -> list[str]:
     able = [m for m in protocol.members.all() if m.trains and m.status.counted_in]
-    return [m.peer for m in sorted(able, key=lambda m: (-m.status.steps_per_s, m.peer))][:DONORS]
+    # A peer that was resumed from a checkpoint has moments, but no pace yet, and begins together with this one.
+    return [m.peer for m in sorted(rng.sample(able, len(able)), key=lambda m: not m.status.steps_per_s)][:DONORS]
 
 
 class InnerDonor:

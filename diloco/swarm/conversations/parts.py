@@ -121,8 +121,11 @@ class Download:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-        named = self._list.model_dump(exclude={"kind", "parts"})
-        return FragmentState(StateHeader(**named, outer=False), self._anchor)
+        listed = self._list
+        header = StateHeader(
+            fragment=listed.fragment, digest=listed.digest, record=listed.record, shares=listed.shares, outer=False
+        )
+        return FragmentState(header, self._anchor, donor=self._donor)
 
     def _donors(self) -> list[str]:
         able = [self._donor, *announcing(self._context, self._list.fragment, self._list.version)]
@@ -206,17 +209,17 @@ async def _copy_state(context: Context, fragment: int, held: Held | None) -> Fra
     if held is not None:
         protocol.handed_over(fragment)
         state = await in_thread(lambda: (held.master.clone(), held.state.clone()))
-    anchor = await in_thread(anchor.clone)
+    anchor, here = await in_thread(anchor.clone), protocol.fragments[fragment]
+    if here.record is None and here.version > 0:
+        raise PayloadError(f"version {here.version} of fragment {fragment} has no certificate")
     header = StateHeader(
         fragment=fragment,
-        version=protocol.fragments[fragment].version,
-        digest=protocol.fragments[fragment].digest,
-        applied_tokens=protocol.applied_tokens,
+        digest=here.digest,
+        record=here.record,
         outer=state is not None,
         pushes=0 if state is None else state[1].pushes,
         delay=1 if state is None else state[1].delay,
         shares=protocol.accounts.shares(fragment),
-        **protocol.accounts.data_cursor(fragment),
     )
     return FragmentState(header, anchor, state)
 
@@ -282,8 +285,12 @@ class AnchorDonor:
         """List the parts of the anchor as it is now, and send those that are asked for."""
         frozen = await self.freeze(fragment)
         digests = await in_thread(part_digests, frozen.anchor)
-        named = frozen.header.model_dump(exclude={"kind", "outer", "pushes", "delay"})
-        await stream.send(PartList(**named, parts=list(digests)))
+        header = frozen.header
+        await stream.send(
+            PartList(
+                fragment=fragment, digest=header.digest, record=header.record, shares=header.shares, parts=list(digests)
+            )
+        )
         await self.answer_part(stream, expect(await stream.receive(), PartRequest), frozen)
 
     async def answer_part(self, stream: Stream, request: PartRequest, frozen: FragmentState | None = None) -> None:
@@ -292,7 +299,7 @@ class AnchorDonor:
             self._check(request)
             if frozen is None:
                 frozen = await self.freeze(request.fragment, request.digest)
-            header = frozen.header.model_copy(update={"shares": {}, "open": []})  # they came with the list of parts
+            header = frozen.header.model_copy(update={"shares": {}})  # they came with the list of parts
             ranges = part_ranges(frozen.anchor.numel())
             if request.fragment != header.fragment or request.part >= len(ranges):
                 raise PayloadError(f"part {request.part} of fragment {request.fragment} is not in this conversation")

@@ -9,7 +9,20 @@ import asyncio
 from collections.abc import Sequence
 
 from diloco.errors import SwarmError
-from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.actions import (
+    Action,
+    Broadcast,
+    CatchUp,
+    Condemn,
+    Disconnect,
+    Hold,
+    Merge,
+    Note,
+    Release,
+    Renumber,
+    Tell,
+    Wake,
+)
 from diloco.protocol.messages import encode
 from diloco.protocol.messages.control import Revocations
 from diloco.swarm.conversations.answer import BulkServer
@@ -46,8 +59,13 @@ class Actions:
             case Broadcast():
                 self._mesh.broadcast(action.message)
                 context.recorder.heard(context.protocol.me, action.message, context.now())
+            case Tell():
+                self._mesh.tell(action.peer, action.message)
             case Disconnect():
                 self._mesh.disconnect(action.peer)
+            case Condemn():
+                context.gate.condemn(action.peer, action.why)
+                self.expel()
             case Note():
                 context.note(action.kind, **action.fields)
             case Hold():
@@ -60,6 +78,8 @@ class Actions:
                 context.tasks.spawn(self._merging.merge(action.close))
             case Wake():
                 asyncio.get_running_loop().call_at(action.at, self._wake)
+            case Renumber():
+                context.tasks.spawn(self._anchors.renumber(action.fragment, action.above))
             case CatchUp():
                 context.tasks.spawn(self._anchors.catch_up(action.fragment, action.donors, action.outer))
 

@@ -6,20 +6,32 @@ reads or moves an anchor holds the fragment's lock until the thread has ended an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TypeGuard
 
 from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
-from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.outer.state import state_root
+from diloco.protocol.belief import doubt
+from diloco.protocol.forks import goes_on, renumbered
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
+from diloco.protocol.heads import shares_digest
+from diloco.protocol.limits import LONGEST_DOUBT_S
+from diloco.protocol.messages.bulk import Anchor
+from diloco.protocol.messages.heads import Record
 from diloco.protocol.numbers import leaps_too_far
+from diloco.protocol.penalties import Offence
 from diloco.protocol.shares import Share
+from diloco.protocol.states import STATES
+from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.anchor import AnchorFetcher
+from diloco.swarm.conversations.certificates import Unbelieved, check_follows
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
+from diloco.swarm.conversations.framing import FragmentState, UpdateRecord, intact
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.saved import Saved
@@ -39,14 +51,20 @@ class Anchors:
         self._context = context
         self._protocol = context.protocol
         self._replica = context.replica
-        outer = context.replica.settings
-        self._keeps_bases = context.protocol.trains and (outer.staleness_limit > 0 or outer.round_late)
+        self._outer = context.replica.settings
+        self._refused: dict[tuple[int, str], tuple[float, float]] = {}  # until when, and for how long
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
         self.own_tokens = own_tokens
         self.loaded = [self._here(fragment) for fragment in range(len(context.protocol.fragments))]
 
     # -- parameters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """The fewest outer steps that led to what the local parameters started from."""
+        loaded = zip(self.loaded, self._protocol.fragments, strict=True)
+        return max(0, min(version - fragment.skipped for (version, _), fragment in loaded))
 
     async def load(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
         """The local parameters of these fragments (all by default) become the anchors as they are now."""
@@ -91,7 +109,7 @@ class Anchors:
 
     async def _snapshot(self, copies: bool) -> Saved:
         protocol, replica = self._protocol, self._replica
-        anchors, versions, shares, outer = [], [], [], {}
+        anchors, versions, shares, records, outer = [], [], [], [], {}
         for fragment, lock in enumerate(self._context.locks):
             await lock.start_reading()
             self._saving.callback(lock.stop_reading)
@@ -101,6 +119,7 @@ class Anchors:
             anchors.append(anchor)
             versions.append(protocol.fragments[fragment].version)
             shares.append(protocol.accounts.shares(fragment))
+            records.append(protocol.fragments[fragment].record)
             if fragment == CONTROL_FRAGMENT:
                 clock, cursor = protocol.applied_tokens, protocol.accounts.dealer.cursor_at(versions[fragment])
             if held is not None:
@@ -111,7 +130,8 @@ class Anchors:
         residuals = dict(replica.residuals)
         if copies:
             residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
-        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, self.own_tokens.applied)
+        applied = self.own_tokens.applied
+        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, applied, records)
 
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""
@@ -123,11 +143,15 @@ class Anchors:
         """Fetch a fragment from the first donor that has what its header says.
 
         That are the records that are missing here, or the state when they do not fit, or when `whole` or `outer` asks
-        for it. When no donor answers, the peers are asked that have the version that the syncer published last.
+        for it. A donor whose version is not believed is not asked again for a second, then for two, and so on. When no
+        donor answers, the peers are asked that have the version that the syncer published last.
         """
         further = [] if outer else [one for one in self.fetcher.further_donors(fragment) if one not in donors]
         dishonest: set[str] = set()
+        now = self._context.now()
         for donor in [*donors, *further]:
+            if now < self._refused.get((fragment, donor), (0.0, 0.0))[0]:
+                continue
             whole_only = whole or donor in further
             for have in [-1] if whole_only else [self._protocol.fragments[fragment].version, -1]:
                 if donor in dishonest:
@@ -138,10 +162,19 @@ class Anchors:
                         await self.adopt_state(fetched)
                     elif not await self.adopt_records(fetched):
                         self._protocol.catch_up_failed(fragment)
+                    self._refused.pop((fragment, donor), None)
                     return
                 except (*BROKEN, PayloadError) as error:
+                    if isinstance(error, Offence):
+                        self._context.do(self._protocol.offence(donor, str(error), self._context.now()))
+                    if isinstance(error, Unbelieved):
+                        wait_s = min(LONGEST_DOUBT_S, 2 * self._refused.get((fragment, donor), (0.0, 0.5))[1])
+                        self._refused[fragment, donor] = (self._context.now() + wait_s, wait_s)
+                        dishonest.add(donor)
+                        doubt(self._protocol, fragment, donor, error.version)
                     why = str(error) or type(error).__name__
-                    self._context.note("fetch_failed", fragment=fragment, donor=donor, why=why)
+                    kind = "unbelieved" if isinstance(error, Unbelieved) else "fetch_failed"
+                    self._context.note(kind, fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):
                         break
         self._protocol.catch_up_failed(fragment)
@@ -170,12 +203,9 @@ class Anchors:
         Raises `PayloadError` when it does not follow the anchor that is here.
         """
         header, fragment = record.header, record.header.fragment
-        here = self._protocol.fragments[fragment]
         async with self._context.locks[fragment].writing():
             self._check_free(fragment)
-            if (here.version, here.digest) != (header.version - 1, header.digest_before):
-                record_to = f"a record to version {header.version} of fragment {fragment}"
-                raise PayloadError(f"{record_to} does not follow version {here.version}")
+            check_follows(self._protocol, header)
             digest = await self._context.tasks.complete(self._apply(record))
         if digest != header.digest:
             self._context.note(
@@ -187,41 +217,105 @@ class Anchors:
 
     async def _apply(self, record: UpdateRecord) -> str:
         header = record.header
-        await self.about_to_move(header.fragment)
-        self._protocol.accounts.hear_data_cursor(header)
-        step = OuterStep(header.version - 1, len(header.contributors), header.pushes, header.delay)
+        await self.about_to_move(header.fragment, header.contributors)
+        self._protocol.accounts.hear_data_cursor(header.head)
+        step = OuterStep(header.version - 1, len(header.lines), header.head.pushes, header.head.delay)
         digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
-        self.moved(header.fragment, header.version, digest, contributors=header.contributors)
+        self.moved(header.fragment, header.version, digest, contributors=header.contributors, record=header)
         return digest
 
     async def adopt_state(self, state: FragmentState) -> None:
-        """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer."""
-        fragment, version = state.header.fragment, state.header.version
+        """Take a fetched anchor over, and the outer state that came with it; `PayloadError` when it is not newer.
+
+        One of another history is taken over if that goes on (see `protocol.forks`), by the syncer under a number above
+        both.
+        """
+        header, here = state.header, self._protocol.fragments[state.header.fragment]
+        async with self._context.locks[here.index].writing():
+            self._check_free(here.index)
+            if leaps_too_far(here.version, header.version):
+                raise PayloadError(f"no run gets from version {here.version} to version {header.version}")
+            other, syncer, now = header.digest != here.digest, here.syncer, self._context.now()
+            if other and not goes_on(header, here, state.donor):
+                kept = self._protocol.outweighs(here.index, state.donor, header.version, header.digest, now)
+                self._context.do(kept)
+                return
+            if other and syncer is not None and header.version <= here.version:
+                record = await self._number(syncer, header, state.anchor, here.version + 1)
+                state = replace(state, header=header.model_copy(update={"record": record}))
+            if state.header.version < here.version + (syncer is not None):
+                raise PayloadError(f"version {header.version} is not newer than what is here")
+            await self._context.tasks.complete(self._replace(state))
+
+    async def renumber(self, fragment: int, above: int) -> None:
+        """As syncer, give the anchor that is here a number above that one: its history goes on (see `forks`)."""
         here = self._protocol.fragments[fragment]
         async with self._context.locks[fragment].writing():
-            self._check_free(fragment)
-            if version < here.version + (here.syncer is not None):
-                raise PayloadError(f"version {version} is not newer than what is here")
-            if leaps_too_far(here.version, version):
-                raise PayloadError(f"no run gets from version {here.version} to version {version}")
-            await self._context.tasks.complete(self._replace(state))
+            held, syncer = self._replica.held.get(fragment), here.syncer
+            if held is None or syncer is None or here.version > above or self._protocol.merging(fragment):
+                self._protocol.catch_up_failed(fragment)
+                return
+            self._replica.renumber(fragment, above + 1)
+            held.restart(above + 1)
+            try:
+                record = await self._number(syncer, here, held.master, above + 1)
+            except PayloadError:
+                self._protocol.catch_up_failed(fragment)
+                return
+            self._renumbered(here, record)
+        self._context.note("renumbered", fragment=fragment, version=here.version, skipped=here.skipped)
+
+    async def _number(self, syncer: Syncer, anchor: Fragment | Anchor, master: Tensor, number: int) -> Record:
+        """As syncer, sign a higher number for an anchor; `PayloadError` when the lease is lost meanwhile."""
+        held = self._replica.held[syncer.fragment]
+        held.state.settle_(number)
+        root = await in_thread(state_root, master, held.state)
+        if not self._context.holds(syncer):
+            raise PayloadError(f"fragment {syncer.fragment} has another syncer now")
+        held.root = root
+        self._context.records.pop(syncer.fragment, None)
+        return renumbered(self._protocol, anchor, syncer.term, number, (root, held.state.pushes, held.state.delay))
+
+    def _renumbered(self, here: Fragment, record: Record) -> None:
+        """The anchor that is here has a higher number. The lock is held."""
+        if self.loaded[here.index] == (here.version, here.digest):
+            self.loaded[here.index] = (record.version, here.digest)
+        self._replica.renumber(here.index, record.version)
+        self._protocol.accounts.hear_data_cursor(record.head)
+        now = self._context.now()
+        self._context.do(self._protocol.adopted(here.index, record.version, here.digest, now, record=record))
 
     async def _replace(self, state: FragmentState) -> None:
         header, fragment = state.header, state.header.fragment
-        await self.about_to_move(fragment)
+        here = self._protocol.fragments[fragment]
+        if here.syncer is None and state.outer is None and _only_renumbers(header.record, here):
+            self._renumbered(here, header.record)
+            return
+        base, _ = self.loaded[fragment]
+        await self.about_to_move(fragment, [peer for peer, share in header.shares.items() if share.last_version > base])
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
-        if state.outer is not None:
-            self._replica.hold(fragment, header.version, *state.outer)
+        outer = state.outer if await in_thread(intact, state) else None
+        if state.outer is not None and outer is None and header.record is not None:
+            self._context.note("handover_refused", fragment=fragment, version=header.version, peer=state.donor)
+        if outer is not None:
+            self._replica.hold(fragment, header.version, *outer)
         if fragment == CONTROL_FRAGMENT:
             self._recount(header.shares)
-            self._protocol.accounts.hear_data_cursor(header)
-        self.moved(fragment, header.version, header.digest, state.outer is not None, shares=header.shares)
+            if header.record is not None:
+                self._protocol.accounts.hear_data_cursor(header.record.head)
+        self.moved(
+            fragment, header.version, header.digest, outer is not None, shares=header.shares, record=header.record
+        )
 
-    async def about_to_move(self, fragment: int) -> None:
+    async def about_to_move(self, fragment: int, contributors: Collection[str]) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
         the next version is there. The lock is held.
+
+        At one barrier of all, nothing of it is needed once this peer is among the contributors.
         """
-        if self._keeps_bases:
+        outer, protocol = self._outer, self._protocol
+        settled = outer.lockstep and (protocol.me in contributors or not STATES[protocol.state].in_round)
+        if protocol.trains and (outer.carries_late or outer.round_late) and not settled:
             await in_thread(self._replica.keep_base, fragment)
 
     def moved(
@@ -232,6 +326,7 @@ class Anchors:
         outer: bool = False,
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
+        record: Record | None = None,
     ) -> None:
         """Tell the protocol that the anchor, whose lock is held, is at another version.
 
@@ -242,7 +337,7 @@ class Anchors:
         elif not outer:
             self._replica.release(fragment)
         now = self._context.now()
-        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares))
+        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares, record))
 
     def _check_free(self, fragment: int) -> None:
         if self._protocol.merging(fragment):
@@ -258,6 +353,11 @@ class Anchors:
             note("applied_after_all", tokens=tokens, base_version=base_version, why=why)
         if recount.lost:
             note("discarded", tokens=sum(recount.lost.values()), base_version=min(recount.lost), why=why)
+
+
+def _only_renumbers(record: Record | None, here: Fragment) -> TypeGuard[Record]:
+    """Whether a certificate names the anchor and the contributions that are here, maybe under another number."""
+    return record is not None and (record.digest, record.head.shares) == (here.digest, shares_digest(here.shares))
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from diloco.errors import PayloadError
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.framing import FragmentState
+from diloco.swarm.conversations.framing import FragmentState, intact
+from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.wire.streams import BROKEN
 
@@ -57,10 +59,10 @@ class Backups:
             if lease is None or lease.holder == protocol.me:
                 return
             state = await self._anchors.fetcher.fetch(lease.holder, fragment, -1, True, set())
-            if not isinstance(state, FragmentState) or state.outer is None:
+            if not isinstance(state, FragmentState) or state.outer is None or not await in_thread(intact, state):
                 return
             if self._keeps_up and state.header.version > here.version:  # from here on the updates are fetched
-                await self._anchors.adopt_state(FragmentState(state.header, state.anchor))
+                await self._anchors.adopt_state(replace(state, outer=None))
             async with lock.writing():
                 if here.syncer is None:
                     replica.stand_by(fragment, state.outer[1])

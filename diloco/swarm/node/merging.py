@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from diloco.outer.held import Held, Judged
 from diloco.outer.merging import Staged
+from diloco.outer.optimizer import OuterStep
 from diloco.outer.robust import Judgement
-from diloco.protocol.fragment import CONTROL_FRAGMENT
-from diloco.protocol.messages.bulk import Record
-from diloco.protocol.numbers import MAX_TOKENS, at_most
-from diloco.protocol.syncer import Close, Syncer
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
+from diloco.protocol.heads import lines_digest, shares_digest, sign_head
+from diloco.protocol.messages.heads import Head, Record
+from diloco.protocol.offers import Close
+from diloco.protocol.shares import clock_of
+from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import UpdateRecord
 from diloco.swarm.conversations.tasks import in_thread
@@ -19,6 +23,8 @@ from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.malloc import short_lived
 
 __all__ = ["Merging"]
+
+Cursor = dict[str, Any]
 
 
 class Merging:
@@ -50,8 +56,8 @@ class Merging:
     async def _merge(self, close: Close, syncer: Syncer, held: Held) -> bool:
         """False when the lease was lost meanwhile. `held` stays what it is, even if the lease comes back."""
         fragment, accounts = self._protocol.fragments[close.fragment], self._protocol.accounts
-        before, judged = fragment.digest, None
-        await self._anchors.about_to_move(fragment.index)
+        judged = None
+        await self._anchors.about_to_move(fragment.index, close.contributors)
         if held.staged is not None and self._context.holds(syncer):
             close, judged = await self._judge(close, syncer, held, held.staged)
         if not self._context.holds(syncer):
@@ -61,31 +67,43 @@ class Merging:
         step = held.state.step(len(close.contributors), close.delay)
         digest = await in_thread(held.merge_, step, update, judged)
         lost = not self._context.holds(syncer)
-        tokens = close.tokens if fragment.index == CONTROL_FRAGMENT else 0
-        header = Record(
-            fragment=fragment.index,
-            term=syncer.term,
-            version=close.base_version + 1,
-            digest_before=before,
-            digest=digest,
-            contributors=dict(close.contributors),
-            pushes=step.pushes,
-            delay=step.delay,
-            applied_tokens=at_most(self._protocol.applied_tokens + tokens, MAX_TOKENS),
-            **(cursor if lost else accounts.data_cursor(fragment.index, close.contributors)),
-        )
+        if not lost:
+            cursor = accounts.data_cursor(fragment.index, close.contributors)
+        record = self._certificate(fragment, close, syncer, step, (digest, held.root), cursor)
         if lost:
-            accounts.hear_data_cursor(header)
-            self._anchors.moved(fragment.index, header.version, digest, contributors=close.contributors)
+            accounts.hear_data_cursor(record.head)
+            self._anchors.moved(fragment.index, record.version, digest, contributors=record.contributors, record=record)
             return False
-        self._context.keep_record(UpdateRecord(header, update))
+        self._context.keep_record(UpdateRecord(record, update))
         now = self._context.now()
-        self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now))
+        self._context.do(self._protocol.published(fragment.index, digest, close.contributors, now, record))
         return True
+
+    def _certificate(
+        self, fragment: Fragment, close: Close, syncer: Syncer, step: OuterStep, made: tuple[str, bytes], cursor: Cursor
+    ) -> Record:
+        """What this peer answers for as the author of a version, with the lines of its contributors.
+
+        `made` are the digest of the anchor and the root of the outer state.
+        """
+        protocol, accounts, version = self._protocol, self._protocol.accounts, close.base_version + 1
+        digest, root = made
+        lines = [line for peer in sorted(close.contributors) if (line := syncer.line(peer)) is not None]
+        shares = accounts.shares_after(fragment, version, close.contributors)
+        control = fragment.index == CONTROL_FRAGMENT
+        head = Head(
+            fragment=fragment.index, term=syncer.term, version=version, author=protocol.me,
+            digest_before=fragment.digest, digest=digest, lines=lines_digest(lines), shares=shares_digest(shares),
+            skipped=fragment.skipped,
+            state=root, pushes=step.pushes, delay=step.delay,
+            applied_tokens=clock_of(shares) if control else 0,
+            **cursor,
+        )  # fmt: skip
+        return Record(head=sign_head(protocol.signer, protocol.manifest_hash, head), lines=lines)
 
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""
-        judged = await in_thread(held.judge, syncer.weights(close.contributors))
+        judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         close = self._without_opposed(close, syncer, *judged)
         if not self._replica.settings.spot_check:
             return close, judged
@@ -93,7 +111,7 @@ class Merging:
         if not failing or not self._context.holds(syncer):
             return close, judged
         close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
-        judged = await in_thread(held.judge, syncer.weights(close.contributors))
+        judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         return self._without_opposed(close, syncer, *judged), judged
 
     def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:

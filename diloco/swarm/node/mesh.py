@@ -78,6 +78,12 @@ class ControlMesh:
         for outgoing in self._outgoing.values():
             outgoing.say(message)
 
+    def tell(self, peer: str, message: Message) -> None:
+        """Say something to one peer, if it is connected; never blocks."""
+        outgoing = self._outgoing.get(peer)
+        if outgoing is not None:
+            outgoing.say(message)
+
     def disconnect(self, peer: str) -> None:
         """End both streams of a peer that is given up; if it lives, it notices and calls."""
         outgoing = self._outgoing.pop(peer, None)
@@ -162,8 +168,8 @@ class ControlMesh:
         outgoing = self._outgoing[peer] = _Outgoing(stream)
         # What changed between the hello and now was broadcast to the others only.
         outgoing.say(self._protocol.status())
-        for claim in self._protocol.hello().claims:
-            outgoing.say(claim)
+        for word in (*self._protocol.hello().claims, *self._protocol.votes()):
+            outgoing.say(word)
         sender = asyncio.create_task(self._keep(peer, outgoing))
         self._senders[sender] = None
         sender.add_done_callback(self._senders.pop)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from diloco.errors import SwarmError
 from diloco.outer.replica import Replica
 from diloco.protocol.membership import STALL_FACTOR
+from diloco.protocol.patience import PAUSE_LIMIT_S
 from diloco.protocol.snapshot import Snapshot
 from diloco.protocol.states import State
 from diloco.swarm.conversations.answer import BulkServer
@@ -45,7 +46,6 @@ LEAVE_FLOOR_S = 10.0
 FIRST_UNITS_S = 2.0
 CLOSE_S = 5.0
 PAUSE_FLOOR_S = 10.0  # well below the time after which a peer without progress counts as stalled
-PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
 
 Connect = Callable[[NodeOptions], Awaitable[Transport]]
 """Opens the transport of a node; raises `SwarmError` when nobody is there."""
@@ -268,8 +268,7 @@ class Node:
         if not self.rounds.arrived(fragments):
             await self.enter("exchanging")
             await self.context.tasks.until(lambda: self._interrupted or self.rounds.arrived(fragments))
-        waited_s = self.context.now() - begun_at
-        position = 0
+        waited_s, position = self.context.now() - begun_at, 0
         if self.protocol.lockstep and not self._interrupted and self.rounds.out_of_step():
             position = await self._get_in_step()
         if self._interrupted:
@@ -342,9 +341,8 @@ class Node:
         return min(version for version, _ in self._anchors.loaded)
 
     def _exchanged(self, discarded: int, seconds: Seconds, position: int = 0) -> Exchanged:
-        clock = self._version, self.protocol.applied_tokens
-        if not self.replica.settings.barrier:  # the others went on while this peer exchanged
-            clock = self.protocol.swarm_clock()
+        barrier = self.replica.settings.barrier  # without one the others went on while this peer exchanged
+        clock = (self._anchors.steps, self.protocol.applied_tokens) if barrier else self.protocol.swarm_clock()
         return Exchanged(*clock, discarded, seconds, position)
 
     # -- between two rounds -------------------------------------------------------------------------------------------
@@ -374,9 +372,9 @@ class Node:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     async def load_anchors(self) -> int:
-        """At the very end, the local parameters become the anchors; returns their version."""
+        """At the very end, the local parameters become the anchors; returns how many outer steps led to them."""
         await self._anchors.load()
-        return self._version
+        return self._anchors.steps
 
     async def leave(self, finished: bool) -> None:
         """Say goodbye: hand fragments over, or, at the end of the run, let everybody have the last update first."""

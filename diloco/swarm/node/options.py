@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from diloco.swarm.wire.transport import Transport
 
 __all__ = ["NodeOptions", "RunSpec", "make_context"]
 
+TERM_GAP = 2**16
 SHOWN = 40  # characters of a value of a manifest
 
 
@@ -92,12 +95,20 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         outer=replica.settings,
         tokens_per_step=options.run.tokens_per_step,
         device=options.device,
+        signer=transport,
         payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
     )
     if saved is not None:
+        # An author signs a version under a term once. Terms that came after the checkpoint are not in it.
+        gap = random.Random(options.seed).randint(1, TERM_GAP) if options.seed else secrets.randbelow(TERM_GAP) + 1
         for fragment, term in enumerate(saved.terms):
             protocol.leases.see_term(fragment, term)
+            protocol.fragments[fragment].floor = term + gap if term else 0
         protocol.accounts.restore_shares(saved.shares)
+        for known, record in zip(protocol.fragments, saved.records, strict=False):
+            known.record = record
+            if record is not None:
+                known.authors[record.head.term] = record.head.author
         protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))
     protocol.address_book.may_call = transport.may_call
     protocol.address_book.hear(transport.me, {transport.me: transport.addresses if transport.reachable else []})

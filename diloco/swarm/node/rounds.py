@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import DivergedError, PayloadError
+from diloco.protocol.belief import donors
 from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
+from diloco.protocol.messages.bulk import Contribution
+from diloco.protocol.penalties import Offence
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole
+from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole, line_of
 from diloco.swarm.conversations.framing import FragmentState
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.conversations.units import UnitSupply
@@ -100,8 +103,8 @@ class Rounds:
         """
         for fragment in fragments:
             if self._protocol.behind(fragment):
-                donors = self._protocol.members.donors(fragment, self._protocol.fragments[fragment].version + 1)
-                await self._anchors.catch_up(fragment, donors)
+                able = donors(self._protocol, fragment, self._protocol.fragments[fragment].version + 1)
+                await self._anchors.catch_up(fragment, able)
 
     # -- flights ------------------------------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class Rounds:
         steps, tokens = count
         exchange = Exchange(
             fragment, *self._anchors.loaded[fragment], steps, tokens, self._protocol.manifest_hash,
-            may_be_late=self._settings.staleness_limit > 0, begun_at=self._context.now(),
+            may_be_late=self._settings.carries_late, begun_at=self._context.now(),
         )  # fmt: skip
         if fragment == CONTROL_FRAGMENT:
             exchange.units = self._units.data.send()
@@ -206,14 +209,17 @@ class Rounds:
         while True:
             lease, version = protocol.live_lease(fragment), protocol.fragments[fragment].version
             merged = protocol.accounts.merged(fragment).get(protocol.me, -1)
+            if protocol.lockstep:  # an anchor that was fetched may be of another history
+                here = protocol.fragments[fragment]
+                exchange.may_be_late = here.follows(exchange.base_version, exchange.base_digest)
             match exchange.next_step(lease, version, self._context.now(), retry_at, merged):
                 case Step.DONE:
                     return
                 case Step.WAIT:
                     await self._context.tasks.pause(RETRY_S)
                 case Step.CATCH_UP:
-                    donors = protocol.members.donors(fragment, exchange.base_version + 1)
-                    await self._anchors.catch_up(fragment, donors)
+                    able = donors(protocol, fragment, exchange.base_version + 1)
+                    await self._anchors.catch_up(fragment, able)
                     if protocol.fragments[fragment].version == version:
                         await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other
                 case Step.CONTRIBUTE:
@@ -246,7 +252,7 @@ class Rounds:
             now = self._protocol.live_lease(lease.fragment)
             return now is None or (now.holder, now.term) != (lease.holder, lease.term)
 
-        sending = contribute(self._context, lease, exchange.header(lease, self._context.now()))
+        sending = contribute(self._context, lease, self._header(exchange, lease))
         try:
             answered = await self._context.tasks.unless(moot, sending)
             if answered is None:
@@ -255,6 +261,8 @@ class Rounds:
                 await self._adopt(exchange, lease, answered, seconds)
         except (*BROKEN, PayloadError) as error:
             why = str(error) or type(error).__name__
+            if isinstance(error, Offence):
+                self._context.do(self._protocol.offence(lease.holder, why, self._context.now()))
             self._context.note("contribution_broke", fragment=lease.fragment, syncer=lease.holder, why=why)
             exchange.broke(lease)
 
@@ -279,19 +287,20 @@ class Rounds:
         protocol, fragment, me = self._protocol, exchange.fragment, self._protocol.me
         syncer, before = protocol.fragments[fragment].syncer, protocol.fragments[fragment].version
         assert syncer is not None, "the lease is held here"
-        now = self._context.now()
-        verdict = protocol.offer(me, exchange.header(lease, now), now)
+        header = self._header(exchange, lease)
+        verdict = protocol.offer(me, header, self._context.now())
         if not verdict.accepted:
             exchange.refused(verdict, lease)
             if not verdict.late:
                 await self._context.tasks.pause(RETRY_S)
             return
+        whole = True
         try:
-            if verdict.first_chunk == len(self._replica.chunks[fragment]):
+            if syncer.line(me) is not None:
                 pass  # it is here, and its flight was interrupted
-            elif not syncer.folds_whole:
-                await self._fold_chunks(syncer, exchange.base_version, verdict.first_chunk)
-            elif (folded_before := await self._fold_whole(syncer, exchange.base_version)) is not None:
+            elif not syncer.collects(me):
+                whole = await self._fold_chunks(syncer, header, verdict.first_chunk)
+            elif (folded_before := await self._fold_whole(syncer, header)) is not None:
                 before = folded_before
             else:
                 await self._context.tasks.pause(RETRY_S)
@@ -302,27 +311,37 @@ class Rounds:
             raise DivergedError(f"training diverged: {error}, in outer step {version}; {remedy}") from None
         waiting_since = self._context.now()
         await self._context.tasks.until(
-            lambda: protocol.fragments[fragment].version > before or not self._context.holds(syncer)
+            lambda: (
+                protocol.fragments[fragment].version > before
+                or not self._context.holds(syncer)
+                or (whole and not syncer.keeps(me, exchange.base_version))
+            )
         )
         seconds.wait += self._context.now() - waiting_since
-        if syncer.version == before + 1:
+        if whole and syncer.version == before + 1:  # else it is late now
             exchange.recorded(syncer.last_contributors, me)
 
-    async def _fold_whole(self, syncer: Syncer, base_version: int) -> int | None:
-        """With a quorum: fold in all of it. Returns the version that it was not in yet; None when it is not wanted."""
+    def _header(self, exchange: Exchange, lease: Lease) -> Contribution:
+        share = self._protocol.fragments[exchange.fragment].shares.get(self._protocol.me)
+        return exchange.header(lease, self._context.now(), 0 if share is None else share.tokens)
+
+    async def _fold_whole(self, syncer: Syncer, header: Contribution) -> int | None:
+        """Fold in all of it at once. Returns the version that it was not in yet; None when it is not wanted."""
         fragment = syncer.fragment
         async with self._context.locks[fragment].writing():
             chunks = range(len(self._replica.chunks[fragment]))
             payloads = await in_thread(lambda: [self._replica.encode(fragment, chunk) for chunk in chunks])
-            return await fold_whole(self._context, syncer, self._protocol.me, base_version, payloads)
+            return await fold_whole(self._context, syncer, self._protocol.me, header, payloads)
 
-    async def _fold_chunks(self, syncer: Syncer, base_version: int, first_chunk: int) -> None:
-        """At a barrier: fold in chunk by chunk, until the version closes without this peer."""
+    async def _fold_chunks(self, syncer: Syncer, header: Contribution, first_chunk: int) -> bool:
+        """At a barrier: fold in chunk by chunk; False when the version closes meanwhile, without this peer."""
         me, fragment = self._protocol.me, syncer.fragment
         for chunk in range(first_chunk, len(self._replica.chunks[fragment])):
-            if not self._context.holds(syncer) or not syncer.wants(me, chunk, base_version):
-                return
+            if not self._context.holds(syncer) or not syncer.wants(me, chunk, header.base_version):
+                return False
             fold_chunk(self._context, syncer, me, chunk, self._replica.encode(fragment, chunk))
             if chunk + 1 < len(self._replica.chunks[fragment]):
                 await asyncio.sleep(0)  # lets the others' chunks in
-        self._context.do(self._protocol.arrived(me, fragment, self._context.now()))
+        line = line_of(self._context, header, self._replica.held[fragment].tallies[me])
+        self._context.do(self._protocol.arrived(me, fragment, self._context.now(), line))
+        return True

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
+from diloco.protocol.messages.heads import Record
 from diloco.protocol.shares import Share
 
 DataCursor = tuple[int, Sequence[Sequence[int]]]
@@ -24,7 +25,8 @@ class Saved:
 
     `residuals` are what error feedback still has to send, by fragment. `units` is the data cursor: the first sequence
     that nobody was given, and the ranges before it that are not in the anchors. `shares` are, by fragment, who
-    contributed how much to the anchor; `applied` are this peer's own tokens in the control fragment's, by base version.
+    contributed how much to the anchor, and `records` its certificate; `applied` are this peer's own tokens in the
+    control fragment's, by base version.
     """
 
     anchors: Sequence[Tensor]
@@ -36,6 +38,13 @@ class Saved:
     units: DataCursor = (0, ())
     shares: Sequence[Mapping[str, Share]] = ()
     applied: Mapping[int, int] = field(default_factory=dict)
+    records: Sequence[Record | None] = ()
+
+    @property
+    def steps(self) -> int:
+        """Outer steps of the control fragment."""
+        record = self.records[0] if self.records else None
+        return self.versions[0] - (0 if record is None else record.head.skipped)
 
     def load_(self, replica: Replica) -> None:
         """Copy the anchors, the outer states and the residuals into a new replica; it shares no memory with them."""

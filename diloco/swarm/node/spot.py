@@ -29,7 +29,8 @@ from diloco.outer.merging import Staged
 from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, intersection
-from diloco.protocol.syncer import Close, Syncer
+from diloco.protocol.offers import Close
+from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.tasks import in_thread
 

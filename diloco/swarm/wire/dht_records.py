@@ -17,19 +17,13 @@ the DHT only gives hints whom to dial; the peers themselves agree on terms and v
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import PeerID
-from hivemind.proto import crypto_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.admission.invitation import MAX_CHARACTERS
@@ -39,17 +33,17 @@ from diloco.protocol.messages.base import MAX_FRAME_BYTES
 from diloco.protocol.messages.control import Revocations
 from diloco.protocol.numbers import MAX_COUNT
 from diloco.swarm.wire.gate import Gate, revoked_of
+from diloco.swarm.wire.identity import MAX_KEY_BYTES, Identity, verify
 
 __all__ = ["LEASES", "MAX_LEASES", "PEERS", "REVOKED", "BoundedStorage", "OwnedRecords", "leases_in", "revoked_in"]
 
 PEERS, LEASES, REVOKED = "peers", "leases", "revoked"
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
-MAX_KEY_BYTES = 1024
 MAX_LEASES = 1024  # of a record; a peer that holds more says nothing of the others
 MAX_VALUE_BYTES = {PEERS: 4096, LEASES: 32 * MAX_LEASES, REVOKED: MAX_FRAME_BYTES // 2}
 MAX_OWNERS = 4096  # of records of a kind; those that end first make room
 MAX_FRAGMENTS = 65536
-_CONTEXT = b"diloco record\0"
+_CONTEXT = b"diloco record"
 
 
 class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
@@ -58,13 +52,8 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
     def __init__(self, run_id: str, identity: bytes, gate: Gate) -> None:
         self.on_refused: Callable[[str, str], None] = gate.refused
         self._gate = gate
-        key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(identity).data, password=None)
-        assert isinstance(key, rsa.RSAPrivateKey)
-        self._key = key
-        self._public = key.public_key().public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-        self.me = _owner_of(self._public)
+        self._identity = Identity(identity)
+        self.me = self._identity.me
         forms: dict[str, Callable[[object], object]] = {PEERS: _is_peer, LEASES: _is_leases, REVOKED: self._is_revoked}
         self._forms = {
             DHTID.generate(source=f"{run_id}/{kind}").to_bytes(): (form, MAX_VALUE_BYTES[kind])
@@ -72,10 +61,10 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
         }
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        """The value with this peer's key, signature and credential."""
-        signature = self._key.sign(_content(record, record.value), padding.PKCS1v15(), hashes.SHA256())
+        """The value with this peer's signature, which carries its key, and its credential."""
         credential = "".join(self._gate.evidence()).encode()
-        return bytes(msgpack.packb([record.value, self._public, signature, credential]))
+        signature = self._identity.sign(_CONTEXT, _content(record, record.value))
+        return bytes(msgpack.packb([record.value, signature, credential]))
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """The value as its owner gave it; `record` is valid."""
@@ -99,13 +88,11 @@ class OwnedRecords(RecordValidatorBase):  # type: ignore[misc]
         ):
             return "is too large or lasts too long"
         signed = _unpack(record.value)
-        if not isinstance(signed, list) or len(signed) != 4 or not all(isinstance(part, bytes) for part in signed):
+        if not isinstance(signed, list) or len(signed) != 3 or not all(isinstance(part, bytes) for part in signed):
             return "is not signed"
-        value, public, signature, credential = signed
-        if len(public) > MAX_KEY_BYTES or _owner_of(public) != owner:
-            return "is signed by another peer"
-        if not _verify(public, _content(record, value), signature):
-            return "was changed after it was signed"
+        value, signature, credential = signed
+        if not verify(_CONTEXT, str(owner), _content(record, value), signature):
+            return "is signed by another peer, or was changed after it was signed"
         if not self._gate.vouches(str(owner), credential.decode("latin-1")):
             return "is of a peer that was not invited"
         return None if form(_unpack(value)) else "does not have the form of one"
@@ -174,21 +161,4 @@ def _unpack(raw: bytes) -> object:
 
 
 def _content(record: DHTRecord, value: bytes) -> bytes:
-    return _CONTEXT + bytes(msgpack.packb([record.key, record.subkey, value, float(record.expiration_time)]))
-
-
-def _owner_of(public: bytes) -> str:
-    """The peer id of an RSA key (DER), as libp2p derives it."""
-    named = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=public).SerializeToString()
-    return str(PeerID(b"\x12\x20" + hashlib.sha256(named).digest()).to_base58())  # multihash: SHA-256, of 32 bytes
-
-
-def _verify(public: bytes, content: bytes, signature: bytes) -> bool:
-    try:
-        key = serialization.load_der_public_key(public)
-        if not isinstance(key, rsa.RSAPublicKey):
-            return False
-        key.verify(signature, content, padding.PKCS1v15(), hashes.SHA256())
-    except (ValueError, UnsupportedAlgorithm, InvalidSignature):
-        return False
-    return True
+    return bytes(msgpack.packb([record.key, record.subkey, value, float(record.expiration_time)]))

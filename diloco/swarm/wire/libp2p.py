@@ -14,7 +14,6 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hivemind.p2p.p2p_daemon import P2P
@@ -24,13 +23,13 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
-from diloco.admission.keys import check_private
 from diloco.config import SwarmConfig
 from diloco.config.address import Address, problem, same_subnet, scope
 from diloco.errors import ConfigError, SwarmError
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.dialing import best_first, call_each, mute, start_daemon
 from diloco.swarm.wire.gate import GREETING, Gate, GuardedP2P
+from diloco.swarm.wire.identity import Identity, read_key, verify
 from diloco.swarm.wire.streams import BROKEN, CONTROL
 from diloco.swarm.wire.transport import Disbelieved, Handler, Reader, Refused, Transport, Writer
 
@@ -44,6 +43,7 @@ logger = logging.getLogger(__name__)
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
+_WORD = b"diloco word"  # what peers sign for each other, unlike records of the DHT
 Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 """Asks other peers whether they can connect to this one, and what would help if not."""
 
@@ -85,29 +85,9 @@ async def _appears(path: Path) -> list[str]:
     return path.read_text().split()
 
 
-def _identity(path: Path) -> bytes:
-    """The private key in this file; it is made when it is missing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            _make_identity(path)
-        with path.open("rb") as file:
-            check_private(file, path, "swarm.identity_path")
-            return file.read()
-    except OSError as error:
-        raise ConfigError(f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file") from None
-
-
-def _make_identity(path: Path) -> None:
-    """Like hivemind's own `generate_identity`, but nobody else can read the key for the moment before its `chmod`."""
-    with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
-        P2P.generate_identity(str(Path(private, "key")))
-        os.replace(Path(private, "key"), path)
-
-
 def own_id(path: Path) -> str:
     """The peer id of the key in this file, which is made when it is missing; `ConfigError` when it holds no key."""
-    key = _identity(path)
+    key = read_key(path)
     try:
         return str(PeerID.from_identity(key).to_base58())
     except Exception:  # protobuf or the library for keys raises it
@@ -194,6 +174,7 @@ class Libp2p:
         self._ranges = {"public"}  # scopes of addresses that anybody may name
         self._p2p = p2p
         self._dht: DHTNode | None = None
+        self._identity: Identity | None = None
         self._gate = p2p.gate = gate
         p2p.open_greeting = partial(self._open, protocol=GREETING)
 
@@ -221,6 +202,7 @@ class Libp2p:
             )
         p2p = await _start_daemon(seeds, network, identity_path)
         self = cls(p2p, [peer_id_of(seed) for seed in seeds], gate)
+        self._identity = Identity(read_key(identity_path))
         self._ranges |= {scope(seed) for seed in seeds}
         try:
             await self._greet_seeds()
@@ -251,7 +233,7 @@ class Libp2p:
 
         from diloco.swarm.wire.dht_records import BoundedStorage, OwnedRecords
 
-        records = OwnedRecords(run_id, _identity(identity_path), self._gate)
+        records = OwnedRecords(run_id, read_key(identity_path), self._gate)
         self._dht = await DHTNode.create(
             p2p=self._p2p, initial_peers=_multiaddrs(seeds), record_validator=records, client_mode=not self.reachable
         )
@@ -353,6 +335,13 @@ class Libp2p:
         if found is None or not isinstance(found.value, dict):
             return {}
         return {key: record.value for key, record in found.value.items() if isinstance(key, str)}
+
+    def sign(self, content: bytes) -> bytes:
+        assert self._identity is not None, "a visitor signs nothing"
+        return self._identity.sign(_WORD, content)
+
+    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
+        return verify(_WORD, peer, content, signature)
 
     async def observed(self, peer: str) -> str:
         for info in await self._p2p.list_peers():

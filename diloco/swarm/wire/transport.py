@@ -72,6 +72,12 @@ class Transport(Protocol):
     async def get(self, key: str) -> dict[str, object]:
         """The records of a key by subkey, as found; untrusted."""
 
+    def sign(self, content: bytes) -> bytes:
+        """This peer's signature, by which everybody can check that it said this. Takes a millisecond at most."""
+
+    def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
+        """Whether that peer has signed the content; untrusted bytes never raise."""
+
     async def observed(self, peer: str) -> str:
         """Multiaddr, without the id, at the other end of the connection with a peer; empty when there is none."""
 

@@ -1,0 +1,67 @@
+"""Equal versions with other anchors are told apart, and who signed both is out. Sans-IO.
+
+1. Every status marks the anchors of its sender. A peer that has another anchor of the same version sends the head of
+   its own, once for each peer and version, and gets the other's.
+2. Two heads of one author, fragment, term and version that differ are a *proof*: an honest author signs one. A peer
+   that can show it tells everybody, and so does each peer that hears of it.
+3. Each checks the two signatures alone. The author is out for good: no stream of its is accepted, also after a restart,
+   and its fragments are vacant.
+
+Two heads of different authors or terms prove nothing: a swarm was split, and went on as two histories.
+"""
+
+from __future__ import annotations
+
+from diloco.protocol.actions import Action, Broadcast, Condemn, Note, Tell
+from diloco.protocol.heads import equivocates, signed_head
+from diloco.protocol.messages.control import Status, mark
+from diloco.protocol.messages.heads import Head, Proof
+from diloco.protocol.view import View
+
+__all__ = ["convict", "disagreements", "hear_head"]
+
+
+def disagreements(view: View, peer: str, status: Status) -> list[Action]:
+    """This peer's heads of the versions of which another peer has another anchor."""
+    told: list[Action] = []
+    for here in view.fragments:
+        version = status.versions[here.index]
+        if version != here.version or here.record is None or status.mark(here.index) in (b"", mark(here.digest)):
+            continue
+        if here.told.get(peer) != version:
+            here.told[peer] = version
+            told.append(Tell(peer, here.record.head))
+    return told
+
+
+def hear_head(view: View, head: Head) -> list[Action]:
+    """A peer has this head of a version of which another anchor is here."""
+    if head.fragment >= len(view.fragments):
+        return []
+    here = view.fragments[head.fragment]
+    mine = None if here.record is None else here.record.head
+    if mine is None or (head.author, head.term, head.version) != (mine.author, mine.term, mine.version):
+        return []
+    if head == mine or not signed_head(view.signer, view.manifest_hash, head):
+        return []
+    return convict(view, Proof(one=mine, other=head))
+
+
+def convict(view: View, proof: Proof) -> list[Action]:
+    """An author that signed two heads of one version is out; nothing happens when that is not proved, or is known.
+
+    Whoever was never in this swarm is let be: identities cost nothing, and a member may prove lies of its own ones.
+    """
+    author = proof.one.author
+    if author in view.liars or not _known(view, author) or not equivocates(view.signer, view.manifest_hash, proof):
+        return []
+    view.liars[author] = proof
+    named = {"peer": author, "fragment": proof.one.fragment, "version": proof.one.version, "term": proof.one.term}
+    why = f"signed two anchors of version {proof.one.version} of fragment {proof.one.fragment}"
+    return [Note("proved", {**named, "why": why}), Broadcast(proof), Condemn(author, why)]
+
+
+def _known(view: View, peer: str) -> bool:
+    if peer in view.members:
+        return True
+    return any(peer in one.shares or peer in one.authors.values() for one in view.fragments)

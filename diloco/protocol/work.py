@@ -1,0 +1,136 @@
+"""Claims of work: what a contribution may claim and weigh, by what the other peers do. Sans-IO.
+
+    header  -> `impossible`   no honest peer claims that, whatever happened to it
+    steps   -> `Credit`       a bucket per peer, filled at the pace of the others, says when they count
+    weights -> `Weights`      at most twice the median of their version
+
+A peer's word decides nothing about the peer itself.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+
+from diloco.config import OuterConfig
+from diloco.protocol.limits import MAX_PEERS, Buckets
+from diloco.protocol.messages.bulk import Contribution
+
+__all__ = ["MULTIPLE", "Credit", "Weights", "capped", "fill_rate", "impossible"]
+
+MULTIPLE = 4.0  # times the pace of the others at which a peer's claims may grow
+MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
+HEAVIEST = 2.0  # times the median weight
+KNOWN = 4  # Fewer weights of earlier contributions say nothing of another one.
+MEMORY = 8  # weights that are remembered
+
+
+def impossible(header: Contribution, tokens_per_step: int | None, sync_every: int) -> str | None:
+    """Why no honest peer makes these claims, in one line; None when one may.
+
+    Args:
+        tokens_per_step: of the manifest; None where a training loop counts in its own way.
+        sync_every: H, the inner steps of a cycle.
+    """
+    if tokens_per_step is not None and header.tokens > header.steps * tokens_per_step:
+        return f"{header.tokens} tokens in {header.steps} steps are claimed, and a step has {tokens_per_step}"
+    if header.steps > MOST_CYCLES * sync_every:
+        return f"{header.steps} steps are claimed in one contribution, and a cycle has {sync_every}"
+    return None
+
+
+def fill_rate(paces: Collection[float]) -> float:
+    """Steps per second at which a peer's claims may grow, from the paces of the other peers; inf if none is known.
+
+    That is `MULTIPLE` times the upper quartile of the paces rather than their median. In a swarm of which half the
+    peers are slow, the median is a slow one's pace, and the fast half does not lie. Up to a quarter of the others may.
+    """
+    known = sorted(pace for pace in paces if pace > 0)
+    return MULTIPLE * known[-1 - len(known) // 4] if known else math.inf
+
+
+class Credit:
+    """When the claimed steps of each peer count: a bucket of steps per peer, which begins with H.
+
+    It never refuses. A peer that claims more than its bucket holds is in debt, and its contribution counts only when
+    that is paid. A retry of the same contribution costs nothing. All times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, sync_every: int) -> None:
+        # Two cycles: after a pause, and for what could not be sent.
+        self._buckets: Buckets[str] = Buckets(math.inf, burst=2.0 * sync_every, first=float(sync_every))
+        self._paid: dict[str, tuple[int, float]] = {}  # base version of the newest contribution, and what it has cost
+
+    def counts_at(self, peer: str, base_version: int, steps: float, rate: float, now: float) -> float:
+        """From when on these steps count, if the bucket fills with `rate` steps per second."""
+        base, paid = self._paid.pop(peer, (base_version, 0.0))
+        paid = paid if base == base_version else 0.0
+        self._paid[peer] = (base_version, max(steps, paid))
+        while len(self._paid) > MAX_PEERS:
+            del self._paid[next(iter(self._paid))]
+        bucket = self._buckets.of(peer, now)
+        bucket.per_s = rate
+        return now + bucket.delay_s(now, max(0.0, steps - paid))
+
+
+def capped(weights: Mapping[str, float]) -> dict[str, float]:
+    """Weights (or work, see `forks`) of at most twice their median, which caps neither one nor two of them."""
+    most = HEAVIEST * statistics.median(weights.values()) if weights else 0.0
+    return {peer: min(weight, most) for peer, weight in weights.items()}
+
+
+class Weights:
+    """What contributions to one fragment weigh (`outer.weights`), and the newest weights, for those folded in early.
+
+    Equal contributions have weight 1, so that sums of 4- and 8-bit payloads are exact in fp32, in any order of arrival.
+    """
+
+    def __init__(self, settings: OuterConfig) -> None:
+        self._kind = settings.weights
+        self._recent: deque[float] = deque(maxlen=MEMORY)
+        self._unit = 0.0
+
+    def offered(self, tokens: int, steps: int) -> None:
+        """The first contribution to a version has the weight 1, if it is folded in as it arrives."""
+        self._unit = self._unit or self._alone(tokens, steps)
+
+    def on_arrival(self, tokens: int, steps: int) -> float:
+        """The weight of a contribution while the others to its version are not known.
+
+        It is over that of the first one offered. The cap is twice the median of the newest weights before the version.
+        """
+        self.offered(tokens, steps)  # it is unset if this one was offered for the version before
+        return self._alone(tokens, steps) / self._unit
+
+    def _alone(self, tokens: int, steps: int) -> float:
+        raw = self._raw(tokens, steps)
+        return raw if len(self._recent) < KNOWN else min(raw, HEAVIEST * statistics.median(self._recent))
+
+    def together(self, counts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+        """The weights of all contributions to a version, of so many tokens and steps, at most twice their median.
+
+        They are over the weight of the first peer by name, independent of the order of arrival.
+        """
+        weights = capped({peer: self._raw(*counts[peer]) for peer in sorted(counts)})
+        unit = next(iter(weights.values()))
+        return {peer: weight / unit for peer, weight in weights.items()}
+
+    def published(self, counts: Iterable[tuple[int, int]]) -> None:
+        """A version of these contributions is made."""
+        weights = {str(number): self._raw(*each) for number, each in enumerate(counts)}
+        self._recent.extend(capped(weights).values())
+
+    def restart(self) -> None:
+        """The next version collects from now on."""
+        self._unit = 0.0
+
+    def _raw(self, tokens: int, steps: int) -> float:
+        match self._kind:
+            case "tokens":
+                return float(tokens)
+            case "tokens2_per_step":  # Decoupled DiLoCo, arXiv 2604.21428
+                return tokens**2 / steps
+            case _:
+                return 1.0

@@ -1,0 +1,64 @@
+"""What comes from a donor with a certificate, checked as it arrives: nothing is adopted on hearsay.
+
+    is it signed, and does it add up?     else the donor is an offender: no honest peer passes such a thing on
+    did its author hold that term?        else it is not believed: `protocol.belief` says what counts
+
+Whether it follows what is here is asked again when it is adopted, because the anchor may move meanwhile.
+"""
+
+from __future__ import annotations
+
+from diloco.errors import PayloadError
+from diloco.protocol.belief import unbelieved
+from diloco.protocol.fragment import CONTROL_FRAGMENT
+from diloco.protocol.heads import does_not_follow, wrong_record, wrong_shares
+from diloco.protocol.messages.bulk import PartList, StateHeader
+from diloco.protocol.messages.heads import Record
+from diloco.protocol.peer import Peer
+from diloco.protocol.penalties import Offence
+
+__all__ = ["Unbelieved", "check_anchor", "check_follows", "check_record"]
+
+
+class Unbelieved(PayloadError):
+    """A version with a certificate that is right, of an author that this peer does not take for one."""
+
+    def __init__(self, why: str, version: int) -> None:
+        super().__init__(why)
+        self.version = version
+
+
+def check_record(protocol: Peer, record: Record, donor: str) -> None:
+    """Raises `Offence` for a certificate that is wrong, and `Unbelieved` for one that this peer does not believe."""
+    why = wrong_record(protocol.signer, protocol.manifest_hash, record)
+    if why is not None:
+        raise Offence(why)
+    if (why := unbelieved(protocol, record, donor)) is not None:
+        raise Unbelieved(why, record.version)
+
+
+def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> None:
+    """The same of an anchor. Version 0 has no certificate: the syncer names it, as long as nothing was published."""
+    record, fragment = header.record, protocol.fragments[header.fragment]
+    if record is None:
+        lease = protocol.live_lease(header.fragment)
+        named = (
+            lease is None or lease.holder in (donor, protocol.me) or (lease.version, lease.digest) == (0, header.digest)
+        )
+        if fragment.version > 0 or not named:
+            raise PayloadError(f"version 0 of fragment {header.fragment} is not as its syncer published it")
+        return
+    check_record(protocol, record, donor)
+    if (why := wrong_shares(record, header.shares, header.fragment == CONTROL_FRAGMENT)) is not None:
+        raise Offence(why)
+    if (fragment.version + 1, fragment.digest) == (record.version, record.digest_before):
+        check_follows(protocol, record)
+
+
+def check_follows(protocol: Peer, record: Record) -> None:
+    """`PayloadError` when a certificate is not that of the version after the one that is here."""
+    here = protocol.fragments[record.fragment]
+    control = record.fragment == CONTROL_FRAGMENT
+    why = does_not_follow(record, here.version, here.digest, here.shares, control, here.skipped)
+    if why is not None:
+        raise PayloadError(why)

@@ -30,8 +30,8 @@ class _Scales(Norms):
         super().__init__()
         self.seen: list[float] = []
 
-    def see(self, chunk: int, norm: float, factor: float) -> float:
-        scale = super().see(chunk, norm, factor)
+    def see(self, chunk: int, norm: float, factor: float, opposes: bool = False, momentum: float = 0.0) -> float:
+        scale = super().see(chunk, norm, factor, opposes, momentum)
         self.seen.append(scale)
         return scale
 
@@ -106,7 +106,7 @@ class Syncer:
                     held.take(chunk, peer, payload, weight)
                 continue
             self.scales.seen.clear()
-            held.fold_whole(sent, held.norms_of(sent), weight, discount)
+            held.fold_whole(sent, held.seen(sent)[0], weight, discount)
             scales = self.scales.seen or [1.0] * len(sent)
             for into, scale in zip(counted, scales, strict=True):
                 into.append((sent, weight, discount, scale))

@@ -78,6 +78,7 @@ CHANGES: dict[str, list[str]] = {
     "outer.robust": ["outer.robust=centered_clip"],
     "outer.clip_factor": ["outer.clip_factor=2"],
     "outer.spot_check": ["outer.spot_check=0.1"],
+    "outer.audit": ["outer.audit=0.1"],
     "outer.trim": ["outer.trim=0.1", "outer.robust=trimmed_mean"],
     "outer.momentum_warmup": ["outer.momentum_warmup=20"],
     "outer.delay": ["outer.delay=4", "outer.optimizer=fedbuff"],

@@ -85,7 +85,7 @@ CANONICAL = (
     '"optimizer":"adamw","schedule":"cosine","warmup_steps":25,"weight_decay":0.1},'
     '"model":{"config":{"eos_token_id":null,"rms_norm_eps":1e-05,"vocab_size":256},"model_type":"llama","name":"tiny",'
     '"path":null,"revision":null},'
-    '"outer":{"clip_factor":3.0,"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,'
+    '"outer":{"audit":0.02,"clip_factor":3.0,"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,'
     '"eager":false,"error_feedback":0.0,"flatten":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
@@ -93,7 +93,7 @@ CANONICAL = (
     '"trim":0.25,"weights":"tokens"},'
     '"run":{"id":"golden","key":null,"seed":3},"wire_version":6}'
 )
-GOLDEN_HASH = "44f38fb055e9a04cb7ac28ea1b0c038bcedecad65a0179c7131922906ca619b7"
+GOLDEN_HASH = "a62bb84fa595da75b12e13194b3f25e8e0e3cb1da01cf1573e3e541d7c7b900e"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:

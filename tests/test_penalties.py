@@ -25,6 +25,7 @@ from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
 from diloco.protocol.messages.control import Claim
 from diloco.protocol.penalties import FIRST_S, FORGET_S, LONGEST_S, Penalties
 from diloco.swarm.conversations.answer import BulkServer
+from diloco.swarm.node.auditor import Auditor
 from diloco.swarm.node.node import Node
 
 NUMEL = 6
@@ -157,7 +158,7 @@ class Host(StubHost):
         self.do(self.protocol.connected(OTHER, self.hello(claims=False), self.now()))
         self.clock = 0.0
         self.context.tasks.until = self.until  # type: ignore[method-assign]
-        self.server = BulkServer(self.context, lambda: None)
+        self.server = BulkServer(self.context, lambda: None, Auditor(self.context, "0").hear)
 
     def now(self) -> float:
         return getattr(self, "clock", 0.0)

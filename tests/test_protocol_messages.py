@@ -18,6 +18,7 @@ from diloco.admission.keys import new_key
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol.messages import Message, Refusal, UnknownKind, decode, encode, expect
+from diloco.protocol.messages.audits import Accusation, AuditRequest, Opening, ProofStep, Wanted
 from diloco.protocol.messages.base import (
     EVERYBODY,
     KINDS,
@@ -282,6 +283,11 @@ EXAMPLES: list[Message] = [
     StateHeader(fragment=1, digest=D, record=RECORD, outer=True, shares={"a": Share(2, 3, 1, 2, "b")}),
     InnerRequest(manifest_hash=D),
     InnerHeader(names=["0.0.exp_avg"], numels=[4], steps=[2]),
+    AuditRequest(manifest_hash=D, fragment=1, version=2, numbers=[3]),
+    Opening(paths=[bytes(64), b""]),
+    Accusation(manifest_hash=D, fragment=1, author="a", part=3, steps=2),
+    Wanted(),
+    ProofStep(head=RECORD.head, paths=[bytes(32)]),
     UnitRequest(manifest_hash=D, wanted=2**20, has=[[0, 1]]),
     UnitGrant(units=[[0, 1]]),
     ManifestRequest(),
@@ -369,7 +375,9 @@ def test_there_is_an_example_of_every_kind() -> None:
 def test_admission_lets_each_role_begin_these_conversations() -> None:
     may = {role: {kind for kind, message in KINDS.items() if role in message.roles} for role in EVERYBODY}
     assert may["observer"] == {"greeting", "manifest_request", "snapshot_request", "probe", "dial_back"}
-    assert may["host"] - may["observer"] == {"hello", "state_request", "part_request"}
+    assert may["host"] - may["observer"] == {
+        "hello", "state_request", "part_request", "audit_request", "accusation",
+    }  # fmt: skip
     assert may["worker"] - may["host"] == {"contribution", "unit_request", "inner_request"}
     assert may["worker"] == {kind for kind, message in KINDS.items() if message.place.begins}
 

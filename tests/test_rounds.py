@@ -33,6 +33,7 @@ from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.parts import copy_state
 from diloco.swarm.conversations.units import UnitSupply
 from diloco.swarm.node.anchors import Anchors
+from diloco.swarm.node.auditor import Auditor
 from diloco.swarm.node.merging import Merging
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.rounds import Rounds
@@ -92,7 +93,7 @@ class StubHost:
             on_event=lambda kind, fields: self.notes.append(kind),
         )  # fmt: skip
         self.own_tokens = OwnTokens(saved.applied if saved else None)
-        self.anchors = Anchors(self.context, self.own_tokens)
+        self.anchors = Anchors(self.context, self.own_tokens, Auditor(self.context, "0"))
         self.client = self.anchors.fetcher = StubFetcher()  # type: ignore[assignment]
         self.rounds = Rounds(self.context, self.anchors, UnitSupply(self.context))
         self.merging = Merging(self.context, self.anchors, SpotChecks(self.replica))

@@ -190,6 +190,13 @@ def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:
         yield Ignored("outer.trim", f"with outer.robust={outer.robust}", remedy)
     else:
         yield Ignored("outer.weights", "with outer.robust=trimmed_mean, in which all peers count alike")
+    if outer.flatten:
+        remedy = "drop it, or set outer.flatten=0"
+        yield Ignored("outer.audit", "with outer.flatten, which mixes all values of a matrix", remedy)
+    elif not outer.judged_together:
+        reason = f"with outer.robust={outer.robust}, outer.codec_up={outer.codec_up} and outer.quorum={outer.quorum}"
+        remedy = "drop it, or set outer.robust=clip" if outer.barrier else "drop it, or set outer.quorum=null"
+        yield Ignored("outer.audit", f"{reason}, which add contributions up as they come", remedy)
     if outer.lr_by_peers:
         yield Ignored("outer.lr", "with outer.lr_by_peers, which says it for every number of peers")
     if not outer.momentum:

@@ -233,6 +233,8 @@ class OuterConfig(RunOwned):
     """Part of the values left out at each end (robust: trimmed_mean)."""
     spot_check: float = Field(0.0, ge=0, le=1)
     """Part of the contributions whose loss is computed before and after; what raises it is left out."""
+    audit: float = Field(0.02, ge=0, le=1)
+    """Part of each version that the others recompute; 0: none. Contributions have to be judged together (robust)."""
     optimizer: OuterOptimizerName = "nesterov"
     """nesterov: a step per version; the others: momentum once in `delay` contributions."""
     lr: float = Field(0.7, gt=0, le=10, description="Outer (Nesterov) learning rate.")
@@ -301,6 +303,13 @@ class OuterConfig(RunOwned):
     def judged_together(self) -> bool:
         """Whether a syncer keeps the contributions to a version until it closes, instead of folding each into a sum."""
         return self.judging not in ("none", "recent")
+
+    @property
+    def audited(self) -> bool:
+        """Whether peers recompute parts of each other's versions. They can where a syncer has the payloads of a version
+        together, and a part of it can be merged alone.
+        """
+        return self.audit > 0 and self.judged_together and not self.flatten
 
     @property
     def windowed(self) -> bool:

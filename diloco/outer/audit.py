@@ -31,10 +31,10 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.codecs import codec
-from diloco.outer.fragments import CHUNK, Fragment
-from diloco.outer.merkle import LEAF
+from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 from diloco.outer.recompute import Follower, Part, Reach, Seen, linear_of
+from diloco.outer.shown import part_at, part_count
 
 __all__ = ["FORGOTTEN", "Deviation", "audit", "memory", "obstacle", "parts", "pick", "versions_until"]
 
@@ -69,9 +69,9 @@ def obstacle(settings: OuterConfig) -> str | None:
 
 
 def parts(fragment: Fragment, settings: OuterConfig) -> list[Part]:
-    """The parts in which a fragment is audited: with `rda` a part has to hold whole pieces of tensors."""
-    size = CHUNK if settings.merge == "rda" else LEAF
-    return [Part(fragment, at, min(at + size, fragment.numel)) for at in range(0, fragment.numel, size)]
+    """All parts in which a fragment is audited."""
+    found = (part_at(fragment, settings, number) for number in range(part_count(fragment, settings)))
+    return [part for part in found if part is not None]
 
 
 def pick(count: int, share: float, members: int, rng: random.Random) -> list[int]:

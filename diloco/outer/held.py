@@ -6,7 +6,8 @@
 
 Memory, in fp32 copies of the fragment: 3 (master, momentum, sum), and 1 for the window of a windowed optimizer. Where
 contributions are judged together there is no sum but the payload of each contributor, a quarter of a copy with int8.
-With `outer.flatten` there is 1 more while a version is made.
+With `outer.flatten` there is 1 more while a version is made. With `outer.audit` the payloads of two versions stay as
+well (see `shown`): with int8 half a copy for each contributor.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.merging import AVERAGES, JUDGES, Staged, Sum
+from diloco.outer.merkle import payload_root
 from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterStep, Transition
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
 from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, clip_few, norm_of, opposes
+from diloco.outer.shown import VERSIONS, Kept
 from diloco.outer.spectrum import flatten_, matrices
 from diloco.outer.state import OuterState, adopt_, state_root
 from diloco.outer.tally import Tally
@@ -87,7 +90,9 @@ class Held:
         self._numels = [stop - start for start, stop in self.chunks]
         self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
-        self.root = bytes(32)  # of the outer state at the version that was made last
+        # Of the version that was made last: roots of the outer state and, in a run with audits, of the update.
+        self.root, self.update_root = bytes(32), bytes(32)
+        self.kept: list[Kept] = []  # contributions to the newest versions, in a run with audits
         self.tallies: dict[str, Tally] = {}  # of contributions that come chunk by chunk
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
@@ -192,6 +197,14 @@ class Held:
             into = self._average(chunk, judged) if flattened is None else flattened[chunk]
             self._merge_chunk_(chunk, transition, update[at:end], into)
         self.state.took_(step)
+        if self.settings.audited and self.staged is not None and judged is not None:
+            payloads = self.staged.payloads(
+                [peer for peer, weight in zip(judged[0], judged[1].weights, strict=True) if weight]
+            )
+            kept = Kept(self.up, self.fragment.numel, step.version + 1, payloads)
+            self.kept = [*self.kept, kept][-VERSIONS:]
+            cut = [update[at:end] for at, end in zip(self._update_at, self._update_at[1:], strict=False)]
+            self.update_root = payload_root(cut, self.down, self.fragment.numel)
         self.root = state_root(self.master, self.state)
         self.tallies.clear()
         if self.staged is not None:

@@ -193,6 +193,10 @@ class Staged:
         """What a peer sent (uint8)."""
         return self._kept[peer][chunk].payload
 
+    def payloads(self, peers: Sequence[str]) -> dict[str, list[Tensor]]:
+        """What these peers sent, chunk by chunk."""
+        return {peer: [self.payload(peer, chunk) for chunk in range(len(self.sizes))] for peer in peers}
+
     def clear(self) -> None:
         """Forget everything: the version is made, or given up."""
         self._kept.clear()
@@ -251,7 +255,8 @@ class TrimmedMean(Judge):
     def merge_(
         self, into: Sum, staged: Staged, chunk: int, peers: Sequence[str], judged: Judgement, average: Average
     ) -> None:
-        into.total.copy_(trimmed_mean(staged.decoded(peers, chunk), self.settings.trim))
+        counted = [peer for peer, weight in zip(peers, judged.weights, strict=True) if weight]
+        into.total.copy_(trimmed_mean(staged.decoded(counted, chunk), self.settings.trim))
 
 
 AVERAGES: dict[str, type[Average]] = {one.name: one for one in (Mean, RadialDirectional)}

@@ -23,7 +23,7 @@ from torch import Tensor
 from diloco.outer.fragments import BLOCK, chunks
 from diloco.outer.payloads import Codec
 
-__all__ = ["LEAF", "leaf", "leaves", "path", "payload_root", "root", "verify"]
+__all__ = ["LEAF", "leaf", "leaves", "path", "paths", "payload_root", "root", "verify"]
 
 LEAF = 4 * BLOCK  # elements of a payload under one leaf
 
@@ -60,13 +60,21 @@ def root(hashes: Sequence[bytes]) -> bytes:
 
 def path(hashes: Sequence[bytes], index: int) -> list[bytes]:
     """What proves the leaf at that index: the neighbours on its way up, at most log2 of the number of leaves."""
-    assert 0 <= index < len(hashes), f"there is no leaf {index} among {len(hashes)}"
-    level, neighbours = hashes, []
-    while len(level) > 1:
-        if index ^ 1 < len(level):
-            neighbours.append(level[index ^ 1])
-        level, index = _above(level), index // 2
+    [neighbours] = paths(hashes, [index])
     return neighbours
+
+
+def paths(hashes: Sequence[bytes], indices: Sequence[int]) -> list[list[bytes]]:
+    """The paths of several leaves; each node is computed once."""
+    assert all(0 <= index < len(hashes) for index in indices), f"not all of {indices} are among {len(hashes)} leaves"
+    found: list[list[bytes]] = [[] for _ in indices]
+    level, at = hashes, list(indices)
+    while len(level) > 1:
+        for neighbours, index in zip(found, at, strict=True):
+            if index ^ 1 < len(level):
+                neighbours.append(level[index ^ 1])
+        level, at = _above(level), [index // 2 for index in at]
+    return found
 
 
 def verify(top: bytes, hashed: bytes, index: int, count: int, neighbours: Sequence[bytes]) -> bool:

@@ -21,10 +21,11 @@ from typing import Generic, TypeVar
 from diloco.protocol.messages.base import MAX_FRAME_BYTES
 
 __all__ = [
-    "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS", "CLAIMS_AGAINST_THE_LIVING", "COPIES", "LONGEST_DOUBT_S",
-    "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
-    "REFUSALS_PER_S", "REQUEST_BYTES", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "bulk_streams",
-    "control_messages", "control_streams", "frame_bytes",
+    "ACCUSATIONS", "ACCUSATIONS_PER_S", "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS",
+    "CLAIMS_AGAINST_THE_LIVING", "COPIES", "LONGEST_DOUBT_S", "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES",
+    "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS", "REFUSALS_PER_S", "REQUEST_BYTES", "Bucket",
+    "Buckets", "Dials", "EventLines", "Limiter", "Newest", "audited_parts", "bulk_streams", "control_messages",
+    "control_streams", "frame_bytes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -48,6 +49,9 @@ LONGEST_DOUBT_S = 60.0  # before a donor is asked again whose version was not be
 # Copies of a fragment, and how slowly they are read.
 COPIES, OUTER_COPIES = 4, 2
 MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
+# Audits: proofs that are looked at, and parts of one version that are shown beyond four times what one peer may draw.
+ACCUSATIONS, ACCUSATIONS_PER_S = 4.0, 1 / 30
+AUDITED_TIMES, AUDITED_AT_LEAST = 4.0, 16
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
 PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute
@@ -58,12 +62,17 @@ LINES, LINES_PER_S = 40.0, 0.1
 LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 
 CAUSED_BY_OTHERS: Mapping[str, str] = {
-    "claim": "peer", "claim_ignored": "peer", "contribution_broke": "syncer", "digest_mismatch": "",
-    "fetch_failed": "donor", "handover_refused": "peer", "inner_state_failed": "donor", "join": "peer", "leave": "peer",
-    "lighter_history": "peer", "lost": "peer", "lying_donor": "peer", "missing": "", "penalty": "peer",
-    "proved": "peer", "refused": "peer", "refused_us": "peer", "unbelieved": "donor",
+    "audit_failed": "syncer", "claim": "peer", "claim_ignored": "peer", "contribution_broke": "syncer",
+    "digest_mismatch": "", "fetch_failed": "donor", "handover_refused": "peer", "inner_state_failed": "donor",
+    "join": "peer", "leave": "peer", "lighter_history": "peer", "lost": "peer", "lying_donor": "peer", "missing": "",
+    "penalty": "peer", "proved": "peer", "refused": "peer", "refused_us": "peer", "unbelieved": "donor",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
+
+
+def audited_parts(parts: int, share: float) -> int:
+    """How many parts of one version a syncer shows to one peer, where all together audit that share of them."""
+    return int(AUDITED_TIMES * parts * share) + AUDITED_AT_LEAST
 
 
 def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:

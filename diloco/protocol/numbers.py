@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 
 __all__ = [
     "LEAP", "MAX_BYTES", "MAX_COUNT", "MAX_LOSS", "MAX_NORM", "MAX_RATE", "MAX_SECONDS", "MAX_TOKENS", "MIN_RATE",
-    "Bytes", "Count", "Late", "Loss", "Norm", "Rate", "Seconds", "Sequence", "SomeSteps", "SomeTokens", "Term",
+    "Bytes", "Count", "Late", "Loss", "Norm", "Part", "Rate", "Seconds", "Sequence", "SomeSteps", "SomeTokens", "Term",
     "Tokens", "Version", "at_most", "leaps_too_far", "within_bounds",
 ]  # fmt: skip
 
@@ -55,6 +55,7 @@ Loss = Annotated[float, Field(ge=0, le=MAX_LOSS, allow_inf_nan=False)]
 Norm = Annotated[float, Field(ge=0, le=MAX_NORM, allow_inf_nan=False)]
 """L2 norm of a pseudo-gradient."""
 Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Late = Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)]
 """Staleness, in rounds."""
 

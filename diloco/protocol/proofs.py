@@ -18,7 +18,7 @@ from diloco.protocol.messages.control import Status, mark
 from diloco.protocol.messages.heads import Head, Proof
 from diloco.protocol.view import View
 
-__all__ = ["convict", "disagreements", "hear_head"]
+__all__ = ["condemn", "convict", "disagreements", "hear_head"]
 
 
 def disagreements(view: View, peer: str, status: Status) -> list[Action]:
@@ -55,10 +55,19 @@ def convict(view: View, proof: Proof) -> list[Action]:
     author = proof.one.author
     if author in view.liars or not _known(view, author) or not equivocates(view.signer, view.manifest_hash, proof):
         return []
-    view.liars[author] = proof
-    named = {"peer": author, "fragment": proof.one.fragment, "version": proof.one.version, "term": proof.one.term}
     why = f"signed two anchors of version {proof.one.version} of fragment {proof.one.fragment}"
-    return [Note("proved", {**named, "why": why}), Broadcast(proof), Condemn(author, why)]
+    noted, condemned = condemn(view, proof.one, why)
+    return [noted, Broadcast(proof), condemned]
+
+
+def condemn(view: View, head: Head, why: str) -> list[Action]:
+    """The author of this head has been proved a liar; nothing happens if that is known, or it was never here."""
+    author = head.author
+    if author in view.liars or not _known(view, author):
+        return []
+    view.liars.add(author)
+    named = {"peer": author, "fragment": head.fragment, "version": head.version, "term": head.term}
+    return [Note("proved", {**named, "why": why}), Condemn(author, why)]
 
 
 def _known(view: View, peer: str) -> bool:

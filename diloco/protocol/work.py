@@ -18,7 +18,7 @@ from diloco.config import OuterConfig
 from diloco.protocol.limits import MAX_PEERS, Buckets
 from diloco.protocol.messages.bulk import Contribution
 
-__all__ = ["MULTIPLE", "Credit", "Weights", "capped", "fill_rate", "impossible"]
+__all__ = ["MULTIPLE", "Credit", "Weights", "capped", "fill_rate", "impossible", "raw_weight"]
 
 MULTIPLE = 4.0  # times the pace of the others at which a peer's claims may grow
 MOST_CYCLES = 8  # in the steps of one contribution; a peer that is in step sends one cycle, and after mishaps a few
@@ -81,6 +81,17 @@ def capped(weights: Mapping[str, float]) -> dict[str, float]:
     return {peer: min(weight, most) for peer, weight in weights.items()}
 
 
+def raw_weight(kind: str, tokens: int, steps: int) -> float:
+    """What a contribution weighs (`outer.weights`), before any cap."""
+    match kind:
+        case "tokens":
+            return float(tokens)
+        case "tokens2_per_step":  # Decoupled DiLoCo, arXiv 2604.21428
+            return tokens**2 / steps
+        case _:
+            return 1.0
+
+
 class Weights:
     """What contributions to one fragment weigh (`outer.weights`), and the newest weights, for those folded in early.
 
@@ -127,10 +138,4 @@ class Weights:
         self._unit = 0.0
 
     def _raw(self, tokens: int, steps: int) -> float:
-        match self._kind:
-            case "tokens":
-                return float(tokens)
-            case "tokens2_per_step":  # Decoupled DiLoCo, arXiv 2604.21428
-                return tokens**2 / steps
-            case _:
-                return 1.0
+        return raw_weight(self._kind, tokens, steps)

@@ -17,8 +17,6 @@ WEIGHTS = "a peer may claim four times the pace of the others"
 
 OPEN = {
     "publishes-anything": SYNCER,
-    "biased-chunk": SYNCER,
-    "reversed-update": SYNCER,
     "false-publication": "a syncer that publishes what nobody has keeps its lease",
     "claims-eightfold": WEIGHTS,
     "free-versions": WEIGHTS,

@@ -2,6 +2,7 @@
 
 After every turn, of every living node that something happened to:
 
+- it proves nothing against another one;
 - its versions never go back, and it leaves no history for one with less work;
 - it is syncer of a fragment exactly when it believes that it holds the lease, under the same term; then the next
   version that it collects for is the one after its anchor, and it has the fragment's outer state;
@@ -65,6 +66,7 @@ class Watch:
         self._touched: dict[str, Life] = {}
         self._seen: dict[str, tuple[list[int], list[str]]] = {}
         self._authors: dict[tuple[int, int, int], tuple[str, str]] = {}
+        self._accused: list[str] = []
         self._outer: defaultdict[str, set[str]] = defaultdict(set)  # by the digest of an anchor: those beside it
         crowd.on_life = self._observe
         crowd.loop.on_turn = self._look
@@ -78,6 +80,7 @@ class Watch:
         def told(actions: Sequence[Any]) -> None:
             self._touched[life.owner] = life
             twice = [each for each in actions if isinstance(each, Note) and each.kind == "units_twice"]
+            self._accused += [f"{peer.me}: {each.fields}" for each in actions if _accuses(each)]
             self.lineage.units_twice += sum(note.fields["count"] for note in twice)  # type: ignore[misc]
             do(actions)
 
@@ -204,6 +207,8 @@ class Watch:
     def _look(self) -> None:
         if not self._touched:
             return
+        if self._accused:
+            raise Violation(f"an honest peer is accused: {self._accused[0]}")
         touched, self._touched = self._touched, {}
         for owner, life in touched.items():
             if not life.ended and life.node is not None:
@@ -345,3 +350,8 @@ def _lost(lineage: Lineage, digest: str, life: Life) -> int:
         if whose not in survived and each not in had
     }
     return sum(made.values())
+
+
+def _accuses(action: Any) -> bool:
+    """Whether a peer takes another one for a liar, where there is none."""
+    return isinstance(action, Note) and (action.kind == "proved" or "what it merged" in str(action.fields.get("why")))

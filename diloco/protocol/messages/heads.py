@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from diloco.protocol.messages.base import Digest, Index, Message, Name, Place, Units
 from diloco.protocol.numbers import (
     MAX_COUNT,
     Count,
     Norm,
+    Part,
     Sequence,
     SomeSteps,
     SomeTokens,
@@ -73,6 +74,10 @@ class Head(Message, kind="head", place=Place.CONTROL):
     Attributes:
         digest_before, digest: of the anchor before and after.
         lines: digest over the lines, with their signatures. shares: digest over the shares after this version.
+        update: Merkle root over the update.
+        weights, coefficients: what each line counts, and what is left of that where it is late or too long, as parts of
+            all weights; the mean is sum(coefficient x) (see `robust.Judgement`). Like `update`, only in a run with
+            audits, and not in an empty head.
         state: Merkle root over the syncer's master, momentum and window after this version.
         pushes, delay: `pushes` of the `delay` contributions of a window are in earlier versions (see `OuterStep`).
         applied_tokens: of the control fragment, the swarm clock after this version. cursor, open: its data cursor.
@@ -88,6 +93,9 @@ class Head(Message, kind="head", place=Place.CONTROL):
     lines: Raw
     shares: Raw
     state: Raw
+    update: Raw = bytes(32)
+    weights: Annotated[list[Part], Field(max_length=MAX_LINES), FailFast()] = Field(default_factory=list)
+    coefficients: Annotated[list[Part], Field(max_length=MAX_LINES), FailFast()] = Field(default_factory=list)
     pushes: Count = 0
     delay: Delay = 1
     applied_tokens: Tokens = 0

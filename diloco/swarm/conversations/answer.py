@@ -11,11 +11,12 @@ from typing import Any
 from diloco.errors import PayloadError
 from diloco.protocol.limits import REQUEST_BYTES, bulk_streams
 from diloco.protocol.messages import Message, Refusal
+from diloco.protocol.messages.audits import Accusation, AuditRequest
 from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
 from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
 from diloco.protocol.penalties import Offence, offences
-from diloco.swarm.conversations import contribution, units
+from diloco.swarm.conversations import audit, contribution, units
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
 from diloco.swarm.conversations.parts import AnchorDonor
@@ -32,9 +33,12 @@ Answer = Callable[[Stream, Any], Awaitable[None]]
 
 
 class BulkServer:
-    """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason."""
+    """Answers the bulk streams that others open; a peer that sends something invalid is refused with the reason.
 
-    def __init__(self, context: Context, inner_state: Snapshot) -> None:
+    `accused` answers an `Accusation`.
+    """
+
+    def __init__(self, context: Context, inner_state: Snapshot, accused: Answer) -> None:
         self.serving = 0  # streams under way
         self.anchors = AnchorDonor(context)
         self._context = context
@@ -51,6 +55,8 @@ class BulkServer:
                 ManifestReply(text=context.manifest_text, seal=context.gate.memory.seal)
             ),
             SnapshotRequest: lambda stream, request: send_snapshot(stream, context.recorder.packed(context.now())),
+            AuditRequest: lambda stream, request: audit.answer(context, stream, request),
+            Accusation: accused,
             Probe: probes.measure,
             DialBack: probes.call_back,
         }

@@ -9,6 +9,7 @@ Whether it follows what is here is asked again when it is adopted, because the a
 from __future__ import annotations
 
 from diloco.errors import PayloadError
+from diloco.protocol.audits import wrong_counts
 from diloco.protocol.belief import unbelieved
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.heads import does_not_follow, wrong_record, wrong_shares
@@ -30,7 +31,7 @@ class Unbelieved(PayloadError):
 
 def check_record(protocol: Peer, record: Record, donor: str) -> None:
     """Raises `Offence` for a certificate that is wrong, and `Unbelieved` for one that this peer does not believe."""
-    why = wrong_record(protocol.signer, protocol.manifest_hash, record)
+    why = wrong_record(protocol.signer, protocol.manifest_hash, record) or wrong_counts(protocol.outer, record)
     if why is not None:
         raise Offence(why)
     if (why := unbelieved(protocol, record, donor)) is not None:

@@ -33,6 +33,7 @@ from diloco.swarm.conversations.certificates import Unbelieved, check_follows
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord, intact
 from diloco.swarm.conversations.tasks import in_thread
+from diloco.swarm.node.auditor import Auditor
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BROKEN
@@ -47,8 +48,9 @@ class Anchors:
     became of this peer's own.
     """
 
-    def __init__(self, context: Context, own_tokens: OwnTokens) -> None:
+    def __init__(self, context: Context, own_tokens: OwnTokens, auditor: Auditor) -> None:
         self._context = context
+        self._auditor = auditor
         self._protocol = context.protocol
         self._replica = context.replica
         self._outer = context.replica.settings
@@ -207,6 +209,8 @@ class Anchors:
             self._check_free(fragment)
             check_follows(self._protocol, header)
             digest = await self._context.tasks.complete(self._apply(record))
+            if digest == header.digest:
+                await self._auditor.follow(record)
         if digest != header.digest:
             self._context.note(
                 "digest_mismatch", fragment=fragment, version=header.version, got=digest, expected=header.digest

@@ -9,6 +9,7 @@ from diloco.outer.held import Held, Judged
 from diloco.outer.merging import Staged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.robust import Judgement
+from diloco.protocol.audits import counts
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.heads import lines_digest, shares_digest, sign_head
 from diloco.protocol.messages.heads import Head, Record
@@ -25,6 +26,16 @@ from diloco.swarm.wire.malloc import short_lived
 __all__ = ["Merging"]
 
 Cursor = dict[str, Any]
+
+
+def _answers_for(held: Held, judged: Judged | None) -> dict[str, Any]:
+    """What the head of a version says for audits of it."""
+    if judged is None or not held.settings.audited:
+        return {}
+    peers, judgement = judged
+    weights = dict(zip(peers, judgement.weights, strict=True))
+    coefficients = dict(zip(peers, judgement.coefficients, strict=True))
+    return {"update": held.update_root, **counts([peer for peer in peers if weights[peer]], weights, coefficients)}
 
 
 class Merging:
@@ -69,7 +80,9 @@ class Merging:
         lost = not self._context.holds(syncer)
         if not lost:
             cursor = accounts.data_cursor(fragment.index, close.contributors)
-        record = self._certificate(fragment, close, syncer, step, (digest, held.root), cursor)
+        record = self._certificate(
+            fragment, close, syncer, step, (digest, held.root), {**cursor, **_answers_for(held, judged)}
+        )
         if lost:
             accounts.hear_data_cursor(record.head)
             self._anchors.moved(fragment.index, record.version, digest, contributors=record.contributors, record=record)

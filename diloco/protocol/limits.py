@@ -23,9 +23,9 @@ from diloco.protocol.messages.base import MAX_FRAME_BYTES
 __all__ = [
     "ACCUSATIONS", "ACCUSATIONS_PER_S", "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS",
     "CLAIMS_AGAINST_THE_LIVING", "COPIES", "LONGEST_DOUBT_S", "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES",
-    "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS", "REFUSALS_PER_S", "REQUEST_BYTES", "Bucket",
-    "Buckets", "Dials", "EventLines", "Limiter", "Newest", "audited_parts", "bulk_streams", "control_messages",
-    "control_streams", "frame_bytes",
+    "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS", "REFUSALS_PER_S", "REQUEST_BYTES", "UNSHOWN",
+    "UNSHOWN_PER_S", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "audited_parts", "bulk_streams",
+    "control_messages", "control_streams", "frame_bytes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -49,8 +49,9 @@ LONGEST_DOUBT_S = 60.0  # before a donor is asked again whose version was not be
 # Copies of a fragment, and how slowly they are read.
 COPIES, OUTER_COPIES = 4, 2
 MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
-# Audits: proofs that are looked at, and parts of one version that are shown beyond four times what one peer may draw.
+# Audits: proofs that are looked at, and parts of a version that one peer is shown: four times what it may draw alone.
 ACCUSATIONS, ACCUSATIONS_PER_S = 4.0, 1 / 30
+UNSHOWN, UNSHOWN_PER_S = 3.0, 1 / 3600  # audits of one syncer that may fail
 AUDITED_TIMES, AUDITED_AT_LEAST = 4.0, 16
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024

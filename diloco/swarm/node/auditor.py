@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,7 +25,7 @@ from diloco.outer.audit import FORGOTTEN, memory, pick
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.recompute import Part
 from diloco.outer.shown import Shown, part_at, part_count, show_each
-from diloco.protocol.limits import ACCUSATIONS, ACCUSATIONS_PER_S, Buckets
+from diloco.protocol.limits import ACCUSATIONS, ACCUSATIONS_PER_S, UNSHOWN, UNSHOWN_PER_S, Buckets
 from diloco.protocol.messages.audits import MAX_ASKED, MAX_STEPS, Accusation
 from diloco.protocol.messages.heads import Head, Record
 from diloco.protocol.penalties import Offence
@@ -39,8 +38,6 @@ from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.wire.streams import BROKEN, Stream
 
 __all__ = ["Auditor"]
-
-UNSHOWN = 3  # times in a row that a syncer does not show what it has signed before this is held against it
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Auditor:
         self._random = random.SystemRandom() if seed is None else random.Random(f"audits of {seed}")
         self._watches: dict[int, list[_Watch]] = {}
         self._last: dict[int, Head] = {}  # by fragment: of the version that was followed last
-        self._unshown: Counter[str] = Counter()
+        self._unshown: Buckets[str] = Buckets(UNSHOWN_PER_S, UNSHOWN)
         self._accusations: Buckets[str] = Buckets(ACCUSATIONS_PER_S, ACCUSATIONS)
         self._lasts = _remembered(context) if self._settings.audited else 0
 
@@ -130,8 +127,6 @@ class Auditor:
                     await audit.ask(context, stream, record, parts, shown.__setitem__)
         except (*BROKEN, PayloadError) as error:
             self._not_shown(head, error, newest)
-        else:
-            self._unshown.pop(head.author, None)
         for watch in watches:
             if watch.number in shown:
                 evidence = Evidence(watch.number, watch.part, tuple(watch.steps), record, shown[watch.number])
@@ -141,15 +136,18 @@ class Auditor:
                     return
 
     def _not_shown(self, head: Head, error: Exception, newest: bool) -> None:
-        """An author did not show what it signed. A connection that broke says nothing against it."""
+        """An author did not show what it signed. That happens now and then to an honest one that leaves or has a thin
+        link. A connection that broke says nothing.
+        """
         context, author = self._context, head.author
         why = str(error) or type(error).__name__
         context.note("audit_failed", fragment=head.fragment, version=head.version, syncer=author, why=why)
-        self._unshown[author] += newest and isinstance(error, PayloadError | asyncio.TimeoutError)
-        if isinstance(error, Offence) or self._unshown[author] >= UNSHOWN:
-            self._unshown.pop(author, None)
-            why = why if isinstance(error, Offence) else f"did not show what it merged {UNSHOWN} times in a row"
+        if isinstance(error, Offence):
             context.do(context.protocol.offence(author, why, context.now()))
+        elif newest and isinstance(error, PayloadError | asyncio.TimeoutError):
+            if not self._unshown.take(author, context.now()):
+                why = f"does not show what it merged, again and again: {why}"
+                context.do(context.protocol.offence(author, why, context.now()))
 
     # -- proofs -------------------------------------------------------------------------------------------------------
 

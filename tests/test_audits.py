@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
+from diloco.outer.audit import versions_until
+from diloco.outer.codecs import codec
+from diloco.outer.fragments import partition
+from diloco.outer.merkle import LEAF
 from diloco.outer.shown import Shown
 from diloco.protocol.audits import wrong_counts
 from diloco.protocol.heads import sign_head
 from diloco.protocol.messages.audits import Accusation, AuditRequest
 from diloco.swarm.conversations import audit
 from diloco.swarm.conversations.audit import Evidence
+from diloco.swarm.conversations.framing import UpdateRecord
+from diloco.swarm.node import auditor as auditor_module
 from diloco.swarm.node.auditor import Auditor
 from diloco.swarm.node.node import Node
 from diloco.swarm.wire.streams import Stream
@@ -388,3 +397,61 @@ def test_a_head_without_contributions_moves_nothing() -> None:
     off = OuterConfig(method="diloco", sync_every=1, audit=0.0)
     assert wrong_counts(off, record_of(1, A, B, {"a": 1})) is None
     assert "not named" in str(wrong_counts(off, record_of(1, A, B, {"a": 1}, weights=[1.0])))
+
+
+# -- how long a lie lasts ---------------------------------------------------------------------------------------------
+
+
+def asked_for(auditors: Sequence[Auditor], first: int, altered: int, until: int) -> int:
+    """The version at which one of them asks for that part for the first time, from version `first` on."""
+    asked: list[tuple[int, int]] = []
+
+    def ask_due(record: Any, watches: list[Any]) -> None:
+        asked.extend((watch.number, record.version) for watch in watches if watch.due == record.version)
+        watches[:] = [watch for watch in watches if watch.due > record.version]
+
+    record = record_of(1, A, A, {"a": 1}, weights=[1.0], coefficients=[1.0])
+    for auditor in auditors:
+        auditor._ask_due = ask_due  # type: ignore[method-assign]
+    for version in range(1, until):
+        head = record.head.model_copy(update={"version": version})
+        followed = record.model_copy(update={"head": head})
+        for auditor in auditors:
+            drive(auditor.follow(UpdateRecord(followed, torch.empty(0), [b""])))
+        if version >= first and (altered, version) in asked:
+            return version
+    pytest.fail("never")
+
+
+def drive(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing."""
+    with pytest.raises(StopIteration):
+        work.send(None)
+
+
+@pytest.mark.parametrize("begins", [1, 60])
+@pytest.mark.parametrize("certainty", [0.5, 0.95])
+def test_a_bias_in_one_part_of_a_hundred_is_audited_within_the_stated_versions(
+    begins: int, certainty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default of `outer.audit`, 200 runs of a syncer and three others. What is audited there is proved:
+    `test_audit.py`.
+    """
+
+    async def nothing(*arguments: Any) -> list[None]:
+        return [None] * len(arguments[-1])
+
+    monkeypatch.setattr(auditor_module, "in_thread", nothing)
+    [fragment] = partition({"w": 100 * LEAF}, 1)
+    replica = SimpleNamespace(settings=OUTER, fragments=[fragment], down=codec("int8"))
+    protocol = SimpleNamespace(me="me", members=["s", "b", "c"])
+    context: Any = SimpleNamespace(replica=replica, protocol=protocol)
+    stated = versions_until(certainty, 100, 1, OUTER.audit)
+    assert stated == {0.5: 35, 0.95: 150}[certainty]
+    lasted = []
+    for seed in range(200):
+        auditors = [Auditor(context, f"{seed} {number}") for number in range(3)]
+        lasted.append(asked_for(auditors, begins, seed % 100, 3000) - begins + 1)
+    within = sum(versions <= stated for versions in lasted) / len(lasted)
+    print(f"begins at {begins}: {within:.1%} of 200 liars within {stated} versions, median {sorted(lasted)[100]}")
+    assert within >= certainty - 3 * math.sqrt(certainty * (1 - certainty) / 200)

@@ -88,6 +88,7 @@ EFFECT = {
     "outer.clip_factor": "lt.hspd. bq.",
     "outer.trim": "lt.hspd. ...",
     "outer.spot_check": "lt.hspd. b..",
+    "outer.audit": "lt.hspd. b..",
     "outer.optimizer": "lt.hspd. bq.",
     "outer.lr": "lt.hspd. bq.",
     "outer.lr_by_peers": "lt.hspd. bq.",

@@ -102,7 +102,7 @@ def test_schedules_have_all_kinds_of_faults_and_settings() -> None:
     assert {fault.kind for plan in plans for fault in plan.faults} == set(faults.KINDS)
     settings = [dict(plan.outer) for plan in plans]
     assert {outer["fragments"] for outer in settings} == {1, 2, 3}
-    barrier = {"sync_every", "fragments", "lr", "momentum", "codec_up", "codec_down"}
+    barrier = {"sync_every", "fragments", "lr", "momentum", "codec_up", "codec_down", "audit"}
     assert sum(set(outer) <= barrier for outer in settings) > 100
     for key in ("quorum", "staleness_limit", "overlap", "staggered", "grace_s", "grace_slack", "robust", "merge"):
         assert any(outer.get(key) for outer in settings), key

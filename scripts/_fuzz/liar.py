@@ -87,7 +87,7 @@ def lie_of(seed: int) -> Lie:
     """The lie of a seed; seeds in a row have different fields."""
     r = random.Random(f"lie {seed}")
     kind, path = targets()[seed % len(targets())]
-    value = (seed // len(targets()) + seed) % NUM_VALUES
+    value = (seed // len(targets()) + seed % len(targets())) % NUM_VALUES
     first = kind in SAID_BY_SYNCERS or r.random() < 0.3
     return Lie(seed, Target(kind, path, value), first, more=r.random() < 0.3)
 

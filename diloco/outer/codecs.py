@@ -29,6 +29,7 @@ working buffers, at most 6 MiB, belong to the thread.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
@@ -67,6 +68,8 @@ class _FloatCodec(Codec):
     carries_values = True
     dtype: ClassVar[torch.dtype]
     largest: ClassVar[float]
+    rounding: ClassVar[tuple[float, float]]
+    """How far rounding may move a value, as a part of it, and at least."""
 
     def widths(self, numel: int) -> list[int]:
         return [numel * self.dtype.itemsize]
@@ -99,17 +102,23 @@ class _FloatCodec(Codec):
             raise PayloadError(f"{self.name} payload holds {found}; values must be at most {largest}")
         return values
 
+    def most_lost(self, payload: Tensor, numel: int, norm: float) -> float:
+        part, least = self.rounding
+        return part * norm + least * math.sqrt(numel)
+
 
 class _Fp32(_FloatCodec):
     name = "fp32"
     dtype = torch.float32
     largest = LIMIT
+    rounding = (0.0, 0.0)
 
 
 class _Fp16(_FloatCodec):
     name = "fp16"
     dtype = torch.float16
     largest = torch.finfo(torch.float16).max
+    rounding = (2.0**-11, 2.0**-25)
 
 
 class _BlockCodec(Codec):
@@ -117,6 +126,8 @@ class _BlockCodec(Codec):
 
     carries_values = False
     codes_per_byte: ClassVar[int]
+    rounding: ClassVar[tuple[float, float]]
+    """How far encoding may move a value, as a part of what it becomes, and at least, over 2**exponent."""
     min_exponent: ClassVar[int]
     max_exponent: ClassVar[int]
     unit_exponent: ClassVar[int]
@@ -151,6 +162,11 @@ class _BlockCodec(Codec):
             scales = power_of_two(exponents, self.unit_exponent) * weight
             rows.addcmul_(self._dequantise(codes, rows.shape[1]), scales)
 
+    def most_lost(self, payload: Tensor, numel: int, norm: float) -> float:
+        part, least = self.rounding
+        exponents = payload.numpy()[: -(-numel // BLOCK)].view(np.int8).astype(np.int32)
+        return part * norm + least * math.sqrt(BLOCK * float(np.ldexp(1.0, 2 * exponents).sum()))
+
     def _check(self, payload: Tensor, numel: int) -> None:
         self._check_length(payload, numel)
         exponents = payload.numpy()[: -(-numel // BLOCK)].view(np.int8)
@@ -172,6 +188,7 @@ class _Int8(_BlockCodec):
 
     name = "int8"
     codes_per_byte = 1
+    rounding = (0.0, 0.5)
     min_exponent = _MIN_EXPONENT
     max_exponent = 58  # LIMIT is 64 * 2**58
     unit_exponent = 0
@@ -200,6 +217,7 @@ class _E3m0(_BlockCodec):
 
     name = "e3m0"
     codes_per_byte = 2
+    rounding = (0.5, 2.0**-7)
     min_exponent = _MIN_EXPONENT + 6  # so that the lowest of the seven levels is a normal number
     max_exponent = 64  # LIMIT is 2**64
     unit_exponent = 8

@@ -9,6 +9,7 @@ version are signed, and no proof of the work before that travels yet.
 
 from __future__ import annotations
 
+from diloco.protocol.beyond import refused
 from diloco.protocol.fragment import Fragment
 from diloco.protocol.messages.control import mark
 from diloco.protocol.messages.heads import Head, Record
@@ -20,6 +21,8 @@ __all__ = ["disputants", "donors", "doubt", "number_to_pass", "unbelieved"]
 
 def unbelieved(view: View, record: Record, donor: str) -> str | None:
     """Why this peer does not believe that a version is the swarm's; None when it does."""
+    if (why := refused(view, record)) is not None:
+        return why
     head, here, lease = record.head, view.fragments[record.fragment], view.live_lease(record.fragment)
     if lease is not None and lease.holder != view.me:
         if donor == lease.holder or (head.version, head.digest) == (lease.version, lease.digest):

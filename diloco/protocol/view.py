@@ -16,7 +16,7 @@ from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, Vote, mark
-from diloco.protocol.messages.heads import Proof
+from diloco.protocol.messages.heads import Head, Proof
 from diloco.protocol.numbers import MAX_COUNT, within_bounds
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties
@@ -96,6 +96,7 @@ class View:
         self.liars: dict[str, Proof] = {}  # identities that are out for good; the gate remembers them
         # By fragment and peer: versions up to the first number are not believed; the second one has a certificate.
         self.doubted: dict[tuple[int, str], tuple[int, int]] = {}
+        self.beyond: dict[tuple[int, int, str], Head] = {}  # by fragment, term and author; see `beyond`
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)

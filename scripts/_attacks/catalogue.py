@@ -16,7 +16,6 @@ SYNCER = "nobody checks what a syncer publishes"
 WEIGHTS = "a peer may claim four times the pace of the others"
 
 OPEN = {
-    "publishes-anything": SYNCER,
     "biased-chunk": SYNCER,
     "reversed-update": SYNCER,
     "false-publication": "a syncer that publishes what nobody has keeps its lease",

@@ -107,8 +107,8 @@ async def publishes_the_reverse(x: Attacker) -> None:
     """Each version is what the contributions would make, with the other sign: as long as an honest one."""
 
     def reverse(judge: Any) -> Any:
-        def judged(weights: Any) -> Any:
-            peers, judgement = judge(weights)
+        def judged(*arguments: Any) -> Any:
+            peers, judgement = judge(*arguments)
             return peers, replace(judgement, coefficients=tuple(-each for each in judgement.coefficients))
 
         return judged

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from diloco.errors import PayloadError
 from diloco.protocol.belief import unbelieved
+from diloco.protocol.beyond import refused
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.heads import does_not_follow, wrong_record, wrong_shares
 from diloco.protocol.messages.bulk import PartList, StateHeader
@@ -21,7 +22,9 @@ __all__ = ["Unbelieved", "check_anchor", "check_follows", "check_record"]
 
 
 class Unbelieved(PayloadError):
-    """A version with a certificate that is right, of an author that this peer does not take for one."""
+    """A version with a certificate that is right, and that does not go on for this peer; `version` is its number, or 0
+    if no history has to pass it.
+    """
 
     def __init__(self, why: str, version: int) -> None:
         super().__init__(why)
@@ -34,7 +37,7 @@ def check_record(protocol: Peer, record: Record, donor: str) -> None:
     if why is not None:
         raise Offence(why)
     if (why := unbelieved(protocol, record, donor)) is not None:
-        raise Unbelieved(why, record.version)
+        raise Unbelieved(why, 0 if refused(protocol, record) else record.version)
 
 
 def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> None:

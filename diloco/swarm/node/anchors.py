@@ -33,6 +33,7 @@ from diloco.swarm.conversations.certificates import Unbelieved, check_follows
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord, intact
 from diloco.swarm.conversations.tasks import in_thread
+from diloco.swarm.node.bounds import Bounds, step_of
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BROKEN
@@ -55,6 +56,7 @@ class Anchors:
         self._refused: dict[tuple[int, str], tuple[float, float]] = {}  # until when, and for how long
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
+        self.bounds = Bounds(context)
         self.own_tokens = own_tokens
         self.loaded = [self._here(fragment) for fragment in range(len(context.protocol.fragments))]
 
@@ -216,11 +218,15 @@ class Anchors:
                 await self.catch_up(fragment, (lease.holder,), whole=True)
 
     async def _apply(self, record: UpdateRecord) -> str:
-        header = record.header
+        header, checked = record.header, await self.bounds.check(record)
+        if checked.digest not in ("", header.digest):
+            return checked.digest
         await self.about_to_move(header.fragment, header.contributors)
         self._protocol.accounts.hear_data_cursor(header.head)
-        step = OuterStep(header.version - 1, len(header.lines), header.head.pushes, header.head.delay)
-        digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
+        digest = checked.digest
+        if not digest:
+            digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step_of(header))
+        self.bounds.follow(header, checked.moved)
         self.moved(header.fragment, header.version, digest, contributors=header.contributors, record=header)
         return digest
 
@@ -291,6 +297,7 @@ class Anchors:
         if here.syncer is None and state.outer is None and _only_renumbers(header.record, here):
             self._renumbered(here, header.record)
             return
+        await self.bounds.adopt(state, here)
         base, _ = self.loaded[fragment]
         await self.about_to_move(fragment, [peer for peer, share in header.shares.items() if share.last_version > base])
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)

@@ -70,6 +70,7 @@ class Merging:
         if not lost:
             cursor = accounts.data_cursor(fragment.index, close.contributors)
         record = self._certificate(fragment, close, syncer, step, (digest, held.root), cursor)
+        self._anchors.bounds.follow(record, held.moved)
         if lost:
             accounts.hear_data_cursor(record.head)
             self._anchors.moved(fragment.index, record.version, digest, contributors=record.contributors, record=record)

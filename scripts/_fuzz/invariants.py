@@ -9,6 +9,7 @@ After every turn, of every living node that something happened to:
 - a version of a fragment under one term has one author and one digest, as long as all peers could always reach each
   other (two sides of a split may claim the same term);
 - its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it;
+- no version is beyond the bound of a peer, also where contributors lie;
 - a syncer that got the outer state from a peer that left makes the next version with the master and the momentum that
   belong to its anchor, as long as all peers could always reach each other.
 
@@ -51,6 +52,8 @@ from diloco.swarm.node.node import Node
 
 __all__ = ["Violation", "Watch", "check_end"]
 
+ALLOWS = "what was contributed allows"  # is said of a version that is beyond its bound
+
 
 class Violation(Exception):
     """An invariant does not hold."""
@@ -78,6 +81,8 @@ class Watch:
         def told(actions: Sequence[Any]) -> None:
             self._touched[life.owner] = life
             twice = [each for each in actions if isinstance(each, Note) and each.kind == "units_twice"]
+            beyond = [each for each in actions if isinstance(each, Note) and ALLOWS in str(each.fields.get("why"))]
+            self._crowd.failures += [f"{life.name} refused the version of an honest peer: {one}" for one in beyond]
             self.lineage.units_twice += sum(note.fields["count"] for note in twice)  # type: ignore[misc]
             do(actions)
 

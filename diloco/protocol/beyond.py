@@ -17,7 +17,7 @@ from diloco.protocol.messages.control import mark
 from diloco.protocol.messages.heads import Record
 from diloco.protocol.view import View
 
-__all__ = ["refuse", "refused"]
+__all__ = ["forgive", "refuse", "refused"]
 
 REMEMBERED = 256  # refusals
 
@@ -31,6 +31,12 @@ def refuse(view: View, record: Record) -> None:
     lease = view.leases.get(head.fragment)
     if lease is not None and lease.holder == head.author:
         view.leases.vacate(head.fragment)
+
+
+def forgive(view: View, record: Record) -> bool:
+    """This version is adopted; whether one of the same author was refused here, which was wrong then."""
+    head = record.head
+    return view.beyond.pop((head.fragment, head.term, head.author), None) is not None
 
 
 def refused(view: View, record: Record) -> str | None:

@@ -16,7 +16,7 @@ from diloco.outer.bounds import Moved, distance, measure
 from diloco.outer.digest import digest_of
 from diloco.outer.optimizer import OuterStep
 from diloco.protocol.actions import Disconnect
-from diloco.protocol.beyond import refuse
+from diloco.protocol.beyond import forgive, refuse, refused
 from diloco.protocol.fragment import Fragment
 from diloco.protocol.messages.heads import Record
 from diloco.swarm.conversations.certificates import Unbelieved
@@ -68,7 +68,10 @@ class Bounds:
         record = update.header
         if not record.lines:
             raise PayloadError(f"version {record.version} of fragment {record.fragment} moves without a contribution")
+        erred = self._erred(record)
         checked, why = await in_thread(self._check, update)
+        if erred:
+            return Checked(checked.moved)
         if why is not None and self._replica.optimizer.transition(step_of(record)).still:
             # No digest tells what an author says of its window; a backup does not follow it, and no anchor moves.
             self._note(record, why)
@@ -103,13 +106,26 @@ class Bounds:
         if (state.header.version, state.header.digest) == (here.version, here.digest):
             return  # what comes with it is the outer state
         follows = record is not None and (record.version, record.digest_before) == (here.version + 1, here.digest)
-        if record is None or not follows or not record.lines:
+        if record is None or self._erred(record) or not follows or not record.lines:
             return self._begin(here.index, state.header.version, record)
         moved = await in_thread(distance, replica.settings, replica.anchors[here.index], state.anchor)
         why = replica.bounds[here.index].wrong(step_of(record), _lengths(record), moved, record.head.term)
         if why is not None:
             self._refuse(record, why)
         self.follow(record, moved)
+
+    def _erred(self, record: Record) -> bool:
+        """Whether this peer refused a version that most peers have; its bound begins anew, because it was wrong.
+
+        Raises `Unbelieved` for one that was refused since it was fetched.
+        """
+        protocol = self._context.protocol
+        if (why := refused(protocol, record)) is not None:
+            raise Unbelieved(why, 0)
+        if not forgive(protocol, record):
+            return False
+        self._begin(record.fragment, record.version, record)
+        return True
 
     def _refuse(self, record: Record, why: str) -> None:
         """The author of a version that is beyond its bound is an offender, and the fragment is vacant."""

@@ -13,13 +13,13 @@ This loses nothing: a syncer that is behind first catches up with the highest ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 from diloco.protocol.messages.control import Claim, Published
-from diloco.protocol.messages.heads import Record
+from diloco.protocol.messages.heads import MAX_LINES, Line, Record
 from diloco.protocol.numbers import LEAP, at_most, leaps_too_far
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
@@ -80,6 +80,7 @@ class Fragment:
         shares: which peer contributed how much to the anchor here.
         authors: who held the newest terms that were believed here, by term.
         record: the certificate of the version here; version 0 has none.
+        lines: the newest line of each peer that contributed to the anchor here, as far as they are known.
         lease: the newest claim that counts; None while nobody has claimed the fragment.
         elected_at: when this peer began to believe it.
         told: the version of which each peer was sent the head here, because it has another anchor.
@@ -95,7 +96,8 @@ class Fragment:
         past: digests of the versions before this one, as far as they were here in a row.
         lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
         disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
-        outweighed: peers whose other history was found to have less work than that of the anchor which is here now.
+        outweighed: peers whose other history was found to have less work than that of the anchor which is here now, or
+            none that is proved.
     """
 
     index: int
@@ -104,6 +106,7 @@ class Fragment:
     came_at: float | None = None
     shares: Shares = field(default_factory=dict)
     record: Record | None = None
+    lines: dict[str, Line] = field(default_factory=dict)
     authors: dict[int, str] = field(default_factory=dict)
     lease: Lease | None = None
     told: dict[str, int] = field(default_factory=dict)
@@ -124,13 +127,31 @@ class Fragment:
     outweighed: set[str] = field(default_factory=set)
 
     def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
-        """The anchor is at that version now: the next one of its history, or by a `leap` one of any history."""
-        past = {} if leap else {**self.past, self.version: self.digest}
+        """The anchor is at that version now: the next one of its history, or by a `leap` one of any history, maybe the
+        same one under a higher number.
+        """
+        past = {} if leap and digest != self.digest else {**self.past, self.version: self.digest}
         while len(past) > REMEMBERED:
             del past[next(iter(past))]
         self.past = past
         self.disputed_since, self.outweighed = None, set()
         self.version, self.digest, self.came_at = version, digest, now
+
+    def certified(self, record: Record | None, lines: Iterable[Line] | None = None) -> None:
+        """That is the certificate of the anchor here. `lines` came with another anchor, beside its certificate."""
+        self.record = record
+        known = self.lines if lines is None else {line.peer: line for line in lines}
+        for line in () if record is None else record.lines:
+            known.pop(line.peer, None)  # the newest lines are last
+            known[line.peer] = line
+        while len(known) > MAX_LINES:
+            del known[next(iter(known))]
+        self.lines = known
+
+    def further_lines(self) -> list[Line]:
+        """The lines that are not in the certificate of the anchor here."""
+        certified = () if self.record is None else self.record.contributors
+        return [line for peer, line in self.lines.items() if peer not in certified]
 
     def follows(self, version: int, digest: str) -> bool:
         """Whether the anchor here is that one, or came from it version by version."""

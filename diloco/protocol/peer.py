@@ -18,7 +18,7 @@ act at once (`pace` says why).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
 from diloco.protocol.belief import donors, doubt
@@ -210,13 +210,15 @@ class Peer(Elector):
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
         record: Record | None = None,
+        lines: Iterable[Line] | None = None,
     ) -> list[Action]:
         """The anchor of a fragment moved to a version: by an update record, which names the tokens of its
-        `contributors`, or by fetching its state, which brings the `shares` in it. `record` is its certificate.
+        `contributors`, or by fetching its state, which brings the `shares` in it, and `lines`. `record` is its
+        certificate.
         """
         fragment = self.fragments[index]
         fragment.ended(Busy.CATCHING_UP)
-        fragment.record = record
+        fragment.certified(record, lines)
         if shares is not None:
             fragment.ended(Busy.INHERITING)  # an update of this peer's own exchange does not end it
             fragment.shares = dict(shares)
@@ -252,7 +254,6 @@ class Peer(Elector):
         """
         self.catch_up_failed(index)
         fragment = self.fragments[index]
-        fragment.outweighed.add(donor)
         doubt(self, index, donor, version)
         told: list[Action] = []
         if fragment.lease is not None and fragment.lease.holder == donor:
@@ -314,7 +315,7 @@ class Peer(Elector):
         took_s = 0.0 if fragment.closed_at is None else now - fragment.closed_at
         self.sync_s = max(took_s, self.sync_s)
         syncer.advance(syncer.version + 1, now=now)
-        fragment.record = record
+        fragment.certified(record)
         fragment.move(syncer.version, digest, now)
         self.accounts.credit(fragment, syncer.version, contributors)
         twice = self.accounts.apply_units(syncer.version, contributors) if index == CONTROL_FRAGMENT else []

@@ -82,7 +82,9 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
             continue
         if lease.holder == view.me:
             able = _with_another_history(view, fragment)
-            if not able and (number := number_to_pass(view, fragment.index)):
+            # Contributions that are on their way are from the number that the anchor has now.
+            free = fragment.syncer is None or not (view.lockstep and fragment.syncer.has_offers)
+            if not able and free and (number := number_to_pass(view, fragment.index)):
                 fragment.busy = Busy.CATCHING_UP
                 found.append(Renumber(fragment.index, number))
                 continue

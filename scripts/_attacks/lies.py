@@ -15,6 +15,7 @@ from _attacks.floods import ASYNC, HUGE, MOST
 from diloco.outer.digest import digest_of
 from diloco.protocol.messages.bulk import Contribution, StateRequest, Verdict
 from diloco.protocol.messages.control import Published
+from diloco.protocol.shares import Share
 from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.framing import UpdateRecord
 from diloco.swarm.wire.streams import Stream
@@ -48,6 +49,24 @@ async def moves_the_clock(x: Attacker) -> None:
     version = x.lease.version + 1
     x.serves(x.anchor.clone(), version=version, shares=x.shares(MUCH, version))
     x.says_version(lambda: version)
+
+
+@attack("disputes-alone", "F1", "member", "says that its history has more work, and serves 777 with shares it invents")
+async def disputes_alone(x: Attacker) -> None:
+    """The syncer asks whoever disputes its history; the certificate is right, and the contributors signed nothing."""
+    version = x.lease.version + 1
+    shares = {peer: Share(9, MUCH // 100, 1, version) for peer in [*x.honest(), x.me]}
+    x.serves(_poison(x, 777.0), version=version, shares=shares)
+    x.status(lambda _: {"disputed": [x.index]})
+
+
+@attack(
+    "disputes-by-its-own-work", "F1", "member", "the same with shares that are right, but for its own, which it signs"
+)
+async def disputes_by_its_own_work(x: Attacker) -> None:
+    version = x.lease.version + 1
+    x.serves(_poison(x, 777.0), version=version, shares=x.shares(MUCH, version))
+    x.status(lambda _: {"disputed": [x.index]})
 
 
 @attack("takes-a-fragment", "F2", "member", "claims the next term over a living syncer, and publishes +100", proof=True)

@@ -96,6 +96,7 @@ class Fragment:
         past: digests of the versions before this one, as far as they were here in a row.
         lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
         disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
+        missed_since: since when nobody has given this peer the version that the syncer announced.
         outweighed: peers whose other history was found to have less work than that of the anchor which is here now, or
             none that is proved.
     """
@@ -124,6 +125,7 @@ class Fragment:
     past: dict[int, str] = field(default_factory=dict)
     lighter: str = ""
     disputed_since: float | None = None
+    missed_since: float | None = None
     outweighed: set[str] = field(default_factory=set)
 
     def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
@@ -134,7 +136,7 @@ class Fragment:
         while len(past) > REMEMBERED:
             del past[next(iter(past))]
         self.past = past
-        self.disputed_since, self.outweighed = None, set()
+        self.disputed_since, self.missed_since, self.outweighed = None, None, set()
         self.version, self.digest, self.came_at = version, digest, now
 
     def certified(self, record: Record | None, lines: Iterable[Line] | None = None) -> None:
@@ -284,5 +286,6 @@ class LeaseTable:
         del held[fragment]
         if not held:
             del self._held[lease.holder]
-        self._fragments[fragment].lease = self._fragments[fragment].disputed_since = None
+        known = self._fragments[fragment]
+        known.lease = known.disputed_since = known.missed_since = None
         self.generation += 1

@@ -44,7 +44,7 @@ from diloco.protocol.numbers import (
 from diloco.protocol.proofs import convict, disagreements, hear_head
 from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
-from diloco.protocol.succession import catch_ups, settle_disputes, to_claim
+from diloco.protocol.succession import catch_ups, to_claim, unseat
 from diloco.protocol.syncer import Syncer
 
 __all__ = ["Peer"]
@@ -140,7 +140,8 @@ class Peer(Elector):
         actions: list[Action] = []
         for peer in self.members.silent(now) if self._pace.looks(now) else ():
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
-        actions += self._tell(now, at_once=True) if settle_disputes(self, now) else []
+        if unseated := unseat(self, now):
+            actions += [*unseated, *self._tell(now, at_once=True)]
         actions += self._reconsider(now)
         actions += self._claim_vacant(now)
         actions += self._close_versions(now)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from diloco.protocol.actions import CatchUp, Renumber
-from diloco.protocol.belief import disputants, donors, number_to_pass
+from collections.abc import Collection
+
+from diloco.protocol.actions import Action, CatchUp, Note, Renumber
+from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
 from diloco.protocol.fragment import Busy, Fragment
+from diloco.protocol.membership import Member
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "patience_s", "settle_disputes", "to_claim", "turn"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "missed", "patience_s", "to_claim", "turn", "unseat"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -108,18 +111,46 @@ def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*donors(view, fragment.index, fragment.version + 1), *disputing]))
 
 
-def settle_disputes(view: View, now: float) -> bool:
-    """A syncer that goes on for long from a history with less work, as most holders find, counts as gone here.
+def missed(view: View, index: int, now: float) -> None:
+    """Nobody could give this peer the version that the fragment's syncer announced."""
+    fragment = view.fragments[index]
+    lease = fragment.lease
+    if lease is not None and lease.holder != view.me and lease.version > fragment.version:
+        fragment.missed_since = now if fragment.missed_since is None else fragment.missed_since
 
-    Returns whether one does.
+
+def unseat(view: View, now: float) -> list[Action]:
+    """Syncers that live, and count as gone here, because most holders find for long that they do not do their work.
+
+    One goes on from a history with less work than theirs; or it announced a version that nobody can have. The latter
+    holds nothing any more, as long as this peer lives.
     """
-    settled = False
+    actions: list[Action] = []
     for fragment in view.fragments:
-        holder = None if fragment.lease is None else view.members.get(fragment.lease.holder)
-        if fragment.disputed_since is None or holder is None or now - fragment.disputed_since <= holder.silence_s():
+        lease = fragment.lease
+        holder = None if lease is None else view.members.get(lease.holder)
+        if lease is None or holder is None:
             continue
         others = [one for one in view.able() if one != holder.peer]
-        if 2 * len({*disputants(view, fragment), view.me}.intersection(others)) > len(others):
-            view.leases.vacate(fragment.index)
-            settled = True
-    return settled
+        disputing = {*disputants(view, fragment), view.me}.intersection(others)
+        lacking = [one for one in others if _version(view, one, fragment) < lease.version]
+        if _for_long(fragment.disputed_since, disputing, others, holder, now):
+            why = "goes on from a history with less work"
+        elif _for_long(fragment.missed_since, lacking, others, holder, now):
+            why = f"announced version {lease.version}, which nobody can have"
+            doubt(view, fragment.index, holder.peer, 0)
+            view.deposed.add(holder.peer)
+        else:
+            continue
+        view.leases.vacate(fragment.index)
+        actions.append(Note("unseated", {"fragment": fragment.index, "peer": holder.peer, "why": why}))
+    return actions
+
+
+def _for_long(since: float | None, agree: Collection[str], others: Collection[str], holder: Member, now: float) -> bool:
+    return since is not None and now - since > holder.silence_s() and 2 * len(agree) > len(others)
+
+
+def _version(view: View, peer: str, fragment: Fragment) -> int:
+    member = view.members.get(peer)
+    return fragment.version if member is None else member.status.versions[fragment.index]

@@ -27,6 +27,7 @@ from diloco.protocol.numbers import leaps_too_far
 from diloco.protocol.penalties import Offence
 from diloco.protocol.shares import Share
 from diloco.protocol.states import STATES
+from diloco.protocol.succession import missed
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.certificates import Unbelieved, check_follows
@@ -179,6 +180,7 @@ class Anchors:
                     self._context.note(kind, fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):
                         break
+        missed(self._protocol, fragment, self._context.now())
         self._protocol.catch_up_failed(fragment)
         self._context.tasks.notify()
 

@@ -127,6 +127,8 @@ def unseat(view: View, now: float) -> list[Action]:
     """
     actions: list[Action] = []
     for fragment in view.fragments:
+        if fragment.disputed_since is None and fragment.missed_since is None:
+            continue
         lease = fragment.lease
         holder = None if lease is None else view.members.get(lease.holder)
         if lease is None or holder is None:

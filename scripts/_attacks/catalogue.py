@@ -19,7 +19,6 @@ OPEN = {
     "publishes-anything": SYNCER,
     "biased-chunk": SYNCER,
     "reversed-update": SYNCER,
-    "false-publication": "a syncer that publishes what nobody has keeps its lease",
     "claims-eightfold": WEIGHTS,
     "free-versions": WEIGHTS,
     "minus-ten-of-three": "fewer than four contributions are judged by earlier ones only",

@@ -15,7 +15,8 @@ from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vo
 from diloco.protocol.messages.heads import Proof, Record
 from diloco.protocol.numbers import LEAP
 from diloco.protocol.peer import Peer
-from diloco.protocol.succession import CLAIM_PATIENCE_S, missed, unseat
+from diloco.protocol.states import State
+from diloco.protocol.succession import CLAIM_PATIENCE_S, missed, unseat, watch
 from tests.protocol_helpers import MANIFEST, Keys, digest_of, record_of
 
 ZERO, ONE, TWO = (digest_of(version) for version in range(3))
@@ -433,6 +434,36 @@ def test_whoever_got_the_version_or_another_syncer_misses_nothing() -> None:
     assert not unseat(peer, LATER)
     missed(peer, 0, 3.0)
     assert peer.fragments[0].missed_since is None, "nothing newer is announced"
+
+
+def stuck(round_s: float, waiting: str = "ab") -> Peer:
+    """A peer whose syncer `h` has made one version after so many seconds, and no other one, for which some wait."""
+    peer = follower("a", "b", "c")
+    for version, at in ((1, 10.0), (2, 10.0 + round_s)):
+        peer.adopted(0, version, digest_of(version), at, contributors={"a": 10})
+        for other in "habc":
+            state: State = "exchanging" if other in waiting else "training"
+            peer.heard(other, Status(state=state, versions=[version], marks=mark(digest_of(version))), at)
+    peer.enter("exchanging", 11.0 + round_s)
+    watch(peer, 12.0 + round_s)
+    return peer
+
+
+def test_a_syncer_that_waits_longer_than_anybody_may_make_it_wait_is_unseated_for_good() -> None:
+    peer = stuck(round_s=100.0)
+    assert not unseat(peer, 112.0 + 600.0 + 299.0), "a peer may pause, and another one may be slow"
+    (unseated,) = unseat(peer, 112.0 + 600.0 + 301.0)
+    assert isinstance(unseated, Note) and "not made version 3" in str(unseated.fields) and "h" in peer.deposed
+
+
+def test_a_syncer_for_which_few_wait_or_whose_rounds_nobody_has_seen_stays() -> None:
+    assert not unseat(stuck(100.0, waiting="a"), 10.0 * LATER), "two of four"
+    peer = stuck(100.0)
+    peer.adopted(0, 3, digest_of(3), 113.0, contributors={"a": 10})
+    assert not unseat(peer, 10.0 * LATER), "it made one"
+    newcomer = stuck(100.0)
+    newcomer.fragments[0].round_s = None
+    assert not unseat(newcomer, 10.0 * LATER)
 
 
 # -- proofs -----------------------------------------------------------------------------------------------------------

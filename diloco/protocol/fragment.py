@@ -97,6 +97,8 @@ class Fragment:
         lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
         disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
         missed_since: since when nobody has given this peer the version that the syncer announced.
+        stuck_since: since when most peers that train have waited for the next version.
+        round_s: seconds from the last version but one to the last one; None if not both came here in a row.
         outweighed: peers whose other history was found to have less work than that of the anchor which is here now, or
             none that is proved.
     """
@@ -126,6 +128,8 @@ class Fragment:
     lighter: str = ""
     disputed_since: float | None = None
     missed_since: float | None = None
+    stuck_since: float | None = None
+    round_s: float | None = None
     outweighed: set[str] = field(default_factory=set)
 
     def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
@@ -136,7 +140,9 @@ class Fragment:
         while len(past) > REMEMBERED:
             del past[next(iter(past))]
         self.past = past
-        self.disputed_since, self.missed_since, self.outweighed = None, None, set()
+        self.disputed_since = self.missed_since = self.stuck_since = None
+        self.outweighed = set()
+        self.round_s = None if leap or self.came_at is None else now - self.came_at
         self.version, self.digest, self.came_at = version, digest, now
 
     def certified(self, record: Record | None, lines: Iterable[Line] | None = None) -> None:
@@ -287,5 +293,5 @@ class LeaseTable:
         if not held:
             del self._held[lease.holder]
         known = self._fragments[fragment]
-        known.lease = known.disputed_since = known.missed_since = None
+        known.lease = known.disputed_since = known.missed_since = known.stuck_since = None
         self.generation += 1

@@ -44,7 +44,7 @@ from diloco.protocol.numbers import (
 from diloco.protocol.proofs import convict, disagreements, hear_head
 from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
-from diloco.protocol.succession import catch_ups, to_claim, unseat
+from diloco.protocol.succession import catch_ups, to_claim, unseat, watch
 from diloco.protocol.syncer import Syncer
 
 __all__ = ["Peer"]
@@ -161,6 +161,7 @@ class Peer(Elector):
             sent, received = (at_most(nbytes, MAX_BYTES) for nbytes in traffic)
             self._figures |= {"bytes_sent": sent, "bytes_received": received}
             actions.append(Broadcast(self.status(figures=True)))
+            watch(self, now)
         return actions + self.tick(now)
 
     def _tell(self, now: float, at_once: bool = False) -> list[Action]:

@@ -9,10 +9,11 @@ from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
 from diloco.protocol.fragment import Busy, Fragment
 from diloco.protocol.membership import Member
 from diloco.protocol.pace import STATUSES_PER_S
+from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "missed", "patience_s", "to_claim", "turn", "unseat"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "missed", "patience_s", "to_claim", "turn", "unseat", "watch"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -119,15 +120,31 @@ def missed(view: View, index: int, now: float) -> None:
         fragment.missed_since = now if fragment.missed_since is None else fragment.missed_since
 
 
+def watch(view: View, now: float) -> None:
+    """Note since when most peers that train have waited for the next version of each fragment, as they say."""
+    trainers = {one.peer: one.status for one in view.members.all() if one.trains and one.status.counted_in}
+    if view.trains:
+        trainers[view.me] = view.status()
+    for fragment in view.fragments:
+        holder = None if fragment.lease is None else fragment.lease.holder
+        others = [status for peer, status in trainers.items() if peer != holder]
+        waiting = [one for one in others if one.state == "exchanging"]
+        here = sum(status.versions[fragment.index] == fragment.version for status in waiting)
+        if holder in (None, view.me) or 2 * here <= len(others):
+            fragment.stuck_since = None
+        elif fragment.stuck_since is None:
+            fragment.stuck_since = now
+
+
 def unseat(view: View, now: float) -> list[Action]:
     """Syncers that live, and count as gone here, because most holders find for long that they do not do their work.
 
-    One goes on from a history with less work than theirs; or it announced a version that nobody can have. The latter
-    holds nothing any more, as long as this peer lives.
+    One goes on from a history with less work than theirs. Or it announced a version that nobody can have, or makes none
+    for longer than it may wait for the slowest peer; that one holds nothing any more, as long as this peer lives.
     """
     actions: list[Action] = []
     for fragment in view.fragments:
-        if fragment.disputed_since is None and fragment.missed_since is None:
+        if fragment.disputed_since is fragment.missed_since is fragment.stuck_since is None:
             continue
         lease = fragment.lease
         holder = None if lease is None else view.members.get(lease.holder)
@@ -142,6 +159,9 @@ def unseat(view: View, now: float) -> list[Action]:
             why = f"announced version {lease.version}, which nobody can have"
             doubt(view, fragment.index, holder.peer, 0)
             view.deposed.add(holder.peer)
+        elif _is_stuck(fragment, now):
+            why = f"has not made version {fragment.version + 1}, for which most have long waited"
+            view.deposed.add(holder.peer)
         else:
             continue
         view.leases.vacate(fragment.index)
@@ -151,6 +171,12 @@ def unseat(view: View, now: float) -> list[Action]:
 
 def _for_long(since: float | None, agree: Collection[str], others: Collection[str], holder: Member, now: float) -> bool:
     return since is not None and now - since > holder.silence_s() and 2 * len(agree) > len(others)
+
+
+def _is_stuck(fragment: Fragment, now: float) -> bool:
+    """Whether the syncer waits longer than any peer may make it wait; never while no round was seen from its start."""
+    since, round_s = fragment.stuck_since, fragment.round_s
+    return since is not None and round_s is not None and now - since > PAUSE_LIMIT_S + ROUNDS * round_s
 
 
 def _version(view: View, peer: str, fragment: Fragment) -> int:

@@ -13,6 +13,7 @@ from _attacks.arena import attack
 from _attacks.attacker import Attacker, bend
 from _attacks.floods import ASYNC, HUGE, MOST
 from diloco.outer.digest import digest_of
+from diloco.protocol.actions import Merge
 from diloco.protocol.messages.bulk import Contribution, StateRequest, Verdict
 from diloco.protocol.messages.control import Published
 from diloco.protocol.shares import Share
@@ -188,6 +189,13 @@ async def publishes_nothing(x: Attacker) -> None:
             contributors=x.honest(),
             applied_tokens=0,
         )
+    )
+
+
+@attack("never-merges", "F11", "syncer", "takes every contribution, and makes no version", lasts_s=660.0)
+async def never_merges(x: Attacker) -> None:
+    bend(
+        x.node.context, "carry_out", lambda honest: lambda actions: honest([a for a in actions if type(a) is not Merge])
     )
 
 

@@ -433,7 +433,7 @@ def test_whoever_got_the_version_or_another_syncer_misses_nothing() -> None:
     peer.adopted(0, 1, ONE, 2.0, contributors={"a": 10}, record=record("h", 3))
     assert not unseat(peer, LATER)
     missed(peer, 0, 3.0)
-    assert peer.fragments[0].missed_since is None, "nothing newer is announced"
+    assert peer.fragments[0].missed is None, "nothing newer is announced"
 
 
 def stuck(round_s: float, waiting: str = "ab") -> Peer:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from diloco.protocol.actions import Action, CatchUp, Note, Renumber
 from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
-from diloco.protocol.fragment import Busy, Fragment
+from diloco.protocol.fragment import Busy, Fragment, Missed
 from diloco.protocol.membership import Member
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
@@ -117,7 +117,7 @@ def missed(view: View, index: int, now: float) -> None:
     fragment = view.fragments[index]
     lease = fragment.lease
     if lease is not None and lease.holder != view.me and lease.version > fragment.version:
-        fragment.missed_since = now if fragment.missed_since is None else fragment.missed_since
+        fragment.missed = fragment.missed or Missed(lease.version, now)
 
 
 def watch(view: View, now: float) -> None:
@@ -144,7 +144,7 @@ def unseat(view: View, now: float) -> list[Action]:
     """
     actions: list[Action] = []
     for fragment in view.fragments:
-        if fragment.disputed_since is fragment.missed_since is fragment.stuck_since is None:
+        if fragment.missed is None and fragment.disputed_since is None and fragment.stuck_since is None:
             continue
         lease = fragment.lease
         holder = None if lease is None else view.members.get(lease.holder)
@@ -152,11 +152,12 @@ def unseat(view: View, now: float) -> list[Action]:
             continue
         others = [one for one in view.able() if one != holder.peer]
         disputing = {*disputants(view, fragment), view.me}.intersection(others)
-        lacking = [one for one in others if _version(view, one, fragment) < lease.version]
+        missed = fragment.missed or Missed(0, now)
+        lacking = [one for one in others if _version(view, one, fragment) < missed.version]
         if _for_long(fragment.disputed_since, disputing, others, holder, now):
             why = "goes on from a history with less work"
-        elif _for_long(fragment.missed_since, lacking, others, holder, now):
-            why = f"announced version {lease.version}, which nobody can have"
+        elif _for_long(missed.since, lacking, others, holder, now):
+            why = f"announced version {missed.version}, which nobody can have"
             doubt(view, fragment.index, holder.peer, 0)
             view.deposed.add(holder.peer)
         elif _is_stuck(fragment, now):

@@ -144,7 +144,8 @@ class StubHost:
         shares = shares or ({OTHER: Share(version, 10 * version, 1, version)} if version else {})
         said = {"shares": shares, "author": OTHER, "skipped": skipped}
         record = record_of(version, "f" * 64, digest, {}, **said) if version else None
-        header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, outer=False)
+        lines = [line_of(peer, share.last_version - 1, "f" * 64, share.tokens) for peer, share in shares.items()]
+        header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, lines=lines, outer=False)
         return FragmentState(header, anchor, donor=OTHER)
 
     def record(self, version: int, anchor: Tensor, before: str | None = None, norm: float = 100.0) -> UpdateRecord:

@@ -23,11 +23,12 @@ REMEMBERED = 256  # refusals
 
 
 def refuse(view: View, record: Record) -> None:
-    """Remember that a version was refused. Its author is gone as syncer of the fragment."""
+    """Remember that a version was refused. Its author is gone as syncer of the fragment, and holds nothing any more."""
     head = record.head
     view.beyond[head.fragment, head.term, head.author] = head
     while len(view.beyond) > REMEMBERED:
         del view.beyond[next(iter(view.beyond))]
+    view.deposed.add(head.author)
     lease = view.leases.get(head.fragment)
     if lease is not None and lease.holder == head.author:
         view.leases.vacate(head.fragment)
@@ -36,7 +37,10 @@ def refuse(view: View, record: Record) -> None:
 def forgive(view: View, record: Record) -> bool:
     """This version is adopted; whether one of the same author was refused here, which was wrong then."""
     head = record.head
-    return view.beyond.pop((head.fragment, head.term, head.author), None) is not None
+    if view.beyond.pop((head.fragment, head.term, head.author), None) is None:
+        return False
+    view.deposed.discard(head.author)
+    return True
 
 
 def refused(view: View, record: Record) -> str | None:

@@ -90,9 +90,9 @@ class View:
         self.address_book = AddressBook()
         self.penalties = Penalties()
         self.sync_s = 0.0  # from a decision to close until contributors have the update; rises at once, falls slowly
-        self.heals = 0
-        self.takeovers = 0
+        self.heals = self.takeovers = 0
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
+        self.deposed: set[str] = set()  # peers that hold nothing any more, as this peer believes
         self.liars: dict[str, Proof] = {}  # identities that are out for good; the gate remembers them
         # By fragment and peer: versions up to the first number are not believed; the second one has a certificate.
         self.doubted: dict[tuple[int, str], tuple[int, int]] = {}
@@ -350,7 +350,8 @@ class View:
 
     def able(self) -> list[str]:
         """Peers that can hold fragments; this one comes last."""
-        others = [member.peer for member in self.members.all() if member.holds and not member.status.gone]
+        members = [one for one in self.members.all() if one.holds and not one.status.gone]
+        others = [one.peer for one in members if one.peer not in self.deposed]
         return [*others, self.me] if self.holds and not self.gone else others
 
     def _find_heirs(self) -> dict[int, str]:

@@ -18,7 +18,6 @@ WEIGHTS = "a peer may claim four times the pace of the others"
 OPEN = {
     "biased-chunk": SYNCER,
     "reversed-update": SYNCER,
-    "false-publication": "a syncer that publishes what nobody has keeps its lease",
     "claims-eightfold": WEIGHTS,
     "free-versions": WEIGHTS,
     "minus-ten-of-three": "fewer than four contributions are judged by earlier ones only",

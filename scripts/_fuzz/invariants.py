@@ -106,14 +106,14 @@ class Watch:
             digest: str,
             now: float,
             contributors: Any = None,
-            shares: Any = None,
-            record: Any = None,
+            *further: Any,
+            **named: Any,
         ) -> Any:
             before = peer.digests[index]
             if contributors is not None and digest not in self.lineage.made:  # made here, for a lease that was lost
                 made = tuple((Contributed(name, version - 1), tokens) for name, tokens in sorted(contributors.items()))
                 self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
-            return adopted(index, version, digest, now, contributors, shares, record)
+            return adopted(index, version, digest, now, contributors, *further, **named)
 
         def hears(peer_id: str, header: Contribution, now: float = 0.0) -> Verdict:
             verdict = offer(peer_id, header, now)

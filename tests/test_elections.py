@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Condemn, Note, Release, Renumber, Tell
 from diloco.protocol.belief import donors, doubt, number_to_pass, unbelieved
 from diloco.protocol.elections import believes
 from diloco.protocol.limits import CLAIMS_AGAINST_THE_LIVING
-from diloco.protocol.messages.control import Claim, Hello, Status, Vote, mark
+from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote, mark
 from diloco.protocol.messages.heads import Proof, Record
 from diloco.protocol.numbers import LEAP
 from diloco.protocol.peer import Peer
-from diloco.protocol.succession import CLAIM_PATIENCE_S
+from diloco.protocol.states import State
+from diloco.protocol.succession import CLAIM_PATIENCE_S, missed, unseat, watch
 from tests.protocol_helpers import MANIFEST, Keys, digest_of, record_of
 
 ZERO, ONE, TWO = (digest_of(version) for version in range(3))
@@ -391,6 +394,76 @@ def test_of_another_history_a_syncer_believes_the_author_whom_most_backed() -> N
     assert unbelieved(syncer, parted, "x") is None, "two of three others"
     syncer.connected("z", hello_of(), LATER)
     assert "few have it" in str(unbelieved(syncer, parted, "x")), "two of four"
+
+
+# -- syncers that count as gone ---------------------------------------------------------------------------------------
+
+
+def believer(*others: str) -> Peer:
+    """A peer that believes in the syncer `h`, which has announced version 1."""
+    peer = follower(*others)
+    news = Published(fragment=0, term=3, version=1, digest=ONE, contributors=[], applied_tokens=0)
+    peer.heard("h", news, 1.0)
+    return peer
+
+
+def test_a_syncer_that_announces_what_nobody_can_have_is_unseated_for_good() -> None:
+    peer = believer("a", "b")
+    missed(peer, 0, 1.0)
+    assert not unseat(peer, 1.0), "it may be busy"
+    (unseated,) = unseat(peer, LATER)
+    assert isinstance(unseated, Note) and "version 1, which nobody can have" in str(unseated.fields)
+    assert holder_of(peer) is None and "h" not in peer.able()
+    peer.heard("h", claim_of(9), LATER)
+    assert holder_of(peer) is None
+
+
+@pytest.mark.parametrize("had_by", ["a", "ab"])
+def test_a_version_that_most_have_unseats_nobody(had_by: str) -> None:
+    peer = believer("a", "b", "c")
+    missed(peer, 0, 1.0)
+    for other in had_by:
+        peer.heard(other, status_of(1, ONE), 2.0)
+    assert bool(unseat(peer, LATER)) == (had_by == "a"), "three of four lack it, then two"
+
+
+def test_whoever_got_the_version_or_another_syncer_misses_nothing() -> None:
+    peer = believer("a", "b")
+    missed(peer, 0, 1.0)
+    peer.adopted(0, 1, ONE, 2.0, contributors={"a": 10}, record=record("h", 3))
+    assert not unseat(peer, LATER)
+    missed(peer, 0, 3.0)
+    assert peer.fragments[0].missed is None, "nothing newer is announced"
+
+
+def stuck(round_s: float, waiting: str = "ab") -> Peer:
+    """A peer whose syncer `h` has made one version after so many seconds, and no other one, for which some wait."""
+    peer = follower("a", "b", "c")
+    for version, at in ((1, 10.0), (2, 10.0 + round_s)):
+        peer.adopted(0, version, digest_of(version), at, contributors={"a": 10})
+        for other in "habc":
+            state: State = "exchanging" if other in waiting else "training"
+            peer.heard(other, Status(state=state, versions=[version], marks=mark(digest_of(version))), at)
+    peer.enter("exchanging", 11.0 + round_s)
+    watch(peer, 12.0 + round_s)
+    return peer
+
+
+def test_a_syncer_that_waits_longer_than_anybody_may_make_it_wait_is_unseated_for_good() -> None:
+    peer = stuck(round_s=100.0)
+    assert not unseat(peer, 112.0 + 600.0 + 299.0), "a peer may pause, and another one may be slow"
+    (unseated,) = unseat(peer, 112.0 + 600.0 + 301.0)
+    assert isinstance(unseated, Note) and "not made version 3" in str(unseated.fields) and "h" in peer.deposed
+
+
+def test_a_syncer_for_which_few_wait_or_whose_rounds_nobody_has_seen_stays() -> None:
+    assert not unseat(stuck(100.0, waiting="a"), 10.0 * LATER), "two of four"
+    peer = stuck(100.0)
+    peer.adopted(0, 3, digest_of(3), 113.0, contributors={"a": 10})
+    assert not unseat(peer, 10.0 * LATER), "it made one"
+    newcomer = stuck(100.0)
+    newcomer.fragments[0].round_s = None
+    assert not unseat(newcomer, 10.0 * LATER)
 
 
 # -- proofs -----------------------------------------------------------------------------------------------------------

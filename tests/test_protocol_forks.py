@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.forks import goes_on, outweighs
+from diloco.config import WIRE_VERSION
+from diloco.protocol.forks import goes_on, outweighs, proved_heavier
 from diloco.protocol.fragment import Fragment, Lease
 from diloco.protocol.messages.bulk import StateHeader
+from diloco.protocol.messages.control import Hello, Status, mark
+from diloco.protocol.peer import Peer
 from diloco.protocol.shares import Share
-from tests.protocol_helpers import digest_of, record_of
+from tests.protocol_helpers import MANIFEST, Keys, digest_of, line_of, record_of
 
 ONE, TWO = digest_of(1), digest_of(2)
 
@@ -70,3 +73,70 @@ def test_of_equal_histories_that_of_the_syncer_goes_on_and_terms_do_not_count() 
 
 def test_of_two_peers_that_parted_the_one_that_did_more_goes_on() -> None:
     assert outweighs(shares(a=500, b=100), shares(a=100, b=300))
+
+
+# -- what nobody believes but by signatures ---------------------------------------------------------------------------
+
+
+def syncer_of(*others: str, disputed_by: str = "", **tokens: int) -> Peer:
+    """A syncer, which trains, with other peers that train."""
+    syncer = Peer("s", "s", "run", MANIFEST, [ONE], signer=Keys("s"))
+    syncer.tick(0.0)
+    for other in others:
+        status = Status(state="training", versions=[0], marks=mark(ONE), disputed=[0] if other in disputed_by else [])
+        hello = Hello(
+            wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=other, trains=True, holds=True,
+            peers=[], status=status, claims=[], votes=[],
+        )  # fmt: skip
+        syncer.connected(other, hello, 1.0)
+    syncer.accounts.restore_shares([shares(**tokens)])
+    return syncer
+
+
+def disputed(signed: dict[str, int], **tokens: int) -> StateHeader:
+    """An anchor by `a`, whose shares are these, with lines of peers that have signed so many tokens."""
+    record = record_of(5, ONE, TWO, {}, author="a", shares=shares(**tokens))
+    lines = [line_of(peer, 4, ONE, 1, before=number - 1) for peer, number in signed.items()]
+    return StateHeader(fragment=0, digest=TWO, record=record, shares=shares(**tokens), lines=lines, outer=False)
+
+
+def test_work_that_its_contributors_have_signed_is_proved() -> None:
+    syncer = syncer_of("a", "b", "c", s=100, c=100)
+    assert proved_heavier(syncer, disputed({"a": 150, "b": 150}, a=150, b=150))
+    assert not proved_heavier(syncer, disputed({"a": 80, "b": 80}, a=80, b=80)), "less than here"
+
+
+def test_work_that_nobody_has_signed_does_not_count() -> None:
+    syncer = syncer_of("a", "b", "c", s=100, c=100)
+    invented = disputed({"a": 500}, a=500, b=500, c=500, s=500)
+    assert outweighs(invented.shares, syncer.fragments[0].shares) and not proved_heavier(syncer, invented)
+    header = disputed({"a": 150, "b": 150}, a=150, b=150)
+    foreign = [line_of("a", 4, ONE, 1, before=149), line_of("a", 4, ONE, 1, before=149)._replace(peer="b")]
+    assert not proved_heavier(syncer, header.model_copy(update={"lines": foreign})), "a signed for b"
+    elsewhere = [line_of(peer, 4, ONE, 1, before=149, fragment=1) for peer in "ab"]
+    assert not proved_heavier(syncer, header.model_copy(update={"lines": elsewhere})), "lines of another fragment"
+
+
+def test_who_goes_on_alone_from_the_anchor_of_the_syncer_has_nothing_to_show() -> None:
+    common = {"a": 100, "b": 100, "c": 100, "s": 100}
+    syncer = syncer_of("a", "b", "c", **common)
+    alone = disputed({"a": 2**40}, **{**common, "a": 2**40})
+    assert outweighs(alone.shares, syncer.fragments[0].shares), "as it would with a certificate that is believed"
+    assert not proved_heavier(syncer, alone)
+    assert not proved_heavier(syncer_of("a", "b", "c", disputed_by="a", **common), alone)
+
+
+def test_peers_that_are_on_the_other_side_are_not_idle() -> None:
+    common = dict.fromkeys("abcdefs", 100)
+    theirs = disputed({"a": 150, "b": 150}, **common | {"a": 150, "b": 150})
+    assert not proved_heavier(syncer_of(*"abcdef", **common | {"s": 120}), theirs)
+    assert proved_heavier(syncer_of(*"abcdef", disputed_by="abcd", **common | {"s": 120}), theirs)
+
+
+@given(some, some, st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 1000)))
+def test_what_is_proved_to_outweigh_also_does_so_as_it_is_said(
+    here: dict[str, Share], there: dict[str, Share], signed: dict[str, int]
+) -> None:
+    tokens = {peer: share.tokens for peer, share in here.items()}
+    theirs = disputed(signed, **{peer: share.tokens for peer, share in there.items()})
+    assert not proved_heavier(syncer_of("a", "b", **tokens), theirs) or outweighs(there, here)

@@ -15,6 +15,7 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.config.compose import compose
 from diloco.errors import ConfigError, PayloadError
+from diloco.outer.bounds import FACTOR
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK, partition
 from diloco.outer.merging import SKETCH, Staged
@@ -217,7 +218,14 @@ def test_few_contributions_are_as_long_as_is_usual(count: int) -> None:
     longest = max(replica.held[0].norms.whole)
     assert longest == pytest.approx(4 * float(pseudo_gradients(1, 5)[0].norm()), rel=0.05)
     assert float((replica.anchors[0] - before).norm()) < 10 * longest
-    assert few(count, 100.0, replica, "p0", 5) == ([], []), "it is the syncer's own"
+    assert few(count, 10.0, replica, "p0", 5) == ([], []), "it is the syncer's own"
+
+
+def test_nobody_merges_a_version_that_others_would_refuse() -> None:
+    """The syncer's own contribution is not compared with earlier ones, but no peer believes any length."""
+    replica, longest = syncer(), FACTOR * float(pseudo_gradients(3, 5)[1].norm())
+    assert few(3, 100.0, replica, "p0", 5) == (["p0"], [])
+    assert replica.held[0].moved.norm < 2 * longest / 3
 
 
 def test_a_chunk_that_opposes_the_momentum_may_be_as_long_as_is_usual() -> None:

@@ -41,7 +41,7 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
-from tests.protocol_helpers import MANIFEST, Keys, record_of
+from tests.protocol_helpers import MANIFEST, Keys, line_of, record_of
 
 ME, OTHER = "me", "other"
 
@@ -145,17 +145,18 @@ class StubHost:
         shares = shares or ({OTHER: Share(version, 10 * version, 1, version)} if version else {})
         said = {"shares": shares, "author": OTHER, "skipped": skipped}
         record = record_of(version, "f" * 64, digest, {}, **said) if version else None
-        header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, outer=False)
+        lines = [line_of(peer, share.last_version - 1, "f" * 64, share.tokens) for peer, share in shares.items()]
+        header = StateHeader(fragment=0, digest=digest, record=record, shares=shares, lines=lines, outer=False)
         return FragmentState(header, anchor, donor=OTHER)
 
-    def record(self, version: int, anchor: Tensor, before: str | None = None) -> UpdateRecord:
+    def record(self, version: int, anchor: Tensor, before: str | None = None, norm: float = 100.0) -> UpdateRecord:
         """An update to an anchor; with the float codecs it carries the values themselves."""
         update = torch.empty(self.replica.update_nbytes(0), dtype=torch.uint8)
         self.replica.down.encode_update(anchor, self.replica.anchors[0], update)
         before = before or self.protocol.digests[0]
         given = version - self.protocol.versions[0] - 1  # in the versions between
         shares = {OTHER: Share(given, 10 * given, 1, version - 1)} if given > 0 else self.protocol.fragments[0].shares
-        header = record_of(version, before, digest_of(anchor), {OTHER: 10}, shares=shares, author=OTHER)
+        header = record_of(version, before, digest_of(anchor), {OTHER: 10}, shares=shares, author=OTHER, norm=norm)
         return UpdateRecord(header, update)
 
 
@@ -331,7 +332,7 @@ def test_an_own_contribution_that_was_left_out_counts_as_discarded() -> None:
         while not syncer._offers.get(ME):
             await asyncio.sleep(0)
         host.protocol.state = "done"  # so that it is not waited for
-        host.do(host.protocol.arrived(OTHER, 0, host.now()))
+        host.do(host.protocol.arrived(OTHER, 0, host.now(), line_of(OTHER, 0, lease.digest)))
         assert await exchanging == (10, 1)
 
     run(scene)

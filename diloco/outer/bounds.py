@@ -4,37 +4,42 @@
 
 No merge rule makes the mean longer than the longest contribution, and the contributors have signed how long theirs are.
 Momentum and window are made of means (`Linear.follow_`), so their bounds follow from those. What an encoding has lost
-is at most half a step of it, element by element (`Codec.cell`), or all of it, and stays in master - anchor.
+is at most half a step of it, element by element, or all of it, and stays in master - anchor (`Codec.most_lost`).
 
-A syncer may sign any length for what it contributed itself, so a contribution longer than `FACTOR` times the median of
-the recent ones is refused by honest syncers (`Bound.too_long`), and counts as no longer than that here. A movement
-within the bound may still be wrong: `audit` finds that.
+A syncer may sign any length for what it contributed itself. Therefore a contribution counts as no longer than `DOUBT`
+times the *limit*, `FACTOR` medians of the newest lengths of the peers, with those of this version. Honest syncers scale
+what is longer down to the limit (`Bound.scales`), and nobody is refused for it, because where training has just begun
+all lengths may leap. With `outer.robust=none` there is no limit, and where fewer than `KNOWN` peers contribute, none.
+
+A movement within the bound may still be wrong.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import chunks
 from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterStep
-from diloco.outer.robust import MIN_JUDGED, norm_of
+from diloco.outer.payloads import Codec, buffer
+from diloco.outer.robust import norm_of
 
-__all__ = ["FACTOR", "Bound", "Moved", "measure"]
+__all__ = ["DOUBT", "FACTOR", "KNOWN", "Bound", "Moved", "distance", "measure", "measured"]
 
 FACTOR = 16.0
-"""No honest pseudo-gradient has this many times the median length of the recent ones: while the learning rate warms up,
+"""No honest pseudo-gradient has this many times the median length of the others': while the learning rate warms up,
 lengths rise up to threefold from one round to the next."""
-DOUBT = 2.0  # Peers that joined at different versions remember different lengths.
-MEMORY = 8  # lengths that are remembered; few, because they follow the learning rate
-SLACK = 1.001  # for sums that were rounded on the way
+DOUBT = 2.0  # Peers that joined at different versions remember different lengths, and momenta.
+KNOWN = 3  # peers with a majority
+MEMORY = 16  # contributions that are remembered; few, because lengths follow the learning rate
+SLACK = 1.01  # for sums that were rounded on the way, and norms that are signed within `NORM_TOLERANCE`
 
 
 class Moved(NamedTuple):
@@ -43,101 +48,159 @@ class Moved(NamedTuple):
     norm: float
     lost: float
 
+    def __add__(self, other: object) -> Moved:
+        """Of two chunks together."""
+        assert isinstance(other, Moved)
+        return Moved(math.hypot(self.norm, other.norm), math.hypot(self.lost, other.lost))
 
-def measure(settings: OuterConfig, update: Tensor, anchor: Tensor) -> Moved:
-    """The norms of a whole update (uint8) of an anchor (numel,) fp32; `PayloadError` for an invalid one."""
-    down, moved, lost = codec(settings.codec_down), 0.0, 0.0
+
+def measured(down: Codec, payload: Tensor, before: Tensor | None, numel: int) -> Moved:
+    """The norms of a chunk of an update (uint8), from the values `before` it (numel,) fp32, or from zeros.
+
+    Raises `PayloadError` for an invalid one.
+    """
+    values = down.values(payload, numel)
+    norm = norm_of(values)
+    lost = down.most_lost(payload, numel, norm)
+    if down.carries_values and before is not None:
+        norm = norm_of(torch.sub(values, before, out=buffer("moved", torch.float32, numel)))
+    return Moved(norm, lost)
+
+
+def measure(settings: OuterConfig, update: Tensor, anchor: Tensor, still: bool = False) -> Moved:
+    """The norms of a whole update (uint8) of an anchor (numel,) fp32; a `still` one is about the window.
+
+    Raises `PayloadError` for an invalid one.
+    """
+    down, moved = codec(settings.codec_down), Moved(0.0, 0.0)
     offsets = down.offsets(len(anchor))
     for chunk, (start, stop) in enumerate(chunks(len(anchor))):
         payload = update[offsets[chunk] : offsets[chunk + 1]]
-        values = down.values(payload, stop - start)
-        norm = norm_of(values)
-        lost += down.most_lost(payload, stop - start, norm) ** 2
-        moved += (norm_of(values - anchor[start:stop]) if down.carries_values else norm) ** 2
-    return Moved(math.sqrt(moved), math.sqrt(lost))
+        moved += measured(down, payload, None if still else anchor[start:stop], stop - start)
+    return moved
+
+
+def distance(settings: OuterConfig, before: Tensor, after: Tensor) -> Moved:
+    """The same for the anchor after a version, whose update is not known; both (numel,) fp32."""
+    moved, part = 0.0, 2.0**-11 if codec(settings.codec_down).carries_values else math.inf
+    for start, stop in chunks(len(before)):
+        apart = torch.sub(after[start:stop], before[start:stop], out=buffer("moved", torch.float32, stop - start))
+        moved = math.hypot(moved, norm_of(apart))
+    return Moved(moved, part * norm_of(after) if moved else 0.0)
 
 
 class Bound:
     """How far the next version of a fragment may move it; follows the versions one after another.
 
-    A peer that begins at a version above 0 does not know what momentum and window are made of. They count as made of
-    means of the longest length that `FACTOR` allows, until what was unknown has faded.
+    A peer that begins at a version above 0 does not know what momentum and window are made of. It believes the first
+    version that it sees, and how far that moves the anchor tells how long the momentum is.
     """
 
-    def __init__(self, settings: OuterConfig, version: int = 0) -> None:
+    def __init__(self, settings: OuterConfig) -> None:
         self._settings = settings
+        self._values = codec(settings.codec_down).carries_values
         self._optimizer = OPTIMIZERS[settings.optimizer](settings)
-        self._lengths: deque[float] = deque(maxlen=MEMORY)
-        self._lost = 0.0 if version == 0 else math.inf
-        self._momentum, self._window = (0.0, 0.0) if version == 0 else (math.inf, math.inf)
+        self._folds = settings.barrier and not settings.judged_together
+        self.restart(0)
 
-    def wrong(self, step: OuterStep, lengths: Sequence[float], moved: Moved) -> str | None:
+    def restart(self, version: int, lengths: Mapping[str, float] | None = None, term: int | None = None) -> None:
+        """Begin anew at that version, which was made under that term of contributions of these lengths."""
+        self._recent = [*(lengths or {}).items()]
+        self._term = term
+        unknown = math.inf if version else 0.0
+        self._momentum = self._window = self._lost = unknown
+        self._longest = 0.0  # that any momentum was
+
+    def wrong(self, step: OuterStep, lengths: Mapping[str, float], moved: Moved, term: int | None = None) -> str | None:
         """Why a version cannot be made of contributions of these lengths; None if it can.
 
         Args:
-            step: the version's place in its window. lengths: L2 norms of the contributions, as they were signed.
-            moved: of its update (`measure`).
+            step: the version's place in its window. lengths: L2 norms of the contributions by peer, as they were
+                signed. moved: of its update (`measure`). term: under which it was made; a new syncer may have gone on
+                with an older momentum, or with none.
         """
-        most = self._given(self._linear(step), self._mean(lengths), step)
-        most += min(moved.lost, most)  # a value is rounded up to no more than twice of what it was
+        most = self._given(self._linear(step), lengths, moved, self._known(step, term))
+        most += moved.lost if self._values else min(moved.lost, most)  # a value is rounded up to twice its size at most
         if moved.norm <= most * SLACK:
             return None
         return f"it moves by {moved.norm:.3g}, and what was contributed allows {most:.3g}"
 
-    def _given(self, linear: Linear, mean: float, step: OuterStep) -> float:
-        """The longest movement before it is encoded, or the longest growth of the window where nothing moves."""
-        momentum, window = self._known(mean, step)
-        if linear.still:
-            return abs(linear.window[0]) * mean + abs(linear.window[2] - 1.0) * window
-        of_mean, of_momentum, of_window = map(abs, linear.moved)
-        return of_mean * mean + of_momentum * momentum + of_window * window + self._lost_before(mean)
-
-    def follow(self, step: OuterStep, lengths: Sequence[float], moved: Moved, new_syncer: bool = False) -> None:
-        """This version is adopted; a new syncer may have gone on with an older momentum, or with none."""
+    def follow(self, step: OuterStep, lengths: Mapping[str, float], moved: Moved, term: int | None = None) -> None:
+        """This version is adopted."""
         linear, mean = self._linear(step), self._mean(lengths)
-        momentum, window = self._known(mean, step)
-        before, lost = self._lost_before(mean), min(moved.lost, self._given(linear, mean, step))
+        momentum, window = self._known(step, term)
+        if math.isinf(momentum) and not linear.still:
+            momentum = self._seen(linear, mean, moved, window)
+        before = self._lost_before(moved)
+        lost = moved.lost if self._values else min(moved.lost, self._given(linear, lengths, moved, (momentum, window)))
         if linear.still:
-            self._window = abs(linear.window[2]) * window + abs(linear.window[0]) * mean + lost
-            self._lost = before + abs(linear.full) * lost
+            self._window = _total(linear.window, mean, 0.0, window) + lost
+            self._lost = before + _total((linear.full,), lost)
         else:
             published = mean + (before + lost) / abs(linear.moved[0])
-            rows = (linear.momentum, linear.window)
-            self._momentum, self._window = (
-                abs(row[0]) * published + abs(row[1]) * momentum + abs(row[2]) * window for row in rows
-            )
+            self._momentum = _total(linear.momentum, published, momentum, window)
+            self._window = _total(linear.window, published, momentum, window)
             self._lost = lost * (1.0 + abs(linear.full))
-        if new_syncer:
-            self._momentum, self._window = max(self._momentum, momentum), max(self._window, window)
-        limit = self._limit()
-        self._lengths.extend(min(length, limit) for length in lengths)
+        if not math.isinf(self._momentum):
+            self._longest = max(self._longest, self._momentum)
+        self._term = term
+        self._recent = [*self._recent, *lengths.items()][-max(MEMORY, len(lengths)) :]
+
+    def scales(self, lengths: Mapping[str, float]) -> dict[str, float]:
+        """What a syncer multiplies contributions of these lengths with: 1, or less for one above the limit."""
+        limit = self.limit(lengths)
+        return {peer: limit / length if length > limit else 1.0 for peer, length in lengths.items()}
+
+    def limit(self, lengths: Mapping[str, float] | None = None) -> float:
+        """How long a contribution beside those of these lengths may be.
+
+        Lengths of zero say nothing: the learning rate may begin there.
+        """
+        newest = {**dict(self._recent), **(lengths or {})}
+        known = [length for length in newest.values() if length > 0.0]
+        if len(known) < KNOWN or self._settings.judging == "none":
+            return math.inf
+        return FACTOR * statistics.median_high(known)
 
     def _linear(self, step: OuterStep) -> Linear:
         transition = self._optimizer.transition(step)
         assert isinstance(transition, Linear)
         return transition
 
-    def too_long(self, length: float) -> bool:
-        """Whether a contribution of this length has to be refused."""
-        return length > self._limit()
+    def _given(self, linear: Linear, lengths: Mapping[str, float], moved: Moved, known: tuple[float, float]) -> float:
+        """The longest movement before it is encoded, or the longest growth of the window where nothing moves."""
+        mean, (momentum, window) = self._mean(lengths), known
+        if linear.still:
+            of_mean, _, of_window = linear.window
+            return _total((of_mean, 0.0, of_window - (not self._values)), mean, 0.0, window)
+        return _total(linear.moved, mean, momentum, window) + self._lost_before(moved)
 
-    def _limit(self) -> float:
-        few = len(self._lengths) < MIN_JUDGED
-        return math.inf if few else FACTOR * statistics.median_low(self._lengths)
-
-    def _mean(self, lengths: Sequence[float]) -> float:
+    def _mean(self, lengths: Mapping[str, float]) -> float:
         """The longest that the mean of contributions of these lengths can be."""
-        longest = min(max(lengths, default=0.0), DOUBT * self._limit())
+        longest, limit = max(lengths.values(), default=0.0), self.limit(lengths)
+        if self._folds:  # a contribution that broke off midway counts where it arrived
+            longest = max(longest, FACTOR * longest if math.isinf(limit) else limit)
         # The middle value of each element may come from another contribution.
-        return longest * (math.sqrt(len(lengths)) if self._settings.judging == "trimmed_mean" else 1.0)
+        spread = math.sqrt(len(lengths)) if self._settings.judging == "trimmed_mean" else 1.0
+        return min(longest, DOUBT * limit) * spread
 
-    def _known(self, mean: float, step: OuterStep) -> tuple[float, float]:
-        """Bounds of momentum and window, also where their beginnings are not known."""
-        beta = self._settings.momentum
-        longest = FACTOR * mean
-        momentum = longest / (1.0 - beta) if math.isinf(self._momentum) else self._momentum
-        window = longest * step.delay if math.isinf(self._window) else self._window
-        return momentum, window if step.pushes else 0.0
+    def _known(self, step: OuterStep, term: int | None) -> tuple[float, float]:
+        """Bounds of momentum and window before a step; a new syncer may go on with those that it had long ago."""
+        new = self._term is not None and term != self._term
+        return max(self._momentum, DOUBT * self._longest if new else 0.0), self._window if step.pushes else 0.0
 
-    def _lost_before(self, mean: float) -> float:
-        return FACTOR * mean if math.isinf(self._lost) else self._lost
+    def _seen(self, linear: Linear, mean: float, moved: Moved, window: float) -> float:
+        """How long an unknown momentum can be, by the movement that it has made."""
+        of_mean, of_momentum, of_window = map(abs, linear.moved)
+        if not of_momentum:
+            return math.inf
+        rest = FACTOR * min(moved.lost, moved.norm) + moved.lost
+        return (moved.norm + _total((of_mean, 0.0, of_window), mean, 0.0, window) + rest) / of_momentum
+
+    def _lost_before(self, moved: Moved) -> float:
+        return FACTOR * min(moved.lost, moved.norm) if math.isinf(self._lost) else self._lost
+
+
+def _total(parts: tuple[float, ...], *lengths: float) -> float:
+    """The longest sum of vectors of these lengths, so many times each; no part of an unknown one is nothing."""
+    return sum(abs(part) * length for part, length in zip(parts, lengths, strict=True) if part)

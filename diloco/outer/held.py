@@ -12,8 +12,10 @@ well (see `shown`): with int8 half a copy for each contributor.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
+from diloco.outer.bounds import Bound, Moved, measured
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
@@ -61,6 +64,7 @@ class Held:
         state: momentum and window at the anchor's version; starts at zeros, at version 0.
         norms: of recent contributions, where they are known.
         shapes: of the parameters, by name; only `outer.flatten` needs them.
+        bound: of the fragment; no contribution counts as longer than its limit.
 
     It lives as long as this peer is syncer of the fragment. A thread that makes a version keeps its object, so losing
     the lease meanwhile, and even winning it again, does not disturb it. An invalid payload raises `PayloadError` and
@@ -78,6 +82,7 @@ class Held:
         state: OuterState | None = None,
         norms: Norms | None = None,
         shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        bound: Bound | None = None,
     ) -> None:
         self.fragment, self.anchor, self.settings = fragment, anchor, settings
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
@@ -86,14 +91,17 @@ class Held:
         self.master = anchor.clone() if master is None else master
         self.state = OuterState.zeros(fragment.numel, self.optimizer.num_buffers) if state is None else state
         self.norms = Norms() if norms is None else norms
+        self.bound = Bound(settings) if bound is None else bound
         self.chunks = tuple(chunks(fragment.numel))
         self._numels = [stop - start for start, stop in self.chunks]
         self._pieces = [directional_pieces(fragment, start, stop) for start, stop in self.chunks]
         self._matrices = matrices(fragment, shapes) if settings.flatten else []
         # Of the version that was made last: roots of the outer state and, in a run with audits, of the update.
         self.root, self.update_root = bytes(32), bytes(32)
+        self.moved = Moved(0.0, 0.0)  # by that version
         self.kept: list[Kept] = []  # contributions to the newest versions, in a run with audits
         self.tallies: dict[str, Tally] = {}  # of contributions that come chunk by chunk
+        self._left: dict[str, float] = {}  # the square of how long the rest of each of these may be
         self.staged: Staged | None = None
         self.sums: list[Sum] = []  # by chunk: a contribution that broke off midway counts where it arrived
         if self.rule is None:
@@ -107,10 +115,14 @@ class Held:
 
     def take(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
         """Take in a received chunk as `put` does, and count it. A peer's chunks come in order."""
-        self.put(chunk, peer, payload, weight, discount)
+        norm = norm_of(self.up.values(payload, self._numels[chunk]))
+        left = self.bound.limit() ** 2 if chunk == 0 else self._left[peer]
+        scale = math.sqrt(left) / norm if norm**2 > left else 1.0
+        self.put(chunk, peer, payload, weight, discount * scale)
         if chunk == 0:
             self.tallies[peer] = Tally()
-        self.tallies[peer].add(self.up, payload, self._numels[chunk])
+        self._left[peer] = max(0.0, left - (scale * norm) ** 2)
+        self.tallies[peer].add(self.up, payload, self._numels[chunk], norm)
 
     def put(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
         """Stage or fold a chunk, as the merge rule needs it; `judge` gets the discounts of staged ones."""
@@ -173,9 +185,13 @@ class Held:
             judged = self._judge_few(self.staged, peers, by_peer, me)
         else:
             judged = self.rule.judge(self.staged, peers, by_peer)
-        norms = zip(peers, self.staged.norms(peers), judged.scales, strict=True)
-        self.norms.whole.extend(norm * min(scale, 1.0) for _, norm, scale in norms if scale)
-        return peers, judged.discounted([discounts.get(peer, 1.0) for peer in peers])
+        norms = self.staged.norms(peers)
+        scaled = zip(norms, judged.scales, strict=True)
+        self.norms.whole.extend(norm * min(scale, 1.0) for norm, scale in scaled if scale)
+        factors = self.bound.scales(dict(zip(peers, norms, strict=True)))
+        too_long = {index for index, peer in enumerate(peers) if factors[peer] < 1.0}
+        judged = replace(judged, clipped=tuple(sorted(too_long.union(judged.clipped))))
+        return peers, judged.discounted([discounts.get(peer, 1.0) * factors[peer] for peer in peers])
 
     def _judge_few(self, staged: Staged, peers: list[str], weights: Sequence[float], me: str) -> Judgement:
         gram, numel = staged.cosines(peers)
@@ -192,7 +208,7 @@ class Held:
         `judged` says what staged contributions count; there is none where they were folded.
         """
         transition = self.optimizer.transition(step)
-        flattened = self._flattened(judged) if self._matrices else None
+        flattened, self.moved = self._flattened(judged) if self._matrices else None, Moved(0.0, 0.0)
         for chunk, (at, end) in enumerate(zip(self._update_at, self._update_at[1:], strict=False)):
             into = self._average(chunk, judged) if flattened is None else flattened[chunk]
             self._merge_chunk_(chunk, transition, update[at:end], into)
@@ -238,12 +254,17 @@ class Held:
         if isinstance(transition, Linear) and transition.full:
             window, grown = vectors[1], transition.grown(into.total, vectors[1])
             self.down.encode_update(*((grown, window) if transition.still else (master, anchor)), update)
+            self._measure(update, anchor, transition)
             adopt_(self.down, transition, anchor, vectors, update)
             master.add_(grown.sub_(window), alpha=transition.full)
         else:
             self.down.encode_update(master, anchor, update)
+            self._measure(update, anchor, transition)
             adopt_(self.down, transition, anchor, vectors, update)
         into.clear()
+
+    def _measure(self, update: Tensor, anchor: Tensor, transition: Transition) -> None:
+        self.moved += measured(self.down, update, None if transition.still else anchor, len(anchor))
 
     def restart(self, version: int) -> None:
         """Start from the anchor, which was replaced by that version; forget all contributions.

@@ -2,13 +2,13 @@
 
 A peer believes what the living syncer has, or has announced; what was authored under a term by whom it believed to hold
 that; and, where it knows nothing of that, what most peers say they have, or what the peer authored in whom most
-believed when they met. Of another history the syncer believes older terms as well, and what is disputed, because it
-weighs the two (`forks`). What is disputed is believed on the word of whoever disputes it: only the lines of its last
-version are signed, and no proof of the work before that travels yet.
+believed when they met. Of another history the syncer believes older terms as well, because it weighs the two (`forks`).
+It weighs what is disputed too, but believes of it only what contributors have signed.
 """
 
 from __future__ import annotations
 
+from diloco.protocol.beyond import refused
 from diloco.protocol.fragment import Fragment
 from diloco.protocol.messages.control import mark
 from diloco.protocol.messages.heads import Head, Record
@@ -20,6 +20,8 @@ __all__ = ["disputants", "donors", "doubt", "number_to_pass", "unbelieved"]
 
 def unbelieved(view: View, record: Record, donor: str) -> str | None:
     """Why this peer does not believe that a version is the swarm's; None when it does."""
+    if (why := refused(view, record)) is not None:
+        return why
     head, here, lease = record.head, view.fragments[record.fragment], view.live_lease(record.fragment)
     if lease is not None and lease.holder != view.me:
         if donor == lease.holder or (head.version, head.digest) == (lease.version, lease.digest):
@@ -28,9 +30,8 @@ def unbelieved(view: View, record: Record, donor: str) -> str | None:
     weighed = here.syncer is not None and head.digest_before != here.digest
     if here.authors.get(head.term) == head.author and (head.term >= newest or weighed):
         return None
-    if _named_by_most(view, record.fragment, head.version, head.digest):
-        return None
-    if here.syncer is not None and donor in disputants(view, here):
+    # Of a version that is past here, only peers would be asked that went another way.
+    if head.version > here.version and _named_by_most(view, record.fragment, head.version, head.digest):
         return None
     if weighed and _backed_by_most(view, here, head):
         return None
@@ -70,6 +71,7 @@ def doubt(view: View, fragment: int, donor: str, version: int) -> None:
     that it has a later one.
     """
     member = view.members.get(donor)
+    view.fragments[fragment].outweighed.add(donor)
     if member is not None:
         view.doubted[fragment, donor] = (member.status.versions[fragment], version)
 

@@ -44,7 +44,7 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
     if peer == view.me or (lease is not None and lease.holder == peer):
         return True
     member = view.members.get(peer)
-    if member is None or not member.holds:
+    if member is None or not member.holds or peer in view.deposed:
         return False
     if decided(view, fragment, peer, claim):
         return True

@@ -15,17 +15,22 @@ many numbers it has *skipped*; budgets go by the difference.
 
 The syncer in whom most peers believe decides (see `elections`). It fetches what others have under a higher number, and
 what they dispute: a follower whose own history has more work than the syncer's says so in its status, and does not
-follow. The syncer takes over what it believes (`belief`) and what outweighs its own. The history that goes on gets its
-number by an *empty head* (`renumbered`), which the syncer signs: the anchor that is here, without contributions, under
-a number above both. Then all can follow. A syncer whom most holders dispute for long counts as gone (`succession`).
+follow. The syncer takes over what it believes (`belief`) and what outweighs its own. Of what it does not believe, only
+*proved* work counts: tokens that their contributors have signed, and the median is that of all peers that train. So a
+peer that goes on alone from the syncer's anchor has nothing to show, because the others did nothing there.
+
+The history that goes on gets its number by an *empty head* (`renumbered`), which the syncer signs: the anchor that is
+here, without contributions, under a number above both. Then all can follow. A syncer whom most holders dispute for long
+counts as gone (`succession`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from diloco.protocol.belief import disputants
 from diloco.protocol.fragment import Fragment
-from diloco.protocol.heads import lines_digest, shares_digest, sign_head
+from diloco.protocol.heads import lines_digest, shares_digest, sign_head, wrong_line
 from diloco.protocol.messages.bulk import Anchor
 from diloco.protocol.messages.heads import Head, Record
 from diloco.protocol.numbers import at_most
@@ -33,18 +38,41 @@ from diloco.protocol.shares import Share
 from diloco.protocol.view import View
 from diloco.protocol.work import capped
 
-__all__ = ["goes_on", "outweighs", "renumbered"]
+__all__ = ["goes_on", "outweighs", "proved_heavier", "renumbered"]
 
 
-def outweighs(one: Mapping[str, Share], other: Mapping[str, Share]) -> bool:
+def outweighs(one: Mapping[str, Share], other: Mapping[str, Share], idle: Collection[str] = ()) -> bool:
     """Whether the one history has more work than the other one; on equal work, whether more peers worked on it.
 
-    A history that goes on from another one outweighs it.
+    A history that goes on from another one outweighs it, unless most of the peers that may be `idle` did nothing for
+    either since they parted.
     """
     more, less = _leads(one, other), _leads(other, one)
-    work = capped({**more, **less})
-    mine, theirs = (sum(work[peer] for peer in sorted(leads)) for leads in (more, less))
-    return (mine, len(more)) > (theirs, len(less))
+    work = capped({**dict.fromkeys(idle, 0.0), **more, **less})
+    mine, theirs = ([work[peer] for peer in sorted(leads) if work[peer]] for leads in (more, less))
+    return (sum(mine), len(mine)) > (sum(theirs), len(theirs))
+
+
+def proved_heavier(view: View, theirs: Anchor) -> bool:
+    """Whether the work on an anchor that this peer has no other reason to believe outweighs that on the one here."""
+    here = view.fragments[theirs.fragment]
+    shares = _proved(view, theirs, here)
+    others = disputants(view, here)
+    idle = [one.peer for one in view.members.all() if one.trains and not one.status.gone and one.peer not in others]
+    own = [view.me] if view.trains else []
+    return outweighs(shares, here.shares) and outweighs(shares, here.shares, [*idle, *own])
+
+
+def _proved(view: View, theirs: Anchor, here: Fragment) -> dict[str, Share]:
+    """The shares of an anchor, where nobody has more tokens than here but by a line that it has signed."""
+    newest = {line.peer: line for line in [*theirs.lines, *(theirs.record.lines if theirs.record else ())]}
+    found = {}
+    for peer in _leads(theirs.shares, here.shares):
+        line, known = newest.get(peer), here.shares.get(peer, Share(0, 0, 0, 0))
+        signed = line is not None and wrong_line(view.signer, view.manifest_hash, theirs.fragment, line) is None
+        tokens = line.total if signed and line is not None else 0
+        found[peer] = theirs.shares[peer]._replace(tokens=max(known.tokens, min(tokens, theirs.shares[peer].tokens)))
+    return {**theirs.shares, **found}
 
 
 def goes_on(theirs: Anchor, here: Fragment, donor: str) -> bool:

@@ -13,19 +13,19 @@ This loses nothing: a syncer that is behind first catches up with the highest ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 from diloco.protocol.messages.control import Claim, Published
-from diloco.protocol.messages.heads import Record
+from diloco.protocol.messages.heads import MAX_LINES, Line, Record
 from diloco.protocol.numbers import LEAP, at_most, leaps_too_far
 from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
 
-__all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable", "Waiting"]
+__all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable", "Missed", "Waiting"]
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
 AUTHORS = 64  # terms whose holders are remembered
@@ -61,6 +61,13 @@ class Waiting(NamedTuple):
     terms: int
 
 
+class Missed(NamedTuple):
+    """A version that could not be had, and since when."""
+
+    version: int
+    since: float
+
+
 class Busy(Enum):
     """What the owner of the protocol is doing to a fragment; nothing else begins meanwhile."""
 
@@ -80,6 +87,7 @@ class Fragment:
         shares: which peer contributed how much to the anchor here.
         authors: who held the newest terms that were believed here, by term.
         record: the certificate of the version here; version 0 has none.
+        lines: the newest line of each peer that contributed to the anchor here, as far as they are known.
         lease: the newest claim that counts; None while nobody has claimed the fragment.
         elected_at: when this peer began to believe it.
         told: the version of which each peer was sent the head here, because it has another anchor.
@@ -95,7 +103,11 @@ class Fragment:
         past: digests of the versions before this one, as far as they were here in a row.
         lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
         disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
-        outweighed: peers whose other history was found to have less work than that of the anchor which is here now.
+        missed: the version that the syncer announced, and that nobody has given this peer.
+        stuck_since: since when most peers that train have waited for the next version.
+        round_s: seconds from the last version but one to the last one; None if not both came here in a row.
+        outweighed: peers whose other history was found to have less work than that of the anchor which is here now, or
+            none that is proved.
     """
 
     index: int
@@ -104,6 +116,7 @@ class Fragment:
     came_at: float | None = None
     shares: Shares = field(default_factory=dict)
     record: Record | None = None
+    lines: dict[str, Line] = field(default_factory=dict)
     authors: dict[int, str] = field(default_factory=dict)
     lease: Lease | None = None
     told: dict[str, int] = field(default_factory=dict)
@@ -121,16 +134,39 @@ class Fragment:
     past: dict[int, str] = field(default_factory=dict)
     lighter: str = ""
     disputed_since: float | None = None
+    missed: Missed | None = None
+    stuck_since: float | None = None
+    round_s: float | None = None
     outweighed: set[str] = field(default_factory=set)
 
     def move(self, version: int, digest: str, now: float, leap: bool = False) -> None:
-        """The anchor is at that version now: the next one of its history, or by a `leap` one of any history."""
-        past = {} if leap else {**self.past, self.version: self.digest}
+        """The anchor is at that version now: the next one of its history, or by a `leap` one of any history, maybe the
+        same one under a higher number.
+        """
+        past = {} if leap and digest != self.digest else {**self.past, self.version: self.digest}
         while len(past) > REMEMBERED:
             del past[next(iter(past))]
         self.past = past
-        self.disputed_since, self.outweighed = None, set()
+        self.disputed_since = self.missed = self.stuck_since = None
+        self.outweighed = set()
+        self.round_s = None if leap or self.came_at is None else now - self.came_at
         self.version, self.digest, self.came_at = version, digest, now
+
+    def certified(self, record: Record | None, lines: Iterable[Line] | None = None) -> None:
+        """That is the certificate of the anchor here. `lines` came with another anchor, beside its certificate."""
+        self.record = record
+        known = self.lines if lines is None else {line.peer: line for line in lines}
+        for line in () if record is None else record.lines:
+            known.pop(line.peer, None)  # the newest lines are last
+            known[line.peer] = line
+        while len(known) > MAX_LINES:
+            del known[next(iter(known))]
+        self.lines = known
+
+    def further_lines(self) -> list[Line]:
+        """The lines that are not in the certificate of the anchor here."""
+        certified = () if self.record is None else self.record.contributors
+        return [line for peer, line in self.lines.items() if peer not in certified]
 
     def follows(self, version: int, digest: str) -> bool:
         """Whether the anchor here is that one, or came from it version by version."""
@@ -263,5 +299,6 @@ class LeaseTable:
         del held[fragment]
         if not held:
             del self._held[lease.holder]
-        self._fragments[fragment].lease = self._fragments[fragment].disputed_since = None
+        known = self._fragments[fragment]
+        known.lease = known.disputed_since = known.missed = known.stuck_since = None
         self.generation += 1

@@ -63,10 +63,11 @@ LINES, LINES_PER_S = 40.0, 0.1
 LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 
 CAUSED_BY_OTHERS: Mapping[str, str] = {
-    "audit_failed": "syncer", "claim": "peer", "claim_ignored": "peer", "contribution_broke": "syncer",
-    "digest_mismatch": "", "fetch_failed": "donor", "handover_refused": "peer", "inner_state_failed": "donor",
-    "join": "peer", "leave": "peer", "lighter_history": "peer", "lost": "peer", "lying_donor": "peer", "missing": "",
-    "penalty": "peer", "proved": "peer", "refused": "peer", "refused_us": "peer", "unbelieved": "donor",
+    "audit_failed": "syncer", "beyond_bounds": "peer", "claim": "peer", "claim_ignored": "peer",
+    "contribution_broke": "syncer", "digest_mismatch": "", "fetch_failed": "donor", "handover_refused": "peer",
+    "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lighter_history": "peer", "lost": "peer",
+    "lying_donor": "peer", "missing": "", "penalty": "peer", "proved": "peer", "refused": "peer",
+    "refused_us": "peer", "unbelieved": "donor", "unseated": "peer",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
 

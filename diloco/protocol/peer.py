@@ -18,7 +18,7 @@ act at once (`pace` says why).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
 from diloco.protocol.belief import donors, doubt
@@ -44,7 +44,7 @@ from diloco.protocol.numbers import (
 from diloco.protocol.proofs import convict, disagreements, hear_head
 from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
-from diloco.protocol.succession import catch_ups, settle_disputes, to_claim
+from diloco.protocol.succession import catch_ups, to_claim, unseat, watch
 from diloco.protocol.syncer import Syncer
 
 __all__ = ["Peer"]
@@ -140,7 +140,8 @@ class Peer(Elector):
         actions: list[Action] = []
         for peer in self.members.silent(now) if self._pace.looks(now) else ():
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
-        actions += self._tell(now, at_once=True) if settle_disputes(self, now) else []
+        if unseated := unseat(self, now):
+            actions += [*unseated, *self._tell(now, at_once=True)]
         actions += self._reconsider(now)
         actions += self._claim_vacant(now)
         actions += self._close_versions(now)
@@ -160,6 +161,7 @@ class Peer(Elector):
             sent, received = (at_most(nbytes, MAX_BYTES) for nbytes in traffic)
             self._figures |= {"bytes_sent": sent, "bytes_received": received}
             actions.append(Broadcast(self.status(figures=True)))
+            watch(self, now)
         return actions + self.tick(now)
 
     def _tell(self, now: float, at_once: bool = False) -> list[Action]:
@@ -210,13 +212,15 @@ class Peer(Elector):
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
         record: Record | None = None,
+        lines: Iterable[Line] | None = None,
     ) -> list[Action]:
         """The anchor of a fragment moved to a version: by an update record, which names the tokens of its
-        `contributors`, or by fetching its state, which brings the `shares` in it. `record` is its certificate.
+        `contributors`, or by fetching its state, which brings the `shares` in it, and `lines`. `record` is its
+        certificate.
         """
         fragment = self.fragments[index]
         fragment.ended(Busy.CATCHING_UP)
-        fragment.record = record
+        fragment.certified(record, lines)
         if shares is not None:
             fragment.ended(Busy.INHERITING)  # an update of this peer's own exchange does not end it
             fragment.shares = dict(shares)
@@ -252,7 +256,6 @@ class Peer(Elector):
         """
         self.catch_up_failed(index)
         fragment = self.fragments[index]
-        fragment.outweighed.add(donor)
         doubt(self, index, donor, version)
         told: list[Action] = []
         if fragment.lease is not None and fragment.lease.holder == donor:
@@ -314,7 +317,7 @@ class Peer(Elector):
         took_s = 0.0 if fragment.closed_at is None else now - fragment.closed_at
         self.sync_s = max(took_s, self.sync_s)
         syncer.advance(syncer.version + 1, now=now)
-        fragment.record = record
+        fragment.certified(record)
         fragment.move(syncer.version, digest, now)
         self.accounts.credit(fragment, syncer.version, contributors)
         twice = self.accounts.apply_units(syncer.version, contributors) if index == CONTROL_FRAGMENT else []

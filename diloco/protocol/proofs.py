@@ -1,7 +1,7 @@
 """Equal versions with other anchors are told apart, and who signed both is out. Sans-IO.
 
-1. Every status marks the anchors of its sender. A peer that has another anchor of the same version sends the head of
-   its own, once for each peer and version, and gets the other's.
+1. Every status marks the anchors of its sender. A peer that has another anchor of the same version, or refused another
+   one (`beyond`), sends the head of that, once for each peer and version, and gets the other's.
 2. Two heads of one author, fragment, term and version that differ are a *proof*: an honest author signs one. A peer
    that can show it tells everybody, and so does each peer that hears of it.
 3. Each checks the two signatures alone. The author is out for good: no stream of its is accepted, also after a restart,
@@ -22,15 +22,16 @@ __all__ = ["condemn", "convict", "disagreements", "hear_head"]
 
 
 def disagreements(view: View, peer: str, status: Status) -> list[Action]:
-    """This peer's heads of the versions of which another peer has another anchor."""
+    """This peer's heads of the versions of which another peer has another anchor, also of those that it refused."""
     told: list[Action] = []
     for here in view.fragments:
-        version = status.versions[here.index]
-        if version != here.version or here.record is None or status.mark(here.index) in (b"", mark(here.digest)):
-            continue
-        if here.told.get(peer) != version:
+        version, theirs = status.versions[here.index], status.mark(here.index)
+        heads = [head for head in view.beyond.values() if head.fragment == here.index]
+        heads += [] if here.record is None else [here.record.head]
+        heads = [head for head in heads if head.version == version and theirs not in (b"", mark(head.digest))]
+        if heads and here.told.get(peer) != version:
             here.told[peer] = version
-            told.append(Tell(peer, here.record.head))
+            told += [Tell(peer, head) for head in heads]
     return told
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from diloco.protocol.actions import CatchUp, Renumber
-from diloco.protocol.belief import disputants, donors, number_to_pass
-from diloco.protocol.fragment import Busy, Fragment
+from collections.abc import Collection
+
+from diloco.protocol.actions import Action, CatchUp, Note, Renumber
+from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
+from diloco.protocol.fragment import Busy, Fragment, Missed
+from diloco.protocol.membership import Member
 from diloco.protocol.pace import STATUSES_PER_S
+from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "patience_s", "settle_disputes", "to_claim", "turn"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "missed", "patience_s", "to_claim", "turn", "unseat", "watch"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -82,7 +86,9 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
             continue
         if lease.holder == view.me:
             able = _with_another_history(view, fragment)
-            if not able and (number := number_to_pass(view, fragment.index)):
+            # Contributions that are on their way are from the number that the anchor has now.
+            free = fragment.syncer is None or not (view.lockstep and fragment.syncer.has_offers)
+            if not able and free and (number := number_to_pass(view, fragment.index)):
                 fragment.busy = Busy.CATCHING_UP
                 found.append(Renumber(fragment.index, number))
                 continue
@@ -106,18 +112,74 @@ def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*donors(view, fragment.index, fragment.version + 1), *disputing]))
 
 
-def settle_disputes(view: View, now: float) -> bool:
-    """A syncer that goes on for long from a history with less work, as most holders find, counts as gone here.
+def missed(view: View, index: int, now: float) -> None:
+    """Nobody could give this peer the version that the fragment's syncer announced."""
+    fragment = view.fragments[index]
+    lease = fragment.lease
+    if lease is not None and lease.holder != view.me and lease.version > fragment.version:
+        fragment.missed = fragment.missed or Missed(lease.version, now)
 
-    Returns whether one does.
-    """
-    settled = False
+
+def watch(view: View, now: float) -> None:
+    """Note since when most peers that train have waited for the next version of each fragment, as they say."""
+    trainers = {one.peer: one.status for one in view.members.all() if one.trains and one.status.counted_in}
+    if view.trains:
+        trainers[view.me] = view.status()
     for fragment in view.fragments:
-        holder = None if fragment.lease is None else view.members.get(fragment.lease.holder)
-        if fragment.disputed_since is None or holder is None or now - fragment.disputed_since <= holder.silence_s():
+        holder = None if fragment.lease is None else fragment.lease.holder
+        others = [status for peer, status in trainers.items() if peer != holder]
+        waiting = [one for one in others if one.state == "exchanging"]
+        here = sum(status.versions[fragment.index] == fragment.version for status in waiting)
+        if holder in (None, view.me) or 2 * here <= len(others):
+            fragment.stuck_since = None
+        elif fragment.stuck_since is None:
+            fragment.stuck_since = now
+
+
+def unseat(view: View, now: float) -> list[Action]:
+    """Syncers that live, and count as gone here, because most holders find for long that they do not do their work.
+
+    One goes on from a history with less work than theirs. Or it announced a version that nobody can have, or makes none
+    for longer than it may wait for the slowest peer; that one holds nothing any more, as long as this peer lives.
+    """
+    actions: list[Action] = []
+    for fragment in view.fragments:
+        if fragment.missed is None and fragment.disputed_since is None and fragment.stuck_since is None:
+            continue
+        lease = fragment.lease
+        holder = None if lease is None else view.members.get(lease.holder)
+        if lease is None or holder is None:
             continue
         others = [one for one in view.able() if one != holder.peer]
-        if 2 * len({*disputants(view, fragment), view.me}.intersection(others)) > len(others):
-            view.leases.vacate(fragment.index)
-            settled = True
-    return settled
+        disputing = {*disputants(view, fragment), view.me}.intersection(others)
+        missed = fragment.missed or Missed(0, now)
+        lacking = [one for one in others if _version(view, one, fragment) < missed.version]
+        if _for_long(fragment.disputed_since, disputing, others, holder, now):
+            why = "goes on from a history with less work"
+        elif _for_long(missed.since, lacking, others, holder, now):
+            why = f"announced version {missed.version}, which nobody can have"
+            doubt(view, fragment.index, holder.peer, 0)
+            view.deposed.add(holder.peer)
+        elif _is_stuck(fragment, now):
+            why = f"has not made version {fragment.version + 1}, for which most have long waited"
+            view.deposed.add(holder.peer)
+        else:
+            continue
+        view.leases.vacate(fragment.index)
+        actions.append(Note("unseated", {"fragment": fragment.index, "peer": holder.peer, "why": why}))
+    return actions
+
+
+def _for_long(since: float | None, agree: Collection[str], others: Collection[str], holder: Member, now: float) -> bool:
+    return since is not None and now - since > holder.silence_s() and 2 * len(agree) > len(others)
+
+
+def _is_stuck(fragment: Fragment, now: float) -> bool:
+    """Whether the syncer waits longer than any peer may make it wait; never while no round was seen from its start."""
+    since, round_s = fragment.stuck_since, fragment.round_s
+    return since is not None and round_s is not None and now - since > PAUSE_LIMIT_S + ROUNDS * round_s
+
+
+def _version(view: View, peer: str, fragment: Fragment) -> int:
+    member = view.members.get(peer)
+    return fragment.version if member is None else member.status.versions[fragment.index]

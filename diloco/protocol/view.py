@@ -16,6 +16,7 @@ from diloco.protocol.messages import Message, objection_to_wire
 from diloco.protocol.messages.base import MAX_NAMED, MAX_UNIT_RANGES, Place
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status, Vote, mark
+from diloco.protocol.messages.heads import Head
 from diloco.protocol.numbers import MAX_COUNT, within_bounds
 from diloco.protocol.pace import Pace
 from diloco.protocol.penalties import Penalties
@@ -89,12 +90,13 @@ class View:
         self.address_book = AddressBook()
         self.penalties = Penalties()
         self.sync_s = 0.0  # from a decision to close until contributors have the update; rises at once, falls slowly
-        self.heals = 0
-        self.takeovers = 0
+        self.heals = self.takeovers = 0
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
+        self.deposed: set[str] = set()  # peers that hold nothing any more, as this peer believes
         self.liars: set[str] = set()  # identities that are out for good; the gate remembers them
         # By fragment and peer: versions up to the first number are not believed; the second one has a certificate.
         self.doubted: dict[tuple[int, str], tuple[int, int]] = {}
+        self.beyond: dict[tuple[int, int, str], Head] = {}  # by fragment, term and author; see `beyond`
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None
         self._progress = (0, 0, 0.0, 0)
@@ -348,7 +350,8 @@ class View:
 
     def able(self) -> list[str]:
         """Peers that can hold fragments; this one comes last."""
-        others = [member.peer for member in self.members.all() if member.holds and not member.status.gone]
+        members = [one for one in self.members.all() if one.holds and not one.status.gone]
+        others = [one.peer for one in members if one.peer not in self.deposed]
         return [*others, self.me] if self.holds and not self.gone else others
 
     def _find_heirs(self) -> dict[int, str]:

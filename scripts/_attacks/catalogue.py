@@ -16,8 +16,6 @@ SYNCER = "nobody checks what a syncer publishes"
 WEIGHTS = "a peer may claim four times the pace of the others"
 
 OPEN = {
-    "publishes-anything": SYNCER,
-    "false-publication": "a syncer that publishes what nobody has keeps its lease",
     "claims-eightfold": WEIGHTS,
     "free-versions": WEIGHTS,
     "minus-ten-of-three": "fewer than four contributions are judged by earlier ones only",

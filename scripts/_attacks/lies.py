@@ -13,8 +13,10 @@ from _attacks.arena import attack
 from _attacks.attacker import Attacker, bend
 from _attacks.floods import ASYNC, HUGE, MOST
 from diloco.outer.digest import digest_of
+from diloco.protocol.actions import Merge
 from diloco.protocol.messages.bulk import Contribution, StateRequest, Verdict
 from diloco.protocol.messages.control import Published
+from diloco.protocol.shares import Share
 from diloco.swarm.conversations import framing
 from diloco.swarm.conversations.framing import UpdateRecord
 from diloco.swarm.wire.streams import Stream
@@ -49,6 +51,24 @@ async def moves_the_clock(x: Attacker) -> None:
     version = x.lease.version + 1
     x.serves(x.anchor.clone(), version=version, shares=x.shares(MUCH, version))
     x.says_version(lambda: version)
+
+
+@attack("disputes-alone", "F1", "member", "says that its history has more work, and serves 777 with shares it invents")
+async def disputes_alone(x: Attacker) -> None:
+    """The syncer asks whoever disputes its history; the certificate is right, and the contributors signed nothing."""
+    version = x.lease.version + 1
+    shares = {peer: Share(9, MUCH // 100, 1, version) for peer in [*x.honest(), x.me]}
+    x.serves(_poison(x, 777.0), version=version, shares=shares)
+    x.status(lambda _: {"disputed": [x.index]})
+
+
+@attack(
+    "disputes-by-its-own-work", "F1", "member", "the same with shares that are right, but for its own, which it signs"
+)
+async def disputes_by_its_own_work(x: Attacker) -> None:
+    version = x.lease.version + 1
+    x.serves(_poison(x, 777.0), version=version, shares=x.shares(MUCH, version))
+    x.status(lambda _: {"disputed": [x.index]})
 
 
 @attack("takes-a-fragment", "F2", "member", "claims the next term over a living syncer, and publishes +100", proof=True)
@@ -88,6 +108,12 @@ async def forges_a_record(x: Attacker) -> None:
 @attack("publishes-anything", "F3", "syncer", "adds 100 to every value of each version", proof=True)
 async def publishes_anything(x: Attacker) -> None:
     x.publishes(lambda master: master.add_(100.0))
+
+
+@attack("publishes-anchors", "", "syncer", "the same, and gives anchors in place of updates", proof=True)
+async def publishes_anchors(x: Attacker) -> None:
+    bend(x.node.context, "records_since", lambda _: lambda fragment, version: [])
+    await publishes_anything(x)
 
 
 @attack(
@@ -174,6 +200,13 @@ async def publishes_nothing(x: Attacker) -> None:
             contributors=x.honest(),
             applied_tokens=0,
         )
+    )
+
+
+@attack("never-merges", "F11", "syncer", "takes every contribution, and makes no version", lasts_s=660.0)
+async def never_merges(x: Attacker) -> None:
+    bend(
+        x.node.context, "carry_out", lambda honest: lambda actions: honest([a for a in actions if type(a) is not Merge])
     )
 
 

@@ -10,6 +10,7 @@ After every turn, of every living node that something happened to:
 - a version of a fragment under one term has one author and one digest, as long as all peers could always reach each
   other (two sides of a split may claim the same term);
 - its public record of who contributed how much is what its anchors are made of, and the swarm clock is the sum of it;
+- no version is beyond the bound of a peer, also where contributors lie;
 - a syncer that got the outer state from a peer that left makes the next version with the master and the momentum that
   belong to its anchor, as long as all peers could always reach each other.
 
@@ -52,6 +53,8 @@ from diloco.swarm.node.node import Node
 
 __all__ = ["Violation", "Watch", "check_end"]
 
+ALLOWS = "what was contributed allows"  # is said of a version that is beyond its bound
+
 
 class Violation(Exception):
     """An invariant does not hold."""
@@ -81,6 +84,8 @@ class Watch:
             self._touched[life.owner] = life
             twice = [each for each in actions if isinstance(each, Note) and each.kind == "units_twice"]
             self._accused += [f"{peer.me}: {each.fields}" for each in actions if _accuses(each)]
+            beyond = [each for each in actions if isinstance(each, Note) and ALLOWS in str(each.fields.get("why"))]
+            self._crowd.failures += [f"{life.name} refused the version of an honest peer: {one}" for one in beyond]
             self.lineage.units_twice += sum(note.fields["count"] for note in twice)  # type: ignore[misc]
             do(actions)
 
@@ -104,14 +109,14 @@ class Watch:
             digest: str,
             now: float,
             contributors: Any = None,
-            shares: Any = None,
-            record: Any = None,
+            *further: Any,
+            **named: Any,
         ) -> Any:
             before = peer.digests[index]
             if contributors is not None and digest not in self.lineage.made:  # made here, for a lease that was lost
                 made = tuple((Contributed(name, version - 1), tokens) for name, tokens in sorted(contributors.items()))
                 self.lineage.add(digest, Made(before, index, version, peer.me, -1, made))
-            return adopted(index, version, digest, now, contributors, shares, record)
+            return adopted(index, version, digest, now, contributors, *further, **named)
 
         def hears(peer_id: str, header: Contribution, now: float = 0.0) -> Verdict:
             verdict = offer(peer_id, header, now)

@@ -24,7 +24,7 @@ from diloco.protocol.messages.base import (
     Units,
     at_most_keys,
 )
-from diloco.protocol.messages.heads import Delay, Line, Record, check_window
+from diloco.protocol.messages.heads import MAX_LINES, Delay, Line, Record, check_window
 from diloco.protocol.numbers import (
     MAX_COUNT,
     Count,
@@ -129,13 +129,15 @@ class StateRequest(Message, kind="state_request", place=Place.REQUEST, roles=MEM
 class Anchor(Message):
     """Base of the messages that describe a fragment's anchor, with the certificate of its version; version 0 has none.
 
-    No share in it is of a later version than the anchor.
+    No share in it is of a later version than the anchor. `lines` are the newest ones of contributors that are not in
+    the certificate: they prove how many tokens these have in this history.
     """
 
     fragment: Index
     digest: Digest
     record: Record | None = None
     shares: Shares = Field(default_factory=dict)
+    lines: Annotated[list[Line], Field(max_length=MAX_LINES)] = Field(default_factory=list)
 
     @property
     def version(self) -> int:

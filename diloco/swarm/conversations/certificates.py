@@ -2,6 +2,7 @@
 
     is it signed, and does it add up?     else the donor is an offender: no honest peer passes such a thing on
     did its author hold that term?        else it is not believed: `protocol.belief` says what counts
+    is it disputed, and is its work proved and more than that of the anchor here?    then it is believed after all
 
 Whether it follows what is here is asked again when it is adopted, because the anchor may move meanwhile.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 from diloco.errors import PayloadError
 from diloco.protocol.audits import wrong_counts
-from diloco.protocol.belief import unbelieved
+from diloco.protocol.belief import disputants, unbelieved
+from diloco.protocol.beyond import refused
+from diloco.protocol.forks import proved_heavier
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.heads import does_not_follow, wrong_record, wrong_shares
 from diloco.protocol.messages.bulk import PartList, StateHeader
@@ -22,7 +25,9 @@ __all__ = ["Unbelieved", "check_anchor", "check_follows", "check_record"]
 
 
 class Unbelieved(PayloadError):
-    """A version with a certificate that is right, of an author that this peer does not take for one."""
+    """A version with a certificate that is right, and that does not go on for this peer; `version` is its number, or 0
+    if no history has to pass it.
+    """
 
     def __init__(self, why: str, version: int) -> None:
         super().__init__(why)
@@ -31,11 +36,19 @@ class Unbelieved(PayloadError):
 
 def check_record(protocol: Peer, record: Record, donor: str) -> None:
     """Raises `Offence` for a certificate that is wrong, and `Unbelieved` for one that this peer does not believe."""
+    _check_signed(protocol, record)
+    if (why := unbelieved(protocol, record, donor)) is not None:
+        raise _unbelieved(protocol, record, why)
+
+
+def _unbelieved(protocol: Peer, record: Record, why: str) -> Unbelieved:
+    return Unbelieved(why, 0 if refused(protocol, record) else record.version)
+
+
+def _check_signed(protocol: Peer, record: Record) -> None:
     why = wrong_record(protocol.signer, protocol.manifest_hash, record) or wrong_counts(protocol.outer, record)
     if why is not None:
         raise Offence(why)
-    if (why := unbelieved(protocol, record, donor)) is not None:
-        raise Unbelieved(why, record.version)
 
 
 def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> None:
@@ -49,9 +62,14 @@ def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> 
         if fragment.version > 0 or not named:
             raise PayloadError(f"version 0 of fragment {header.fragment} is not as its syncer published it")
         return
-    check_record(protocol, record, donor)
+    _check_signed(protocol, record)
     if (why := wrong_shares(record, header.shares, header.fragment == CONTROL_FRAGMENT)) is not None:
         raise Offence(why)
+    why = unbelieved(protocol, record, donor)
+    disputed = fragment.syncer is not None and donor in disputants(protocol, fragment)
+    weighed = disputed and refused(protocol, record) is None
+    if why is not None and not (weighed and proved_heavier(protocol, header)):
+        raise _unbelieved(protocol, record, why)
     if (fragment.version + 1, fragment.digest) == (record.version, record.digest_before):
         check_follows(protocol, record)
 

@@ -281,7 +281,7 @@ async def fold_whole(
         _check_line(context, line, header, tally)
     if not context.holds(syncer) or not syncer.wants(peer, 0, header.base_version):
         return None
-    weight, discount = syncer.weight(peer), syncer.discount(peer)
+    weight, discount = syncer.weight(peer), syncer.discount(peer) * held.bound.scales({peer: line.norm})[peer]
     if context.protocol.outer.barrier:  # the others' chunks go into the same sums in this thread
         for chunk, payload in enumerate(payloads):
             held.put(chunk, peer, payload, weight, discount)

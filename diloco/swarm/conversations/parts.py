@@ -123,8 +123,9 @@ class Download:
                 await asyncio.wait(tasks)
         listed = self._list
         header = StateHeader(
-            fragment=listed.fragment, digest=listed.digest, record=listed.record, shares=listed.shares, outer=False
-        )
+            fragment=listed.fragment, digest=listed.digest, record=listed.record, shares=listed.shares,
+            lines=listed.lines, outer=False,
+        )  # fmt: skip
         return FragmentState(header, self._anchor, donor=self._donor)
 
     def _donors(self) -> list[str]:
@@ -220,6 +221,7 @@ async def _copy_state(context: Context, fragment: int, held: Held | None) -> Fra
         pushes=0 if state is None else state[1].pushes,
         delay=1 if state is None else state[1].delay,
         shares=protocol.accounts.shares(fragment),
+        lines=here.further_lines(),
     )
     return FragmentState(header, anchor, state)
 
@@ -286,11 +288,11 @@ class AnchorDonor:
         frozen = await self.freeze(fragment)
         digests = await in_thread(part_digests, frozen.anchor)
         header = frozen.header
-        await stream.send(
-            PartList(
-                fragment=fragment, digest=header.digest, record=header.record, shares=header.shares, parts=list(digests)
-            )
-        )
+        listed = PartList(
+            fragment=fragment, digest=header.digest, record=header.record, shares=header.shares, lines=header.lines,
+            parts=list(digests),
+        )  # fmt: skip
+        await stream.send(listed)
         await self.answer_part(stream, expect(await stream.receive(), PartRequest), frozen)
 
     async def answer_part(self, stream: Stream, request: PartRequest, frozen: FragmentState | None = None) -> None:
@@ -299,7 +301,7 @@ class AnchorDonor:
             self._check(request)
             if frozen is None:
                 frozen = await self.freeze(request.fragment, request.digest)
-            header = frozen.header.model_copy(update={"shares": {}})  # they came with the list of parts
+            header = frozen.header.model_copy(update={"shares": {}, "lines": []})  # they came with the list of parts
             ranges = part_ranges(frozen.anchor.numel())
             if request.fragment != header.fragment or request.part >= len(ranges):
                 raise PayloadError(f"part {request.part} of fragment {request.fragment} is not in this conversation")

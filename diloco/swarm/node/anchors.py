@@ -6,7 +6,7 @@ reads or moves an anchor holds the fragment's lock until the thread has ended an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeGuard
@@ -16,17 +16,18 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.state import state_root
-from diloco.protocol.belief import doubt
-from diloco.protocol.forks import goes_on, renumbered
+from diloco.protocol.belief import disputants, doubt, unbelieved
+from diloco.protocol.forks import goes_on, proved_heavier, renumbered
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.heads import shares_digest
 from diloco.protocol.limits import LONGEST_DOUBT_S
 from diloco.protocol.messages.bulk import Anchor
-from diloco.protocol.messages.heads import Record
+from diloco.protocol.messages.heads import Line, Record
 from diloco.protocol.numbers import leaps_too_far
 from diloco.protocol.penalties import Offence
 from diloco.protocol.shares import Share
 from diloco.protocol.states import STATES
+from diloco.protocol.succession import missed
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.conversations.certificates import Unbelieved, check_follows
@@ -34,6 +35,7 @@ from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.framing import FragmentState, UpdateRecord, intact
 from diloco.swarm.conversations.tasks import in_thread
 from diloco.swarm.node.auditor import Auditor
+from diloco.swarm.node.bounds import Bounds, step_of
 from diloco.swarm.node.own_tokens import OwnTokens
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import BROKEN
@@ -57,6 +59,7 @@ class Anchors:
         self._refused: dict[tuple[int, str], tuple[float, float]] = {}  # until when, and for how long
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self.fetcher = AnchorFetcher(context)
+        self.bounds = Bounds(context)
         self.own_tokens = own_tokens
         self.loaded = [self._here(fragment) for fragment in range(len(context.protocol.fragments))]
 
@@ -150,12 +153,12 @@ class Anchors:
         """
         further = [] if outer else [one for one in self.fetcher.further_donors(fragment) if one not in donors]
         dishonest: set[str] = set()
-        now = self._context.now()
+        now, here = self._context.now(), self._protocol.fragments[fragment]
         for donor in [*donors, *further]:
             if now < self._refused.get((fragment, donor), (0.0, 0.0))[0]:
                 continue
-            whole_only = whole or donor in further
-            for have in [-1] if whole_only else [self._protocol.fragments[fragment].version, -1]:
+            whole_only = whole or donor in further or donor in disputants(self._protocol, here)
+            for have in [-1] if whole_only else [here.version, -1]:
                 if donor in dishonest:
                     break
                 try:
@@ -174,11 +177,14 @@ class Anchors:
                         self._refused[fragment, donor] = (self._context.now() + wait_s, wait_s)
                         dishonest.add(donor)
                         doubt(self._protocol, fragment, donor, error.version)
+                    if isinstance(error, PayloadError) and donor in disputants(self._protocol, here):
+                        here.outweighed.add(donor)  # its answers are not worth asking for until the anchor moves
                     why = str(error) or type(error).__name__
                     kind = "unbelieved" if isinstance(error, Unbelieved) else "fetch_failed"
                     self._context.note(kind, fragment=fragment, donor=donor, why=why)
                     if not isinstance(error, PayloadError):
                         break
+        missed(self._protocol, fragment, self._context.now())
         self._protocol.catch_up_failed(fragment)
         self._context.tasks.notify()
 
@@ -220,11 +226,15 @@ class Anchors:
                 await self.catch_up(fragment, (lease.holder,), whole=True)
 
     async def _apply(self, record: UpdateRecord) -> str:
-        header = record.header
+        header, checked = record.header, await self.bounds.check(record)
+        if checked.digest not in ("", header.digest):
+            return checked.digest
         await self.about_to_move(header.fragment, header.contributors)
         self._protocol.accounts.hear_data_cursor(header.head)
-        step = OuterStep(header.version - 1, len(header.lines), header.head.pushes, header.head.delay)
-        digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step)
+        digest = checked.digest
+        if not digest:
+            digest = await in_thread(self._replica.apply_update_, header.fragment, record.update, step_of(header))
+        self.bounds.follow(header, checked.moved)
         self.moved(header.fragment, header.version, digest, contributors=header.contributors, record=header)
         return digest
 
@@ -240,7 +250,7 @@ class Anchors:
             if leaps_too_far(here.version, header.version):
                 raise PayloadError(f"no run gets from version {here.version} to version {header.version}")
             other, syncer, now = header.digest != here.digest, here.syncer, self._context.now()
-            if other and not goes_on(header, here, state.donor):
+            if other and not self._goes_on(header, here, state.donor):
                 kept = self._protocol.outweighs(here.index, state.donor, header.version, header.digest, now)
                 self._context.do(kept)
                 return
@@ -250,6 +260,12 @@ class Anchors:
             if state.header.version < here.version + (syncer is not None):
                 raise PayloadError(f"version {header.version} is not newer than what is here")
             await self._context.tasks.complete(self._replace(state))
+
+    def _goes_on(self, theirs: Anchor, here: Fragment, donor: str) -> bool:
+        if here.syncer is not None and theirs.record is not None:
+            if unbelieved(self._protocol, theirs.record, donor) is not None:
+                return proved_heavier(self._protocol, theirs)
+        return goes_on(theirs, here, donor)
 
     async def renumber(self, fragment: int, above: int) -> None:
         """As syncer, give the anchor that is here a number above that one: its history goes on (see `forks`)."""
@@ -295,6 +311,7 @@ class Anchors:
         if here.syncer is None and state.outer is None and _only_renumbers(header.record, here):
             self._renumbered(here, header.record)
             return
+        await self.bounds.adopt(state, here)
         base, _ = self.loaded[fragment]
         await self.about_to_move(fragment, [peer for peer, share in header.shares.items() if share.last_version > base])
         await in_thread(self._replica.anchors[fragment].copy_, state.anchor)
@@ -308,8 +325,9 @@ class Anchors:
             if header.record is not None:
                 self._protocol.accounts.hear_data_cursor(header.record.head)
         self.moved(
-            fragment, header.version, header.digest, outer is not None, shares=header.shares, record=header.record
-        )
+            fragment, header.version, header.digest, outer is not None, shares=header.shares, record=header.record,
+            lines=header.lines,
+        )  # fmt: skip
 
     async def about_to_move(self, fragment: int, contributors: Collection[str]) -> None:
         """Keep the base of what was learned from this anchor, where contributions may be late, or a round is sent after
@@ -331,6 +349,7 @@ class Anchors:
         contributors: Mapping[str, int] | None = None,
         shares: Mapping[str, Share] | None = None,
         record: Record | None = None,
+        lines: Iterable[Line] | None = None,
     ) -> None:
         """Tell the protocol that the anchor, whose lock is held, is at another version.
 
@@ -341,7 +360,7 @@ class Anchors:
         elif not outer:
             self._replica.release(fragment)
         now = self._context.now()
-        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares, record))
+        self._context.do(self._protocol.adopted(fragment, version, digest, now, contributors, shares, record, lines))
 
     def _check_free(self, fragment: int) -> None:
         if self._protocol.merging(fragment):

@@ -80,9 +80,9 @@ class Merging:
         lost = not self._context.holds(syncer)
         if not lost:
             cursor = accounts.data_cursor(fragment.index, close.contributors)
-        record = self._certificate(
-            fragment, close, syncer, step, (digest, held.root), {**cursor, **_answers_for(held, judged)}
-        )
+        cursor |= _answers_for(held, judged)
+        record = self._certificate(fragment, close, syncer, step, (digest, held.root), cursor)
+        self._anchors.bounds.follow(record, held.moved)
         if lost:
             accounts.hear_data_cursor(record.head)
             self._anchors.moved(fragment.index, record.version, digest, contributors=record.contributors, record=record)

@@ -106,7 +106,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
             protocol.fragments[fragment].floor = term + gap if term else 0
         protocol.accounts.restore_shares(saved.shares)
         for known, record in zip(protocol.fragments, saved.records, strict=False):
-            known.record = record
+            known.certified(record)
             if record is not None:
                 known.authors[record.head.term] = record.head.author
         protocol.accounts.dealer.know(protocol.versions[CONTROL_FRAGMENT], (saved.units[0], union(saved.units[1])))

@@ -16,6 +16,7 @@ from diloco.protocol.exchange import Exchange, Step
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Lease
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.penalties import Offence
+from diloco.protocol.succession import missed
 from diloco.protocol.syncer import Syncer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered, contribute, fold_chunk, fold_whole, line_of
@@ -264,6 +265,7 @@ class Rounds:
             if isinstance(error, Offence):
                 self._context.do(self._protocol.offence(lease.holder, why, self._context.now()))
             self._context.note("contribution_broke", fragment=lease.fragment, syncer=lease.holder, why=why)
+            missed(self._protocol, lease.fragment, self._context.now())
             exchange.broke(lease)
 
     async def _adopt(self, exchange: Exchange, lease: Lease, answered: Answered, seconds: Seconds) -> None:
@@ -271,6 +273,7 @@ class Rounds:
             seconds.comm, seconds.wait = answered.comm_s, answered.wait_s
         else:
             exchange.refused(answered.verdict, lease)
+            missed(self._protocol, lease.fragment, self._context.now())
         if isinstance(answered.update, FragmentState):
             exchange.merged(answered.update.header.version)
             if exchange.fragment not in self._protocol.followed:  # else its updates are on their way, one by one

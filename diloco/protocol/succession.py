@@ -152,7 +152,7 @@ def unseat(view: View, now: float) -> list[Action]:
         if lease is None or holder is None:
             continue
         others = {one for one in view.able() if one != holder.peer}
-        left = {peer for peer, (_, believed) in fragment.votes.items() if believed != holder.peer}  # some have unseated it
+        left = {peer for peer, (_, believed) in fragment.votes.items() if believed != holder.peer}
         missing = {one.peer for one in view.members.all() if fragment.index in one.status.missed}
         for_long = fragment.disputed_since is not None and now - fragment.disputed_since > holder.silence_s()
         if for_long and _most(others, {*disputants(view, fragment), *left, view.me}):

@@ -138,12 +138,13 @@ class View:
 
     def status(self, figures: bool = False) -> Status:
         """This peer's status as the others shall see it, at a heartbeat with figures for watchers."""
-        inner_step, target_steps, steps_per_s, tokens = self._progress
+        inner_step, target_steps, pace, tokens = self._progress
         return Status(
             state=self.state, versions=self.versions, marks=b"".join(mark(digest) for digest in self.digests),
-            inner_step=inner_step, target_steps=target_steps, steps_per_s=steps_per_s, tokens=tokens,
+            inner_step=inner_step, target_steps=target_steps, steps_per_s=pace, tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
-            disputed=[f.index for f in self.fragments if f.disputed], missed=[f.index for f in self.fragments if f.misses],
+            disputed=[fragment.index for fragment in self.fragments if fragment.disputed],
+            missed=[fragment.index for fragment in self.fragments if fragment.misses],
             figures=Figures(**self._figures) if figures else None,
         )  # fmt: skip
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Condemn, Note, Release, Renumber, Tell
 from diloco.protocol.belief import donors, doubt, number_to_pass, unbelieved
@@ -407,10 +405,21 @@ def believer(*others: str) -> Peer:
     return peer
 
 
+def misses(peer: Peer, *others: str) -> None:
+    """It has failed for long to get the version, and others say the same of themselves."""
+    for now in (1.0, LATER):
+        missed(peer, 0, now)
+    for other in others:
+        peer.heard(other, status_of().model_copy(update={"missed": [0]}), LATER)
+
+
 def test_a_syncer_that_announces_what_nobody_can_have_is_unseated_for_good() -> None:
     peer = believer("a", "b")
     missed(peer, 0, 1.0)
-    assert not unseat(peer, 1.0), "it may be busy"
+    peer.heard("a", status_of().model_copy(update={"missed": [0]}), 2.0)
+    assert not peer.status().missed and not unseat(peer, 2.0), "it may be busy"
+    misses(peer)
+    assert peer.status().missed == [0]
     (unseated,) = unseat(peer, LATER)
     assert isinstance(unseated, Note) and "version 1, which nobody can have" in str(unseated.fields)
     assert holder_of(peer) is None and "h" not in peer.able()
@@ -418,22 +427,25 @@ def test_a_syncer_that_announces_what_nobody_can_have_is_unseated_for_good() -> 
     assert holder_of(peer) is None
 
 
-@pytest.mark.parametrize("had_by", ["a", "ab"])
-def test_a_version_that_most_have_unseats_nobody(had_by: str) -> None:
+def test_a_version_that_few_miss_unseats_nobody() -> None:
     peer = believer("a", "b", "c")
-    missed(peer, 0, 1.0)
-    for other in had_by:
-        peer.heard(other, status_of(1, ONE), 2.0)
-    assert bool(unseat(peer, LATER)) == (had_by == "a"), "three of four lack it, then two"
+    misses(peer, "a")
+    assert not unseat(peer, LATER), "two of four"
+    unmoved = believer("a", "b", "c")
+    misses(unmoved)
+    unmoved.fragments[0].misses = False
+    for other in "abc":
+        unmoved.heard(other, status_of().model_copy(update={"missed": [0]}), LATER)
+    assert not unseat(unmoved, LATER), "this peer does not"
 
 
 def test_whoever_got_the_version_or_another_syncer_misses_nothing() -> None:
     peer = believer("a", "b")
-    missed(peer, 0, 1.0)
-    peer.adopted(0, 1, ONE, 2.0, contributors={"a": 10}, record=record("h", 3))
-    assert not unseat(peer, LATER)
-    missed(peer, 0, 3.0)
-    assert peer.fragments[0].missed is None, "nothing newer is announced"
+    misses(peer)
+    peer.adopted(0, 1, ONE, LATER, contributors={"a": 10}, record=record("h", 3))
+    assert not peer.status().missed and not unseat(peer, LATER)
+    misses(peer)
+    assert not peer.status().missed, "nothing newer is announced"
 
 
 def stuck(round_s: float, waiting: str = "ab") -> Peer:

@@ -25,7 +25,7 @@ from diloco.protocol.rendezvous import score
 from diloco.protocol.shares import OTHERS, Shares
 from diloco.protocol.syncer import Syncer
 
-__all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable", "Missed", "Waiting"]
+__all__ = ["CONTROL_FRAGMENT", "LEAP", "Busy", "Fragment", "Lease", "LeaseTable", "Waiting"]
 
 CONTROL_FRAGMENT = 0  # Its versions carry the swarm clock and the data cursor; its syncer deals out work units.
 AUTHORS = 64  # terms whose holders are remembered
@@ -59,13 +59,6 @@ class Waiting(NamedTuple):
 
     claim: Claim
     terms: int
-
-
-class Missed(NamedTuple):
-    """A version that could not be had, and since when."""
-
-    version: int
-    since: float
 
 
 class Busy(Enum):
@@ -103,7 +96,7 @@ class Fragment:
         past: digests of the versions before this one, as far as they were here in a row.
         lighter: digest of the last anchor of the syncer whose history was found to have less work than the one here.
         disputed_since: since when the syncer has gone on from a history with less work; None while it has not.
-        missed: the version that the syncer announced, and that nobody has given this peer.
+        missed_since: since when nobody has given this peer a version that the syncer announced. misses: that is long.
         stuck_since: since when most peers that train have waited for the next version.
         round_s: seconds from the last version but one to the last one; None if not both came here in a row.
         outweighed: peers whose other history was found to have less work than that of the anchor which is here now, or
@@ -134,7 +127,8 @@ class Fragment:
     past: dict[int, str] = field(default_factory=dict)
     lighter: str = ""
     disputed_since: float | None = None
-    missed: Missed | None = None
+    missed_since: float | None = None
+    misses: bool = False
     stuck_since: float | None = None
     round_s: float | None = None
     outweighed: set[str] = field(default_factory=set)
@@ -147,8 +141,8 @@ class Fragment:
         while len(past) > REMEMBERED:
             del past[next(iter(past))]
         self.past = past
-        self.disputed_since = self.missed = self.stuck_since = None
-        self.outweighed = set()
+        self.disputed_since = self.missed_since = self.stuck_since = None
+        self.outweighed, self.misses = set(), False
         self.round_s = None if leap or self.came_at is None else now - self.came_at
         self.version, self.digest, self.came_at = version, digest, now
 
@@ -300,5 +294,6 @@ class LeaseTable:
         if not held:
             del self._held[lease.holder]
         known = self._fragments[fragment]
-        known.lease = known.disputed_since = known.missed = known.stuck_since = None
+        known.lease = known.disputed_since = known.missed_since = known.stuck_since = None
+        known.misses = False
         self.generation += 1

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from diloco.protocol.actions import Action, CatchUp, Note, Renumber
 from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
-from diloco.protocol.fragment import Busy, Fragment, Missed
-from diloco.protocol.membership import Member
+from diloco.protocol.fragment import Busy, Fragment
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
 from diloco.protocol.rendezvous import assign, order
@@ -113,11 +110,15 @@ def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:
 
 
 def missed(view: View, index: int, now: float) -> None:
-    """Nobody could give this peer the version that the fragment's syncer announced."""
+    """Once more nobody could give this peer the version that the fragment's syncer announced."""
     fragment = view.fragments[index]
     lease = fragment.lease
-    if lease is not None and lease.holder != view.me and lease.version > fragment.version:
-        fragment.missed = fragment.missed or Missed(lease.version, now)
+    holder = None if lease is None else view.members.get(lease.holder)
+    if lease is None or holder is None or lease.version <= fragment.version:
+        return
+    if fragment.missed_since is None:
+        fragment.missed_since = now
+    fragment.misses = now - fragment.missed_since > holder.silence_s()
 
 
 def watch(view: View, now: float) -> None:
@@ -144,20 +145,20 @@ def unseat(view: View, now: float) -> list[Action]:
     """
     actions: list[Action] = []
     for fragment in view.fragments:
-        if fragment.missed is None and fragment.disputed_since is None and fragment.stuck_since is None:
+        if not fragment.misses and fragment.disputed_since is None and fragment.stuck_since is None:
             continue
         lease = fragment.lease
         holder = None if lease is None else view.members.get(lease.holder)
         if lease is None or holder is None:
             continue
-        others = [one for one in view.able() if one != holder.peer]
-        disputing = {*disputants(view, fragment), view.me}.intersection(others)
-        missed = fragment.missed or Missed(0, now)
-        lacking = [one for one in others if _version(view, one, fragment) < missed.version]
-        if _for_long(fragment.disputed_since, disputing, others, holder, now):
+        others = {one for one in view.able() if one != holder.peer}
+        left = {peer for peer, (_, believed) in fragment.votes.items() if believed != holder.peer}
+        missing = {one.peer for one in view.members.all() if fragment.index in one.status.missed}
+        for_long = fragment.disputed_since is not None and now - fragment.disputed_since > holder.silence_s()
+        if for_long and _most(others, {*disputants(view, fragment), *left, view.me}):
             why = "goes on from a history with less work"
-        elif _for_long(missed.since, lacking, others, holder, now):
-            why = f"announced version {missed.version}, which nobody can have"
+        elif fragment.misses and _most(others, {*missing, *left, view.me}):
+            why = f"announced version {lease.version}, which nobody can have"
             doubt(view, fragment.index, holder.peer, 0)
             view.deposed.add(holder.peer)
         elif _is_stuck(fragment, now):
@@ -170,16 +171,11 @@ def unseat(view: View, now: float) -> list[Action]:
     return actions
 
 
-def _for_long(since: float | None, agree: Collection[str], others: Collection[str], holder: Member, now: float) -> bool:
-    return since is not None and now - since > holder.silence_s() and 2 * len(agree) > len(others)
+def _most(others: set[str], agree: set[str]) -> bool:
+    return 2 * len(agree & others) > len(others)
 
 
 def _is_stuck(fragment: Fragment, now: float) -> bool:
     """Whether the syncer waits longer than any peer may make it wait; never while no round was seen from its start."""
     since, round_s = fragment.stuck_since, fragment.round_s
     return since is not None and round_s is not None and now - since > PAUSE_LIMIT_S + ROUNDS * round_s
-
-
-def _version(view: View, peer: str, fragment: Fragment) -> int:
-    member = view.members.get(peer)
-    return fragment.version if member is None else member.status.versions[fragment.index]

@@ -94,7 +94,7 @@ class View:
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.deposed: set[str] = set()  # peers that hold nothing any more, as this peer believes
         self.liars: set[str] = set()  # identities that are out for good; the gate remembers them
-        # By fragment and peer: versions up to the first number are not believed; the second one has a certificate.
+        # By fragment and peer: versions up to the first one are not believed; the second one has a certificate.
         self.doubted: dict[tuple[int, str], tuple[int, int]] = {}
         self.beyond: dict[tuple[int, int, str], Head] = {}  # by fragment, term and author; see `beyond`
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
@@ -138,12 +138,13 @@ class View:
 
     def status(self, figures: bool = False) -> Status:
         """This peer's status as the others shall see it, at a heartbeat with figures for watchers."""
-        inner_step, target_steps, steps_per_s, tokens = self._progress
+        inner_step, target_steps, pace, tokens = self._progress
         return Status(
             state=self.state, versions=self.versions, marks=b"".join(mark(digest) for digest in self.digests),
-            inner_step=inner_step, target_steps=target_steps, steps_per_s=steps_per_s, tokens=tokens,
+            inner_step=inner_step, target_steps=target_steps, steps_per_s=pace, tokens=tokens,
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
             disputed=[fragment.index for fragment in self.fragments if fragment.disputed],
+            missed=[fragment.index for fragment in self.fragments if fragment.misses],
             figures=Figures(**self._figures) if figures else None,
         )  # fmt: skip
 

@@ -106,6 +106,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
         tokens: tokens this peer has processed in this run.
         units: ranges of sequences that this peer has and that are not in the model, as far as it knows.
         disputed: fragments whose syncer goes on from a history with less work than the one here (see `forks`).
+        missed: fragments whose syncer has announced a version that this peer has not been given for long.
         figures: only in a heartbeat; None says that those of the last heartbeat still hold.
     """
 
@@ -118,6 +119,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
     tokens: Tokens = 0
     units: FewUnits = Field(default_factory=list)
     disputed: Annotated[list[Index], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
+    missed: Annotated[list[Index], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
     figures: Figures | None = None
 
     @property
@@ -146,8 +148,8 @@ class Status(Message, kind="status", place=Place.CONTROL):
         return self.marks[fragment * MARK_BYTES : (fragment + 1) * MARK_BYTES]
 
     def misfit(self, fragments: int) -> str | None:
-        """A status names a version of each fragment, and disputes no other ones."""
-        said = max([len(self.versions), *(fragment + 1 for fragment in self.disputed)])
+        """A status names a version of each fragment, and disputes and misses no other ones."""
+        said = max([len(self.versions), *(fragment + 1 for fragment in [*self.disputed, *self.missed])])
         return None if said == fragments else f"a status of {said} fragments, and the run has {fragments}"
 
 

@@ -273,7 +273,8 @@ class Rounds:
             seconds.comm, seconds.wait = answered.comm_s, answered.wait_s
         else:
             exchange.refused(answered.verdict, lease)
-            missed(self._protocol, lease.fragment, self._context.now())
+            if not (answered.verdict.late or answered.verdict.merged):
+                missed(self._protocol, lease.fragment, self._context.now())
         if isinstance(answered.update, FragmentState):
             exchange.merged(answered.update.header.version)
             if exchange.fragment not in self._protocol.followed:  # else its updates are on their way, one by one

@@ -1,4 +1,4 @@
-"""Equal versions with other anchors are told apart, and who signed both is out. Sans-IO.
+"""Who was proved a liar is out: it signed two anchors of one version, or a version that an audit refutes. Sans-IO.
 
 1. Every status marks the anchors of its sender. A peer that has another anchor of the same version, or refused another
    one (`beyond`), sends the head of that, once for each peer and version, and gets the other's.
@@ -6,6 +6,7 @@
    that can show it tells everybody, and so does each peer that hears of it.
 3. Each checks the two signatures alone. The author is out for good: no stream of its is accepted, also after a restart,
    and its fragments are vacant.
+4. What an audit proves (see `outer.audit`) travels on bulk streams; who checked it calls `condemn` in the same way.
 
 Two heads of different authors or terms prove nothing: a swarm was split, and went on as two histories.
 """

@@ -4,10 +4,10 @@
 
 A *watch* is one part of a fragment. It is drawn when it begins, and nobody knows of it until the author of the newest
 version is asked for the contributions to that; then it ends. It lasts until a momentum from before it is forgotten, for
-about twenty versions. At version 0 nothing is to be forgotten, so watches for all first versions are drawn there.
+nineteen versions at most. At version 0 nothing is to be forgotten, so watches for all first versions are drawn there.
 
 All watches of a fragment end with the term of its syncer, and where a version came without its update: what an heir has
-of master and momentum is not known to everybody. So the first twenty versions of an heir are not audited.
+of master and momentum is not known to everybody. So the first versions of an heir are not audited.
 
 Memory: with a part s of all versions audited by n members, s / n x 200 encoded fragments.
 """

@@ -21,6 +21,7 @@ from _attacks.arena import Arena
 from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.outer.held import Held
+from diloco.outer.merkle import payload_root
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment, Lease
 from diloco.protocol.heads import lines_digest, shares_digest, sign_head, sign_line
 from diloco.protocol.messages import Message
@@ -288,7 +289,8 @@ class Attacker:
                     update = torch.empty_like(record.update)
                     self.encode(self.anchor + add, face, update)
                 self.apply(face, update)
-                head = record.header.head.model_copy(update={"digest_before": before, "digest": digest_of(face)})
+                said = {"digest_before": before, "digest": digest_of(face), "update": self.root(update)}
+                head = record.header.head.model_copy(update=said)
                 head = sign_head(protocol.signer, protocol.manifest_hash, head)
                 header = record.header.model_copy(update={"head": head})
                 records.append(UpdateRecord(header, update))
@@ -333,6 +335,12 @@ class Attacker:
         replica, local = self.node.replica, self.node.replica._local[self.index]
         for (start, stop), (at, end) in zip(replica.chunks[self.index], pairwise(local.update_at), strict=True):
             replica.down.apply_update_(anchor[start:stop], update[at:end])
+
+    def root(self, update: Tensor) -> bytes:
+        """What a head has to name for this update."""
+        replica, local = self.node.replica, self.node.replica._local[self.index]
+        cut = [update[at:end] for at, end in pairwise(local.update_at)]
+        return payload_root(cut, replica.down, self.anchor.numel())
 
     # -- the network --------------------------------------------------------------------------------------------------
 

@@ -347,6 +347,21 @@ def test_the_trimmed_mean_leaves_out_the_extremes_of_each_coordinate() -> None:
     assert trim_count(5, 0.49) == 2
 
 
+def test_what_is_left_out_of_few_contributions_has_no_part_in_their_trimmed_mean() -> None:
+    deltas = pseudo_gradients(3, 5)
+    found = {"p0": encoded(deltas[0], -10.0), "p1": encoded(deltas[1]), "p2": encoded(deltas[2])}
+    anchors = []
+    for counted in (["p0", "p1", "p2"], ["p1", "p2"]):
+        replica = syncer(robust="trimmed_mean")
+        held = replica.held[0]
+        for peer in counted:
+            held.take(0, peer, found[peer], 1.0)
+        judged = held.judge(dict.fromkeys(counted, 1.0), me="p1")
+        held.merge_(OuterStep(0, 2), torch.empty(replica.update_nbytes(0), dtype=torch.uint8), judged)
+        anchors.append(replica.anchors[0])
+    assert torch.equal(*anchors)
+
+
 def test_auto_and_clip_depend_on_codec_and_quorum() -> None:
     def rule(**outer: object) -> str:
         return OuterConfig(method="diloco", sync_every=1, **outer).judging

@@ -251,7 +251,11 @@ class TrimmedMean(Judge):
     def merge_(
         self, into: Sum, staged: Staged, chunk: int, peers: Sequence[str], judged: Judgement, average: Average
     ) -> None:
-        into.total.copy_(trimmed_mean(staged.decoded(peers, chunk), self.settings.trim))
+        values = staged.decoded(peers, chunk)
+        for row, scale in zip(values, judged.scales, strict=True):
+            if 0.0 < scale < 1.0:  # too few are compared to leave out what is too long
+                row.mul_(scale)
+        into.total.copy_(trimmed_mean(values, self.settings.trim))
 
 
 AVERAGES: dict[str, type[Average]] = {one.name: one for one in (Mean, RadialDirectional)}

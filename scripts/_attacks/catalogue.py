@@ -12,7 +12,7 @@ __all__ = ["ATTACKS", "OPEN"]
 
 assert all((floods, lies, payloads)), "importing them registers their attacks"
 
-SYNCER = "nobody checks what a syncer publishes"
+SYNCER = "only how far a version moves is checked"
 WEIGHTS = "a peer may claim four times the pace of the others"
 
 OPEN = {

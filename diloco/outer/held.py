@@ -185,13 +185,15 @@ class Held:
             judged = self._judge_few(self.staged, peers, by_peer, me)
         else:
             judged = self.rule.judge(self.staged, peers, by_peer)
-        norms = self.staged.norms(peers)
-        scaled = zip(norms, judged.scales, strict=True)
-        self.norms.whole.extend(norm * min(scale, 1.0) for norm, scale in scaled if scale)
-        factors = self.bound.scales(dict(zip(peers, norms, strict=True)))
-        too_long = {index for index, peer in enumerate(peers) if factors[peer] < 1.0}
+        norms, scales = self.staged.norms(peers), judged.scales
+        counted = [norm * min(scale, 1.0) for norm, scale in zip(norms, scales, strict=True)]
+        self.norms.whole.extend(norm for norm, scale in zip(counted, scales, strict=True) if scale)
+        limit = self.bound.limit(dict(zip(peers, norms, strict=True)))
+        factors = [limit / norm if norm > limit else 1.0 for norm in counted]
+        too_long = {index for index, factor in enumerate(factors) if factor < 1.0}
         judged = replace(judged, clipped=tuple(sorted(too_long.union(judged.clipped))))
-        return peers, judged.discounted([discounts.get(peer, 1.0) * factors[peer] for peer in peers])
+        late = [discounts.get(peer, 1.0) for peer in peers]
+        return peers, judged.discounted([one * other for one, other in zip(late, factors, strict=True)])
 
     def _judge_few(self, staged: Staged, peers: list[str], weights: Sequence[float], me: str) -> Judgement:
         gram, numel = staged.cosines(peers)

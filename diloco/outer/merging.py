@@ -255,8 +255,13 @@ class TrimmedMean(Judge):
     def merge_(
         self, into: Sum, staged: Staged, chunk: int, peers: Sequence[str], judged: Judgement, average: Average
     ) -> None:
-        counted = [peer for peer, weight in zip(peers, judged.weights, strict=True) if weight]
-        into.total.copy_(trimmed_mean(staged.decoded(counted, chunk), self.settings.trim))
+        weighed = zip(peers, judged.scales, judged.weights, strict=True)
+        counted = {peer: scale for peer, scale, weight in weighed if weight}
+        values = staged.decoded(list(counted), chunk)
+        for row, scale in zip(values, counted.values(), strict=True):
+            if scale < 1.0:  # too few are compared to leave out what is too long
+                row.mul_(scale)
+        into.total.copy_(trimmed_mean(values, self.settings.trim))
 
 
 AVERAGES: dict[str, type[Average]] = {one.name: one for one in (Mean, RadialDirectional)}

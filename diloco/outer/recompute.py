@@ -289,7 +289,8 @@ class Follower:
         """What an honest syncer makes of the contributions, in any order and rounded after each operation."""
         found = [self._up.values(one.payload, self._part.numel).double() for one in counted]
         if self._settings.judging == "trimmed_mean":
-            mean, size = _trimmed(found, self._settings.trim)
+            scaled = [values * min(one.scale, 1.0) for one, values in zip(counted, found, strict=True)]
+            mean, size = _trimmed(scaled, self._settings.trim)
         else:
             total = sum(one.weight for one in counted)
             factors = [one.weight * one.discount / total for one in counted]

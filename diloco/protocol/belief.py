@@ -68,7 +68,7 @@ def donors(view: View, fragment: int, version: int) -> list[str]:
 
 def doubt(view: View, fragment: int, donor: str, version: int) -> None:
     """What a donor has, with a certificate of that version, is not what goes on: it is not asked again until it says
-    that it has a later one.
+    that it has a later one. `View.doubted` has the version that it says it has, and the one with the certificate.
     """
     member = view.members.get(donor)
     view.fragments[fragment].outweighed.add(donor)

@@ -94,8 +94,7 @@ class View:
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
         self.deposed: set[str] = set()  # peers that hold nothing any more, as this peer believes
         self.liars: set[str] = set()  # identities that are out for good; the gate remembers them
-        # By fragment and peer: versions up to the first one are not believed; the second one has a certificate.
-        self.doubted: dict[tuple[int, str], tuple[int, int]] = {}
+        self.doubted: dict[tuple[int, str], tuple[int, int]] = {}  # by fragment and peer; see `belief.doubt`
         self.beyond: dict[tuple[int, int, str], Head] = {}  # by fragment, term and author; see `beyond`
         self.opened = False  # enough peers were connected once, and all that could be reached said hello
         self._myself: Member | None = None

@@ -110,12 +110,6 @@ async def publishes_anything(x: Attacker) -> None:
     x.publishes(lambda master: master.add_(100.0))
 
 
-@attack("publishes-anchors", "", "syncer", "the same, and gives anchors in place of updates", proof=True)
-async def publishes_anchors(x: Attacker) -> None:
-    bend(x.node.context, "records_since", lambda _: lambda fragment, version: [])
-    await publishes_anything(x)
-
-
 @attack(
     "biased-chunk",
     "F3",

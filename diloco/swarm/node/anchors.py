@@ -275,13 +275,12 @@ class Anchors:
             if held is None or syncer is None or here.version > above or self._protocol.merging(fragment):
                 self._protocol.catch_up_failed(fragment)
                 return
-            self._replica.renumber(fragment, above + 1)
-            held.restart(above + 1)
             try:
-                record = await self._number(syncer, here, held.master, above + 1)
+                record = await self._number(syncer, here, self._replica.anchors[fragment], above + 1)
             except PayloadError:
                 self._protocol.catch_up_failed(fragment)
                 return
+            held.restart(above + 1)  # in the turn in which the protocol forgets the contributions too
             self._renumbered(here, record)
         self._context.note("renumbered", fragment=fragment, version=here.version, skipped=here.skipped)
 

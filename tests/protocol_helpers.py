@@ -21,6 +21,7 @@ def digest_of(*history: object) -> str:
 
 
 MANIFEST = digest_of("manifest")
+RUN = "run"
 
 
 class Keys:
@@ -39,7 +40,7 @@ def line_of(
 ) -> Line:  # fmt: skip
     """A line that the peer has signed; it had so many tokens in the anchor `before`."""
     line = Line(peer, base_version, bytes.fromhex(base), steps, tokens, before + tokens, norm, root)
-    return sign_line(Keys(peer), MANIFEST, fragment, line)
+    return sign_line(Keys(peer), RUN, fragment, line)
 
 
 def record_of(
@@ -67,4 +68,4 @@ def certified(
     named: dict[str, Any] = {"fragment": fragment, "term": term, "version": version, "author": author}
     named |= {"digest_before": before, "digest": digest, "applied_tokens": clock}
     head = Head(**{**named, "lines": lines_digest(lines), "shares": shares_digest(after), "state": bytes(32), **fields})
-    return Record(head=sign_head(Keys(author), MANIFEST, head), lines=list(lines))
+    return Record(head=sign_head(Keys(author), RUN, head), lines=list(lines))

@@ -261,7 +261,7 @@ def tampered(node: Node, one: Evidence, how: str) -> Evidence:
     """Evidence that was changed on its way; `node` is that of the accuser."""
     head, update = one.steps[-1]
     other = update._replace(payload=update.payload ^ 1)
-    signer, run = node.protocol.signer, node.protocol.manifest_hash
+    signer, run = node.protocol.signer, node.protocol.run_id
     match how:
         case "update":
             return replace(one, steps=[*one.steps[:-1], (head, other)])

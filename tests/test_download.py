@@ -260,7 +260,7 @@ def forge(villager: Villager, digest: str = "") -> None:
     assert here.record is not None
     here.digest = digest or villager.replica.digest(0)
     head = here.record.head.model_copy(update={"author": protocol.me, "digest": here.digest})
-    here.record = here.record.model_copy(update={"head": sign_head(protocol.signer, protocol.manifest_hash, head)})
+    here.record = here.record.model_copy(update={"head": sign_head(protocol.signer, protocol.run_id, head)})
 
 
 def test_a_list_that_the_syncer_never_published_is_not_believed(village: Village) -> None:

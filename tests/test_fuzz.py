@@ -86,7 +86,7 @@ def order_of(outcome: Outcome) -> str:
     return sha256("\n".join([str(outcome.turns), *events]).encode()).hexdigest()[:16]
 
 
-@pytest.mark.parametrize(("plan", "order"), [(BARRIER, "c9d2a5443626e1aa"), (DECOUPLED, "7c6455e176345356")])
+@pytest.mark.parametrize(("plan", "order"), [(BARRIER, "a460dc154d228a32"), (DECOUPLED, "7c6455e176345356")])
 def test_every_version_of_python_gives_the_same_order_of_events(plan: Scenario, order: str) -> None:
     """A change of what peers do changes both digests. Write down new ones once the oldest and newest Python agree."""
     outcome = play(plan)

@@ -12,7 +12,7 @@ from diloco.protocol.heads import Nobody, does_not_follow, equivocates, sign_hea
 from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.heads import Head, Line, Proof, Record
 from diloco.protocol.shares import Share, credited
-from tests.protocol_helpers import MANIFEST, Keys, certified, digest_of, line_of, record_of
+from tests.protocol_helpers import RUN, Keys, certified, digest_of, line_of, record_of
 
 ZERO, ONE, TWO = (digest_of(version) for version in range(3))
 ANYBODY = Keys("anybody")
@@ -32,13 +32,13 @@ def altered(record: Record, **fields: Any) -> Record:
 def resigned(record: Record, author: str = "s", **fields: Any) -> Record:
     """The record with another head, which its author has signed."""
     head = record.head.model_copy(update={"author": author, **fields})
-    return record.model_copy(update={"head": sign_head(Keys(author), MANIFEST, head)})
+    return record.model_copy(update={"head": sign_head(Keys(author), RUN, head)})
 
 
 def test_a_certificate_can_be_checked_by_anybody_and_survives_the_wire() -> None:
     record = first()
-    assert wrong_record(ANYBODY, MANIFEST, record) is None
-    assert decode(encode(record)) == record and wrong_record(ANYBODY, MANIFEST, record) is None
+    assert wrong_record(ANYBODY, RUN, record) is None
+    assert decode(encode(record)) == record and wrong_record(ANYBODY, RUN, record) is None
     assert does_not_follow(record, 0, ZERO, {}, clock=True) is None
     shares = credited({}, 1, TOKENS, {"a": "a name that others may not know"})
     assert wrong_shares(record, shares, clock=True) is None
@@ -61,7 +61,7 @@ WRONG_LINES = [
 
 @pytest.mark.parametrize(("lines", "says"), WRONG_LINES)
 def test_lines_that_are_unsigned_foreign_repeated_or_of_other_anchors_are_refused(lines: list[Line], says: str) -> None:
-    assert says in str(wrong_record(ANYBODY, MANIFEST, certified(lines, 1, ZERO, ONE)))
+    assert says in str(wrong_record(ANYBODY, RUN, certified(lines, 1, ZERO, ONE)))
 
 
 WRONG_HEADS = [
@@ -77,12 +77,12 @@ WRONG_HEADS = [
 
 @pytest.mark.parametrize(("record", "says"), WRONG_HEADS)
 def test_heads_that_are_not_as_they_were_signed_are_refused(record: Record, says: str) -> None:
-    assert says in str(wrong_record(ANYBODY, MANIFEST, record))
+    assert says in str(wrong_record(ANYBODY, RUN, record))
 
 
 def test_a_certificate_of_another_run_says_nothing_here() -> None:
     assert "not signed" in str(wrong_record(ANYBODY, "f" * 64, first()))
-    assert "not signed" in str(wrong_record(Nobody(), MANIFEST, first()))
+    assert "not signed" in str(wrong_record(Nobody(), RUN, first()))
 
 
 def test_heads_that_do_not_link_or_do_not_add_up_are_not_adopted() -> None:
@@ -99,7 +99,7 @@ def test_a_line_of_an_earlier_version_is_not_counted_again() -> None:
     """A syncer repeats what it once got; the total says that it is old."""
     shares = credited({}, 1, TOKENS, {})
     again = certified([line_of("a", 0, ZERO, 30)], 2, ONE, TWO, shares=shares)
-    assert wrong_record(ANYBODY, MANIFEST, again) is None, "its signature is right"
+    assert wrong_record(ANYBODY, RUN, again) is None, "its signature is right"
     assert "a signed 30 tokens, and has 60" in str(does_not_follow(again, 1, ONE, shares, clock=True))
 
 
@@ -107,7 +107,7 @@ def test_a_head_without_contributions_gives_the_same_anchor_a_higher_number() ->
     shares = credited({}, 1, TOKENS, {})
     empty: dict[str, Any] = {"shares": shares, "author": "s", "skipped": 8}
     moved = certified([], 9, ONE, ONE, **empty)
-    assert wrong_record(ANYBODY, MANIFEST, moved) is None
+    assert wrong_record(ANYBODY, RUN, moved) is None
     assert does_not_follow(moved, 1, ONE, shares, clock=True) is None
     after = record_of(10, ONE, TWO, {"a": 5}, shares=shares, skipped=8)
     assert does_not_follow(after, 9, ONE, shares, clock=True, skipped=8) is None
@@ -124,9 +124,9 @@ def test_a_head_without_contributions_gives_the_same_anchor_a_higher_number() ->
 
 @given(st.binary(max_size=700))
 def test_any_bytes_are_a_signature_or_none(signature: bytes) -> None:
-    assert "not signed" in str(wrong_record(ANYBODY, MANIFEST, altered(first(), signature=signature)))
+    assert "not signed" in str(wrong_record(ANYBODY, RUN, altered(first(), signature=signature)))
     line = line_of("a", 0, ZERO)._replace(signature=signature)
-    assert "not signed" in str(wrong_record(ANYBODY, MANIFEST, certified([line], 1, ZERO, ONE)))
+    assert "not signed" in str(wrong_record(ANYBODY, RUN, certified([line], 1, ZERO, ONE)))
 
 
 @given(st.data())
@@ -135,7 +135,7 @@ def test_one_changed_field_of_a_head_breaks_its_signature(data: st.DataObject) -
     field = data.draw(st.sampled_from(["fragment", "term", "version", "delay", "applied_tokens", "cursor"]))
     changed = head.model_copy(update={field: getattr(head, field) + data.draw(st.integers(1, 2**40))})
     record = first().model_copy(update={"head": changed})
-    assert "not signed" in str(wrong_record(ANYBODY, MANIFEST, record))
+    assert "not signed" in str(wrong_record(ANYBODY, RUN, record))
 
 
 # -- proofs -----------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_one_changed_field_of_a_head_breaks_its_signature(data: st.DataObject) -
 
 def test_two_heads_of_one_version_by_one_author_are_a_proof() -> None:
     one, other = first().head, resigned(first(), digest=TWO).head
-    assert equivocates(ANYBODY, MANIFEST, Proof(one=one, other=other))
+    assert equivocates(ANYBODY, RUN, Proof(one=one, other=other))
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_two_heads_of_one_version_by_one_author_are_a_proof() -> None:
     ids=["the same", "another author", "another term", "another version", "another fragment", "not signed"],
 )
 def test_what_proves_nothing_is_no_proof(other: Head) -> None:
-    assert not equivocates(ANYBODY, MANIFEST, Proof(one=first().head, other=other))
-    assert not equivocates(ANYBODY, MANIFEST, Proof(one=other, other=first().head))
+    assert not equivocates(ANYBODY, RUN, Proof(one=first().head, other=other))
+    assert not equivocates(ANYBODY, RUN, Proof(one=other, other=first().head))
 
 
 def test_shares_are_named_without_display_names() -> None:

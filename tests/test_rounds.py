@@ -41,7 +41,7 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
-from tests.protocol_helpers import MANIFEST, Keys, line_of, record_of
+from tests.protocol_helpers import MANIFEST, RUN, Keys, line_of, record_of
 
 ME, OTHER = "me", "other"
 
@@ -283,7 +283,7 @@ def test_a_higher_number_moves_neither_the_anchor_nor_what_is_learned_from_it() 
         await host.anchors.renumber(0, 5)
         here = host.protocol.fragments[0]
         assert (here.version, here.steps, here.digest) == (6, 0, follower.protocol.digests[0])
-        assert wrong_record(Keys(OTHER), MANIFEST, here.record) is None and here.record.head.author == ME
+        assert wrong_record(Keys(OTHER), RUN, here.record) is None and here.record.head.author == ME
         header = StateHeader(fragment=0, digest=here.digest, record=here.record, outer=False)
         await follower.anchors.adopt_state(FragmentState(header, host.replica.anchors[0].clone()))
         assert follower.protocol.versions == [6] and follower.protocol.steps == 0

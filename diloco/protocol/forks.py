@@ -69,7 +69,7 @@ def _proved(view: View, theirs: Anchor, here: Fragment) -> dict[str, Share]:
     found = {}
     for peer in _leads(theirs.shares, here.shares):
         line, known = newest.get(peer), here.shares.get(peer, Share(0, 0, 0, 0))
-        signed = line is not None and wrong_line(view.signer, view.manifest_hash, theirs.fragment, line) is None
+        signed = line is not None and wrong_line(view.signer, view.run_id, theirs.fragment, line) is None
         tokens = line.total if signed and line is not None else 0
         found[peer] = theirs.shares[peer]._replace(tokens=max(known.tokens, min(tokens, theirs.shares[peer].tokens)))
     return {**theirs.shares, **found}
@@ -98,7 +98,7 @@ def renumbered(view: View, anchor: Fragment | Anchor, term: int, version: int, s
     )  # fmt: skip
     if before is not None:
         head = head.model_copy(update={name: getattr(before, name) for name in ("applied_tokens", "cursor", "open")})
-    return Record(head=sign_head(view.signer, view.manifest_hash, head), lines=[])
+    return Record(head=sign_head(view.signer, view.run_id, head), lines=[])
 
 
 def _leads(one: Mapping[str, Share], other: Mapping[str, Share]) -> dict[str, float]:

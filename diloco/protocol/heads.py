@@ -3,7 +3,8 @@
     contributor: line -> syncer: lines, head -> record -> everybody: is it signed? does it add up? does it follow?
 
 Whoever answers "why is this wrong" gets one line of text, and None when nothing is. Nothing from the network raises.
-A signature is over the manifest too, so that one of another run, or of a run with other settings, says nothing here.
+A signature is over the id of the run too, so that one of another run says nothing here. It is not over the manifest:
+after a restart a run may go on with other settings, such as a larger budget, and its history stays what it was.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ class Nobody:
 # -- lines ------------------------------------------------------------------------------------------------------------
 
 
-def sign_line(signer: Signer, manifest: str, fragment: int, line: Line) -> Line:
+def sign_line(signer: Signer, run_id: str, fragment: int, line: Line) -> Line:
     """The line with its contributor's signature."""
-    return line._replace(signature=signer.sign(_line_content(manifest, fragment, line)))
+    return line._replace(signature=signer.sign(_line_content(run_id, fragment, line)))
 
 
-def wrong_line(signer: Signer, manifest: str, fragment: int, line: Line) -> str | None:
+def wrong_line(signer: Signer, run_id: str, fragment: int, line: Line) -> str | None:
     """What is wrong with a line by itself."""
     if line.total < line.tokens:
         return f"a line of {line.peer} has {line.tokens} tokens, and {line.total} with all before"
-    if not signer.verify(line.peer, _line_content(manifest, fragment, line), line.signature):
+    if not signer.verify(line.peer, _line_content(run_id, fragment, line), line.signature):
         return f"a line is not signed by {line.peer}, which it names"
     return None
 
 
-def _line_content(manifest: str, fragment: int, line: Line) -> bytes:
-    return b"line" + bytes(msgpack.packb([manifest, fragment, *line[:-1]]))
+def _line_content(run_id: str, fragment: int, line: Line) -> bytes:
+    return b"line" + bytes(msgpack.packb([run_id, fragment, *line[:-1]]))
 
 
 def lines_digest(lines: Sequence[Line]) -> bytes:
@@ -72,28 +73,28 @@ def lines_digest(lines: Sequence[Line]) -> bytes:
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
-def sign_head(signer: Signer, manifest: str, head: Head) -> Head:
+def sign_head(signer: Signer, run_id: str, head: Head) -> Head:
     """The head with its author's signature."""
-    return head.model_copy(update={"signature": signer.sign(_head_content(manifest, head))})
+    return head.model_copy(update={"signature": signer.sign(_head_content(run_id, head))})
 
 
-def signed_head(signer: Signer, manifest: str, head: Head) -> bool:
+def signed_head(signer: Signer, run_id: str, head: Head) -> bool:
     """Whether the author that a head names has signed it."""
-    return signer.verify(head.author, _head_content(manifest, head), head.signature)
+    return signer.verify(head.author, _head_content(run_id, head), head.signature)
 
 
-def equivocates(signer: Signer, manifest: str, proof: Proof) -> bool:
+def equivocates(signer: Signer, run_id: str, proof: Proof) -> bool:
     """Whether one author signed both heads, which are of one fragment, term and version, and differ."""
     one, other = proof.one, proof.other
     if (one.author, one.fragment, one.term, one.version) != (other.author, other.fragment, other.term, other.version):
         return False
-    differ = _head_content(manifest, one) != _head_content(manifest, other)
-    return differ and signed_head(signer, manifest, one) and signed_head(signer, manifest, other)
+    differ = _head_content(run_id, one) != _head_content(run_id, other)
+    return differ and signed_head(signer, run_id, one) and signed_head(signer, run_id, other)
 
 
-def _head_content(manifest: str, head: Head) -> bytes:
+def _head_content(run_id: str, head: Head) -> bytes:
     said = head.model_dump(exclude={"signature"})
-    return b"head" + bytes(msgpack.packb([manifest, *(said[key] for key in sorted(said))]))
+    return b"head" + bytes(msgpack.packb([run_id, *(said[key] for key in sorted(said))]))
 
 
 def shares_digest(shares: Mapping[str, Share]) -> bytes:
@@ -102,10 +103,10 @@ def shares_digest(shares: Mapping[str, Share]) -> bytes:
     return hashlib.sha256(b"shares" + bytes(msgpack.packb(rows))).digest()
 
 
-def wrong_record(signer: Signer, manifest: str, record: Record) -> str | None:
+def wrong_record(signer: Signer, run_id: str, record: Record) -> str | None:
     """What is wrong with a certificate by itself: no honest peer passes such a one on."""
     head, lines = record.head, record.lines
-    if not signed_head(signer, manifest, head):
+    if not signed_head(signer, run_id, head):
         return f"a head is not signed by {head.author}, which it names as its author"
     if lines_digest(lines) != head.lines:
         return "a certificate has other lines than its head"
@@ -117,7 +118,7 @@ def wrong_record(signer: Signer, manifest: str, record: Record) -> str | None:
             return f"a contribution to version {head.version} was learned from version {line.base_version}"
         if line.base_version == head.version - 1 and line.base != before:
             return f"a contribution to version {head.version} was learned from another anchor"
-        if (why := wrong_line(signer, manifest, head.fragment, line)) is not None:
+        if (why := wrong_line(signer, run_id, head.fragment, line)) is not None:
             return why
     return None
 

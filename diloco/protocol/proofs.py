@@ -44,7 +44,7 @@ def hear_head(view: View, head: Head) -> list[Action]:
     mine = None if here.record is None else here.record.head
     if mine is None or (head.author, head.term, head.version) != (mine.author, mine.term, mine.version):
         return []
-    if head == mine or not signed_head(view.signer, view.manifest_hash, head):
+    if head == mine or not signed_head(view.signer, view.run_id, head):
         return []
     return convict(view, Proof(one=mine, other=head))
 
@@ -55,7 +55,7 @@ def convict(view: View, proof: Proof) -> list[Action]:
     Whoever was never in this swarm is let be: identities cost nothing, and a member may prove lies of its own ones.
     """
     author = proof.one.author
-    if author in view.liars or not _known(view, author) or not equivocates(view.signer, view.manifest_hash, proof):
+    if author in view.liars or not _known(view, author) or not equivocates(view.signer, view.run_id, proof):
         return []
     why = f"signed two anchors of version {proof.one.version} of fragment {proof.one.fragment}"
     noted, condemned = condemn(view, proof.one, why)

@@ -159,7 +159,7 @@ class Attacker:
     def certificate(self, version: int, digest: str, before: str, shares: Shares, tokens: int = 1) -> Record:
         """A certificate of a version that the attacker makes alone, signed as it should be."""
         protocol = self.node.protocol
-        sign, run, control = protocol.signer, protocol.manifest_hash, self.index == CONTROL_FRAGMENT
+        sign, run, control = protocol.signer, protocol.run_id, self.index == CONTROL_FRAGMENT
         total = shares[self.me].tokens if self.me in shares else tokens
         line = Line(self.me, version - 1, bytes.fromhex(before), 1, tokens, max(total, tokens), 1.0, bytes(32))
         lines = [sign_line(sign, run, self.index, line)]
@@ -291,7 +291,7 @@ class Attacker:
                 self.apply(face, update)
                 said = {"digest_before": before, "digest": digest_of(face), "update": self.root(update)}
                 head = record.header.head.model_copy(update=said)
-                head = sign_head(protocol.signer, protocol.manifest_hash, head)
+                head = sign_head(protocol.signer, protocol.run_id, head)
                 header = record.header.model_copy(update={"head": head})
                 records.append(UpdateRecord(header, update))
                 names[record.header.digest] = header.digest

@@ -179,7 +179,7 @@ class _Stage:
                         base_version=header.base_version, base=bytes.fromhex(header.base_digest), steps=header.steps,
                         tokens=header.tokens, total=header.total,
                     )  # fmt: skip
-                return Signed(line=sign_line(liar.signer, liar.manifest_hash, header.fragment, line))
+                return Signed(line=sign_line(liar.signer, liar.run_id, header.fragment, line))
             case Record() if lie is not message:
                 return _certified(lie, liar)
             case Anchor() if lie is not message and lie.record is not None:
@@ -332,10 +332,10 @@ def _certified(record: Record, liar: Peer, **fields: Any) -> Record:
     """A certificate that is right by itself, if it is the liar's."""
     if record.head.author != liar.me:
         return record
-    sign, manifest = liar.signer, liar.manifest_hash
-    lines = [sign_line(sign, manifest, record.fragment, x) if x.peer == liar.me else x for x in record.lines]
+    sign, run = liar.signer, liar.run_id
+    lines = [sign_line(sign, run, record.fragment, x) if x.peer == liar.me else x for x in record.lines]
     head = record.head.model_copy(update={**fields, "lines": lines_digest(lines)})
-    return record.model_copy(update={"head": sign_head(sign, manifest, head), "lines": lines})
+    return record.model_copy(update={"head": sign_head(sign, run, head), "lines": lines})
 
 
 def _progress(life: Life) -> int:

@@ -68,7 +68,7 @@ class Line(NamedTuple):
 
 
 class Head(Message, kind="head", place=Place.CONTROL):
-    """What a version is, as its author signed it; the manifest of the run is signed with it. On a control stream it is
+    """What a version is, as its author signed it; the id of the run is signed with it. On a control stream it is
     said to a peer that has another anchor of the same version.
 
     Attributes:

@@ -91,12 +91,12 @@ def unsound(context: Context, evidence: Evidence) -> str | None:
         after = (one.fragment, one.author, one.term, one.version + 1, one.digest)
         if after != (other.fragment, other.author, other.term, other.version, other.digest_before):
             return "the versions of a proof are not in a row, of one syncer under one term"
-    if not all(signed_head(protocol.signer, protocol.manifest_hash, head) for head in heads):
+    if not all(signed_head(protocol.signer, protocol.run_id, head) for head in heads):
         return f"a head in a proof is not signed by {heads[0].author}"
     for head, shown in steps:
         if not head.weights or not opens(replica.down, head.update, evidence.part, shown):
             return f"a proof shows another update to version {head.version} than the one that was signed"
-    why = wrong_record(protocol.signer, protocol.manifest_hash, record) or wrong_counts(protocol.outer, record)
+    why = wrong_record(protocol.signer, protocol.run_id, record) or wrong_counts(protocol.outer, record)
     if why is not None:
         return why
     if len(evidence.shown) != len(record.lines):

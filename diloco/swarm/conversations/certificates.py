@@ -37,6 +37,8 @@ class Unbelieved(PayloadError):
 def check_record(protocol: Peer, record: Record, donor: str) -> None:
     """Raises `Offence` for a certificate that is wrong, and `Unbelieved` for one that this peer does not believe."""
     _check_signed(protocol, record)
+    if (why := wrong_counts(protocol.outer, record)) is not None:
+        raise Offence(why)
     if (why := unbelieved(protocol, record, donor)) is not None:
         raise _unbelieved(protocol, record, why)
 
@@ -46,13 +48,15 @@ def _unbelieved(protocol: Peer, record: Record, why: str) -> Unbelieved:
 
 
 def _check_signed(protocol: Peer, record: Record) -> None:
-    why = wrong_record(protocol.signer, protocol.manifest_hash, record) or wrong_counts(protocol.outer, record)
-    if why is not None:
+    if (why := wrong_record(protocol.signer, protocol.run_id, record)) is not None:
         raise Offence(why)
 
 
 def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> None:
-    """The same of an anchor. Version 0 has no certificate: the syncer names it, as long as nothing was published."""
+    """The same of an anchor. Version 0 has no certificate: the syncer names it, as long as nothing was published.
+
+    What its contributions count is not asked, because it may have been made under other settings, before a restart.
+    """
     record, fragment = header.record, protocol.fragments[header.fragment]
     if record is None:
         lease = protocol.live_lease(header.fragment)

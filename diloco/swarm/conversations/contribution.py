@@ -229,12 +229,12 @@ def line_of(context: Context, header: Contribution, tally: Tally) -> Line:
         context.protocol.me, header.base_version, bytes.fromhex(header.base_digest), header.steps, header.tokens,
         header.total, within_bounds(tally.norm, MAX_NORM), tally.root,
     )  # fmt: skip
-    return sign_line(context.protocol.signer, header.manifest_hash, header.fragment, line)
+    return sign_line(context.protocol.signer, context.protocol.run_id, header.fragment, line)
 
 
 def _check_line(context: Context, line: Line, header: Contribution, tally: Tally) -> None:
     """`PayloadError` when a line is not about this payload, or is not signed."""
-    why = wrong_line(context.protocol.signer, header.manifest_hash, header.fragment, line)
+    why = wrong_line(context.protocol.signer, context.protocol.run_id, header.fragment, line)
     if why is None and not tally.fits(line.root, line.norm):
         why = f"a line of {line.peer} is about another payload than the one that came"
     if why is not None:

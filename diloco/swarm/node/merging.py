@@ -112,7 +112,7 @@ class Merging:
             applied_tokens=clock_of(shares) if control else 0,
             **cursor,
         )  # fmt: skip
-        return Record(head=sign_head(protocol.signer, protocol.manifest_hash, head), lines=lines)
+        return Record(head=sign_head(protocol.signer, protocol.run_id, head), lines=lines)
 
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""

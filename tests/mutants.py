@@ -95,7 +95,7 @@ MUTANTS = [
         "diloco.swarm.conversations.certificates",
         "lease = protocol.live_lease(header.fragment)",
         "lease = protocol.leases.get(header.fragment)",
-        first=17480,
+        test="tests/test_elections.py::test_the_dead_do_not_say_what_version_0_is",
     ),
     Mutant(
         "waits-for-min-peers-for-ever",
@@ -143,7 +143,7 @@ MUTANTS = [
         "diloco.swarm.node.rounds",
         "merged = protocol.accounts.merged(fragment).get(protocol.me, -1)",
         "merged = None",
-        first=620,
+        test="tests/test_rounds.py::test_after_a_broken_stream_the_anchor_says_whether_the_contribution_was_merged",
     ),
     Mutant(
         "caught-up-syncer-forgets-what-is-merged",
@@ -191,7 +191,7 @@ MUTANTS = [
         "diloco.protocol.forks",
         "    return outweighs(theirs.shares, here.shares)\n",
         "    return theirs.version >= here.version\n",
-        test="tests/test_fuzz.py::test_a_fast_peer_that_was_alone_does_not_overwrite_the_work_of_the_others",
+        test="tests/test_protocol_forks.py::test_of_equal_histories_that_of_the_syncer_goes_on_and_terms_do_not_count",
     ),
     Mutant(
         "torn-checkpoint",
@@ -230,7 +230,7 @@ MUTANTS = [
         "diloco.protocol.heads",
         "if (head.version, head.digest_before, head.skipped) != (version + 1, digest, skipped):",
         "if False:",
-        first=360,
+        test="tests/test_heads.py::test_heads_that_do_not_link_or_do_not_add_up_are_not_adopted",
     ),
     Mutant(
         "higher-version-wins-the-lease",
@@ -238,7 +238,7 @@ MUTANTS = [
         "diloco.protocol.fragment",
         "rank = (score(peer, claim.fragment), peer, claim.version)",
         "rank = (score(peer, claim.fragment) + (claim.version > current.version), peer, claim.version)",
-        first=831,
+        test="tests/test_protocol_leases.py::test_the_order_of_arrival_does_not_matter",
     ),
     Mutant(
         "late-offer-survives-a-fetched-version",

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from diloco.config import WIRE_VERSION
+from diloco.errors import PayloadError
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Condemn, Note, Release, Renumber, Tell
 from diloco.protocol.belief import donors, doubt, number_to_pass, unbelieved
 from diloco.protocol.elections import believes
 from diloco.protocol.limits import CLAIMS_AGAINST_THE_LIVING
+from diloco.protocol.messages.bulk import StateHeader
 from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vote, mark
 from diloco.protocol.messages.heads import Proof, Record
 from diloco.protocol.numbers import LEAP
 from diloco.protocol.peer import Peer
 from diloco.protocol.states import State
 from diloco.protocol.succession import CLAIM_PATIENCE_S, missed, unseat, watch
+from diloco.swarm.conversations.certificates import check_anchor
 from tests.protocol_helpers import MANIFEST, Keys, digest_of, record_of
 
 ZERO, ONE, TWO = (digest_of(version) for version in range(3))
@@ -362,6 +367,15 @@ def test_a_peer_that_was_away_believes_what_most_have() -> None:
         peer.connected(name, hello_of(status=status_of(1, digest)), 0.0)
     assert unbelieved(peer, record("gone", 7), "a") is None
     assert unbelieved(peer, record("gone", 7, digest=TWO), "e") is not None
+
+
+def test_the_dead_do_not_say_what_version_0_is() -> None:
+    peer = follower("x")
+    theirs = StateHeader(fragment=0, digest=TWO, outer=False)
+    with pytest.raises(PayloadError, match="not as its syncer published it"):
+        check_anchor(peer, theirs, "x")
+    peer.lost("h", 1.0, "connection reset")
+    check_anchor(peer, theirs, "x")
 
 
 def test_a_syncer_passes_the_number_of_a_history_that_does_not_go_on() -> None:

@@ -501,6 +501,26 @@ def test_tokens_that_this_half_left_out_are_applied_when_the_half_that_merged_th
     run(scene)
 
 
+@pytest.mark.parametrize(("merged", "discarded"), [(1, 0), (0, 10)])
+def test_after_a_broken_stream_the_anchor_says_whether_the_contribution_was_merged(
+    merged: int, discarded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        await host.anchors.load()
+        own = {ME: Share(1, 10, 1, 1)} if merged else {}
+        state = host.state(2, torch.full((6,), 3.0), **{OTHER: Share(2, 20, 1, 2)}, **own)
+
+        async def breaks(context: Context, lease: Lease, header: Contribution) -> Answered:
+            await host.anchors.adopt_state(state)
+            raise ConnectionResetError
+
+        monkeypatch.setattr("diloco.swarm.node.rounds.contribute", breaks)
+        assert await host.exchange() == (discarded, 2)
+
+    run(scene)
+
+
 # -- what is interrupted, and what changes while something is awaited -------------------------------------------------
 
 

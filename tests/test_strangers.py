@@ -270,8 +270,8 @@ def test_a_record_in_another_s_name_is_refused_and_is_an_event(club: Club, membe
         return {event["why"].rpartition("name ")[2] for event in honest.said("refused") if "record" in event["why"]}
 
     expected = {
-        "is signed by another peer, or was changed after it was signed", "does not have the form of one", "has a key that nothing here uses",
-        "is too large or lasts too long", "is not signed",
+        "is signed by another peer, or was changed after it was signed", "does not have the form of one",
+        "has a key that nothing here uses", "is too large or lasts too long", "is not signed",
         "is of a peer that was not invited",
     }  # fmt: skip
     eventually(lambda: expected <= events(), f"{expected}, there is {events()}")

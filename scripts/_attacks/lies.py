@@ -134,7 +134,7 @@ async def publishes_the_reverse(x: Attacker) -> None:
         def merged(step: Any, update: Tensor, judged: Any) -> str:
             peers, judgement = judged
             reversed_ = replace(judgement, coefficients=tuple(-each for each in judgement.coefficients))
-            return merge_(step, update, (peers, reversed_))
+            return str(merge_(step, update, (peers, reversed_)))
 
         return merged
 

@@ -390,7 +390,8 @@ class Node:
         await self.enter("done" if finished else "leaving")
         patience_s = LEAVE_FLOOR_S + 3 * self.rounds.longest_exchange_s
         if finished:
-            await self._until_or(self.protocol.ended_as_one, patience_s, "the others to finish")
+            cycle_s = self.protocol.members.seconds_for(self.replica.settings.sync_every)
+            await self._until_or(self.protocol.ended_as_one, patience_s + cycle_s, "the others to finish")
         else:
             await self._until_or(handed_over, patience_s, "fragments to be taken over")
         await self._until_or(lambda: self._server.serving == 0, LEAVE_FLOOR_S, "peers to read the last update")

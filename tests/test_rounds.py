@@ -20,7 +20,7 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Hold, Merge, Release, Renumber
 from diloco.protocol.exchange import Exchange
-from diloco.protocol.fragment import Lease
+from diloco.protocol.fragment import Busy, Lease
 from diloco.protocol.heads import wrong_record
 from diloco.protocol.messages.bulk import Contribution, StateHeader, Verdict
 from diloco.protocol.messages.control import Claim, Hello, Published, Status
@@ -172,6 +172,19 @@ def test_a_record_that_does_not_follow_the_anchor_here_is_replaced_by_the_state(
         await host.anchors.catch_up(0, [OTHER])
         assert host.client.asked == [0, -1]
         assert torch.equal(host.replica.anchors[0], target) and host.protocol.versions == [1]
+
+    run(scene)
+
+
+def test_an_heir_that_gets_the_anchor_it_has_and_no_outer_state_goes_on() -> None:
+    async def scene() -> None:
+        host = StubHost(OTHER)
+        state = host.state(1, torch.full((6,), 3.0))
+        await host.anchors.adopt_state(state)
+        host.protocol.fragments[0].busy = Busy.INHERITING
+        host.client.answers = {1: state}
+        await host.anchors.catch_up(0, [OTHER], outer=True)
+        assert host.protocol.fragments[0].busy is Busy.NO
 
     run(scene)
 

@@ -308,6 +308,7 @@ class Anchors:
         header, fragment = state.header, state.header.fragment
         here = self._protocol.fragments[fragment]
         if here.syncer is None and state.outer is None and _only_renumbers(header.record, here):
+            self._protocol.catch_up_failed(fragment)  # should an outer state have been asked for, it did not come
             self._renumbered(here, header.record)
             return
         await self.bounds.adopt(state, here)

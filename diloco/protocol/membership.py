@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_low
 
 from diloco.config.address import problem
 from diloco.protocol.messages.control import Hello, Status
@@ -162,13 +161,6 @@ class Membership:
             member.heard_at = min(now, member.heard_at + asleep_s)
             member.progress_at = min(now, member.progress_at + asleep_s)
         return [member.peer for member in self.all() if now - member.heard_at > member.silence_s()]
-
-    def seconds_for(self, steps: int) -> float:
-        """How long so many inner steps take the member in the middle that trains; 0 while no pace is known."""
-        paces = [
-            m.status.steps_per_s for m in self.all() if m.trains and not m.status.gone and m.status.steps_per_s > 0
-        ]
-        return steps / median_low(paces) if paces else 0.0
 
     def highest_version(self, fragment: int) -> int:
         """Highest anchor version of a fragment that any member says it has; -1 when there are no members."""

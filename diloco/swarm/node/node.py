@@ -44,6 +44,7 @@ __all__ = ["Connect", "Exchanged", "Node", "OnEvent"]
 
 DISCOVERY_S = 20.0
 LEAVE_FLOOR_S = 10.0
+UNMEASURED_S = 20.0  # stands for the longest exchange of a peer that has ended none
 FIRST_UNITS_S = 2.0
 CLOSE_S = 5.0
 PAUSE_FLOOR_S = 10.0  # well below the time after which a peer without progress counts as stalled
@@ -388,10 +389,9 @@ class Node:
         await self.rounds.cancel()
         self.leased.expect(0)
         await self.enter("done" if finished else "leaving")
-        patience_s = LEAVE_FLOOR_S + 3 * self.rounds.longest_exchange_s
+        patience_s = LEAVE_FLOOR_S + 3 * (self.rounds.longest_exchange_s or UNMEASURED_S)
         if finished:
-            cycle_s = self.protocol.members.seconds_for(self.replica.settings.sync_every)
-            await self._until_or(self.protocol.ended_as_one, patience_s + cycle_s, "the others to finish")
+            await self._until_or(self.protocol.ended_as_one, patience_s, "the others to finish")
         else:
             await self._until_or(handed_over, patience_s, "fragments to be taken over")
         await self._until_or(lambda: self._server.serving == 0, LEAVE_FLOOR_S, "peers to read the last update")

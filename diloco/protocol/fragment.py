@@ -100,7 +100,7 @@ class Fragment:
         stuck_since: since when most peers that train have waited for the next version.
         round_s: seconds from the last version but one to the last one; None if not both came here in a row.
         outweighed: peers whose other history was found to have less work than that of the anchor which is here now, or
-            none that is proved.
+            none that is proved, or that did not give it.
     """
 
     index: int

@@ -44,7 +44,7 @@ from diloco.protocol.numbers import (
 from diloco.protocol.proofs import convict, disagreements, hear_head
 from diloco.protocol.shares import OTHERS, Share
 from diloco.protocol.states import State, may_follow
-from diloco.protocol.succession import catch_ups, to_claim, unseat, watch
+from diloco.protocol.succession import catch_ups, overtaken, to_claim, unseat, watch
 from diloco.protocol.syncer import Syncer
 
 __all__ = ["Peer"]
@@ -341,14 +341,14 @@ class Peer(Elector):
             syncer = fragment.syncer
             if syncer is not None and self.lockstep and syncer.has_late and self.over():
                 syncer.drop_late()
-            if syncer is None or fragment.busy is not Busy.NO or fragment.handed_over or not syncer.may_close(now):
+            idle = syncer is not None and fragment.busy is Busy.NO and not fragment.handed_over
+            if syncer is None or not idle or not syncer.may_close(now) or overtaken(self, fragment):
                 continue
             if waited_for is None:
                 everyone = (*self.members.all(), self._myself)
                 waited_for = {m.peer: m for m in everyone if m is not None and not self.penalties.refusal(m.peer, now)}
-            here = {peer: one for peer, one in waited_for.items() if not self.contributes_elsewhere(fragment, peer)}
-            close = syncer.poll(here, now, self.sync_s)
-            if close is not None:
+            here = {peer: m for peer, m in waited_for.items() if not self.contributes_elsewhere(fragment, peer)}
+            if (close := syncer.poll(here, now, self.sync_s)) is not None:
                 fragment.busy, fragment.closed_at = Busy.MERGING, now
                 if close.missing:
                     actions.append(Note("missing", {"fragment": close.fragment, "peers": list(close.missing)}))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from diloco.protocol.actions import Action, CatchUp, Note, Renumber
 from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
 from diloco.protocol.fragment import Busy, Fragment
+from diloco.protocol.messages.control import Status
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "missed", "patience_s", "to_claim", "turn", "unseat", "watch"]
+__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "missed", "overtaken", "patience_s", "to_claim", "turn", "unseat", "watch"]
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -84,8 +85,9 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
         if lease.holder == view.me:
             able = _with_another_history(view, fragment)
             # Contributions that are on their way are from the number that the anchor has now.
-            free = fragment.syncer is None or not (view.lockstep and fragment.syncer.has_offers)
-            if not able and free and (number := number_to_pass(view, fragment.index)):
+            busy = view.lockstep and any(_contributes(fragment, one.status) for one in view.members.all() if one.trains)
+            busy = busy or (view.lockstep and view.state == "exchanging")
+            if not able and not busy and (number := number_to_pass(view, fragment.index)):
                 fragment.busy = Busy.CATCHING_UP
                 found.append(Renumber(fragment.index, number))
                 continue
@@ -101,12 +103,24 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
     return found
 
 
+def _contributes(fragment: Fragment, status: Status) -> bool:
+    return status.state == "exchanging" and status.versions[fragment.index] == fragment.version
+
+
 def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:
     """Peers that may have a history of more work than that of this peer's fragment: of a higher version, or they say
     that they have.
     """
     disputing = [one for one in disputants(view, fragment) if one not in fragment.outweighed]
     return tuple(dict.fromkeys([*donors(view, fragment.index, fragment.version + 1), *disputing]))
+
+
+def overtaken(view: View, fragment: Fragment) -> bool:
+    """Whether a member says that it has a later version than the syncer here, and was not asked for it in vain.
+
+    A dying syncer may have given its last version to one peer, which says so when its successor is about to make one.
+    """
+    return any(one not in fragment.outweighed for one in donors(view, fragment.index, fragment.version + 1))
 
 
 def missed(view: View, index: int, now: float) -> None:

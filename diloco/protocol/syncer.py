@@ -238,11 +238,6 @@ class Syncer:
             self._offers.pop(peer, None)
 
     @property
-    def has_offers(self) -> bool:
-        """Whether any contribution to the next version is here, or on its way."""
-        return bool(self._offers)
-
-    @property
     def has_late(self) -> bool:
         """Whether a contribution is here that missed its version."""
         return any(offer.late for offer in self._offers.values())

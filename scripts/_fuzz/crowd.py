@@ -93,6 +93,7 @@ class Life:
     began: bool = False  # it has trained
     leaving: bool = False
     ended: str = ""
+    gave_up: bool = False  # it has waited in vain for the others to finish
     fresh: bool = True  # no life before this one trained, so its counters are all that the peer ever did
 
     @property
@@ -333,6 +334,7 @@ class Crowd:
         def on_event(kind: str, fields: dict[str, object]) -> None:
             if not life.ended:
                 self.note(life.name, f"{kind} {fields}")
+            life.gave_up = life.gave_up or (kind, fields.get("what")) == ("gave_up_waiting", "the others to finish")
 
         def on_ready(address: str) -> None:
             life.ready = True

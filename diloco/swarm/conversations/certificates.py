@@ -79,8 +79,13 @@ def check_anchor(protocol: Peer, header: StateHeader | PartList, donor: str) -> 
 
 
 def check_follows(protocol: Peer, record: Record) -> None:
-    """`PayloadError` when a certificate is not that of the version after the one that is here."""
-    here = protocol.fragments[record.fragment]
+    """`PayloadError` when a certificate is not that of the version after the one that is here, or comes too late: the
+    syncer has been followed by another one, which goes on without that version.
+    """
+    here, lease = protocol.fragments[record.fragment], protocol.live_lease(record.fragment)
+    if lease is not None and lease.holder != protocol.me and lease.term > record.head.term:
+        if lease.version < record.version:
+            raise PayloadError(f"version {record.version} was made under term {record.head.term}, which is over")
     control = record.fragment == CONTROL_FRAGMENT
     why = does_not_follow(record, here.version, here.digest, here.shares, control, here.skipped)
     if why is not None:

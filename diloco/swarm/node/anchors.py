@@ -177,8 +177,7 @@ class Anchors:
                         self._refused[fragment, donor] = (self._context.now() + wait_s, wait_s)
                         dishonest.add(donor)
                         doubt(self._protocol, fragment, donor, error.version)
-                    if isinstance(error, PayloadError) and donor in disputants(self._protocol, here):
-                        here.outweighed.add(donor)  # its answers are not worth asking for until the anchor moves
+                    here.outweighed.add(donor)  # no version waits for it until the anchor moves
                     why = str(error) or type(error).__name__
                     kind = "unbelieved" if isinstance(error, Unbelieved) else "fetch_failed"
                     self._context.note(kind, fragment=fragment, donor=donor, why=why)

@@ -445,6 +445,10 @@ def test_a_version_that_few_miss_unseats_nobody() -> None:
     peer = believer("a", "b", "c")
     misses(peer, "a")
     assert not unseat(peer, LATER), "two of four"
+    busy = believer("a", "b", "c")
+    misses(busy, "a", "b")
+    busy.heard("c", status_of(1, ONE), LATER)
+    assert not unseat(busy, LATER), "c got it"
     unmoved = believer("a", "b", "c")
     misses(unmoved)
     unmoved.fragments[0].misses = False

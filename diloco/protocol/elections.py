@@ -44,10 +44,12 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
     if peer == view.me or (lease is not None and lease.holder == peer):
         return True
     member = view.members.get(peer)
-    if member is None or not member.holds or peer in view.deposed:
+    if member is None or not member.holds:
         return False
     if decided(view, fragment, peer, claim):
         return True
+    if peer in view.deposed:
+        return False  # only most of all can have it hold something again
     if lease is None or view.vacant(fragment):
         return not (view.opened and fragment.authors) or _in_order(view, fragment, peer, now)
     at_once = claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 from diloco.protocol.actions import Action, CatchUp, Note, Renumber
 from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
 from diloco.protocol.fragment import Busy, Fragment
+from diloco.protocol.membership import Member
 from diloco.protocol.messages.control import Status
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
@@ -171,7 +172,7 @@ def unseat(view: View, now: float) -> list[Action]:
         for_long = fragment.disputed_since is not None and now - fragment.disputed_since > holder.silence_s()
         if for_long and _most(others, {*disputants(view, fragment), *left, view.me}):
             why = "goes on from a history with less work"
-        elif fragment.misses and _most(others, {*missing, *left, view.me}):
+        elif fragment.misses and not _given(view, fragment, holder) and _most(others, {*missing, *left, view.me}):
             why = f"announced version {lease.version}, which nobody can have"
             doubt(view, fragment.index, holder.peer, 0)
             view.deposed.add(holder.peer)
@@ -183,6 +184,12 @@ def unseat(view: View, now: float) -> list[Action]:
         view.leases.vacate(fragment.index)
         actions.append(Note("unseated", {"fragment": fragment.index, "peer": holder.peer, "why": why}))
     return actions
+
+
+def _given(view: View, fragment: Fragment, holder: Member) -> bool:
+    """Whether any other peer has got a later version than the one here, as it says: then the syncer is only busy."""
+    others = (one for one in view.members.all() if one.peer != holder.peer)
+    return any(one.status.versions[fragment.index] > fragment.version for one in others)
 
 
 def _most(others: set[str], agree: set[str]) -> bool:

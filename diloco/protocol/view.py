@@ -92,7 +92,7 @@ class View:
         self.sync_s = 0.0  # from a decision to close until contributors have the update; rises at once, falls slowly
         self.heals = self.takeovers = 0
         self.followed: set[int] = set()  # fragments whose versions are fetched at once, also while this peer trains
-        self.deposed: set[str] = set()  # peers that hold nothing any more, as this peer believes
+        self.deposed: set[str] = set()  # peers that hold nothing any more, unless most believe them
         self.liars: set[str] = set()  # identities that are out for good; the gate remembers them
         self.doubted: dict[tuple[int, str], tuple[int, int]] = {}  # by fragment and peer; see `belief.doubt`
         self.beyond: dict[tuple[int, int, str], Head] = {}  # by fragment, term and author; see `beyond`

@@ -264,7 +264,7 @@ MUTANTS = [
         "diloco.train.attachment",
         "if self.outer.staggered and self.outer.barrier:",
         "if False:",
-        first=2922,
+        test="tests/test_attachment.py::test_who_finishes_in_the_middle_of_the_cycle_sends_the_rest_too",
     ),
     Mutant(
         "history-comes-back",

@@ -188,6 +188,20 @@ def test_what_is_discarded_of_the_last_contributions_is_counted() -> None:
     assert (sync.discarded_tokens, sync.version, sync.applied_tokens) == (7, 3, 30)
 
 
+def test_who_finishes_in_the_middle_of_the_cycle_sends_the_rest_too() -> None:
+    """Another peer, elsewhere in the cycle, may wait for it, while this one waits for what that one would send next."""
+    node = LastFlight()
+    node.protocol.versions = [3, 3]
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = {"sync_every": 4, "fragments": 2, "staggered": True, "overlap": 2}
+    swarm = Swarm(run_id="run", identity=Path("a"), runtime=Direct(node), **outer)  # type: ignore[arg-type]
+    with swarm.attach(model, optimizer, phases=PhaseTimer()):
+        for _ in range(3):  # the second sends the first fragment, and the fourth would adopt it
+            optimizer.step()
+    assert node.said.count("send") == 2 and "receive (0, 1)" in node.said
+
+
 def test_what_was_not_sent_is_told_from_what_was() -> None:
     def work(loop: Loop) -> None:
         for step in range(1, 7):

@@ -31,8 +31,9 @@ from diloco.errors import PayloadError
 from diloco.outer.bounds import Bound
 from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
-from diloco.outer.fragments import Fragment, as_loaded, chunks, gather_, gathered, scatter_
+from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.held import Held
+from diloco.outer.local import Local
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, eager_, pseudo_gradient_
 from diloco.outer.payloads import buffer
 from diloco.outer.state import OuterState, adopt_
@@ -57,8 +58,8 @@ class Replica:
     """Anchors over the parameters of a model, and `held`, the outer state of the fragments that this peer is syncer of.
 
     Args:
-        parameters: the local parameters by name; read when encoding, written by `load_local_`. They may get another
-            dtype, device or storage between two calls, but no other shape.
+        parameters: the local parameters, by name or as `Local`; read when encoding, written by `load_local_`. They may
+            get another dtype, device or storage between two calls, but no other shape.
         fragments: a partition of them.
         settings: codecs, merge rule and outer optimizer.
 
@@ -66,8 +67,10 @@ class Replica:
     encoded; an invalid payload raises `PayloadError` and changes nothing.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], settings: OuterConfig) -> None:
-        self.parameters = dict(parameters)
+    def __init__(
+        self, parameters: Mapping[str, Tensor] | Local, fragments: Sequence[Fragment], settings: OuterConfig
+    ) -> None:
+        self.local = parameters if isinstance(parameters, Local) else Local(parameters)
         self.fragments = tuple(fragments)
         self.settings = settings
         self.up, self.down = codec(settings.codec_up), codec(settings.codec_down)
@@ -85,7 +88,12 @@ class Replica:
         ]
         for local in self._local:
             for start, stop in self.chunks[local.fragment.index]:
-                gather_(local.anchor[start:stop], local.fragment, start, stop, self.parameters)
+                self.local.gather_(local.anchor[start:stop], local.fragment, start, stop)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The local parameters of this process, by name."""
+        return self.local.tensors
 
     # -- what this peer sends -----------------------------------------------------------------------------------------
 
@@ -103,8 +111,8 @@ class Replica:
         start, stop = self.chunks[local.fragment.index][chunk]
         delta = buffer("chunk", torch.float32, stop - start)
         base = (local.anchor if local.base is None else local.base)[start:stop]
-        base = as_loaded(buffer("base", torch.float32, stop - start), base, local.fragment, start, self.parameters)
-        own = gathered(delta, local.fragment, start, stop, self.parameters)
+        base = self.local.as_loaded(buffer("base", torch.float32, stop - start), base, local.fragment, start)
+        own = self.local.gathered(delta, local.fragment, start, stop)
         pseudo_gradient_(delta, base, own)
         return delta
 
@@ -193,9 +201,9 @@ class Replica:
                 values = self.anchors[index][start:stop]
                 if mixing:
                     own = buffer("chunk", torch.float32, stop - start)
-                    gather_(own, self.fragments[index], start, stop, self.parameters)
+                    self.local.gather_(own, self.fragments[index], start, stop)
                     values = torch.lerp(values, own, mixing, out=own)
-                scatter_(self.parameters, self.fragments[index], start, stop, values)
+                self.local.scatter_(self.fragments[index], start, stop, values)
 
     def load_late_(self, fragment: int, step: OuterStep) -> None:
         """Local parameters become an anchor that lacks what they learned in this round, and start the next one there.
@@ -213,7 +221,7 @@ class Replica:
             values = start_of_round[start:stop].copy_(local.anchor[start:stop])
             if local.own is not None and delta is not None:
                 eager_(values, local.own[start:stop], delta, peers=step.contributions, lr=lr, beta=beta)
-            scatter_(self.parameters, local.fragment, start, stop, values)
+            self.local.scatter_(local.fragment, start, stop, values)
         local.base = start_of_round
 
     def forget_own(self, fragment: int) -> None:
@@ -223,7 +231,7 @@ class Replica:
     def show_anchor_(self, fragment: int) -> None:
         """Local parameters become the anchor for a while; the base of the next pseudo-gradient stays."""
         for start, stop in self.chunks[fragment]:
-            scatter_(self.parameters, self.fragments[fragment], start, stop, self.anchors[fragment][start:stop])
+            self.local.scatter_(self.fragments[fragment], start, stop, self.anchors[fragment][start:stop])
 
     def digest(self, fragment: int) -> str:
         """Digest of the fragment's anchor (hex)."""
@@ -258,8 +266,7 @@ class Replica:
         state.settle_(version)
         self.held[fragment] = Held(
             self.fragments[fragment], self.anchors[fragment], self.settings, self.rng,
-            master=master, state=state, norms=None if held is None else held.norms,
-            shapes={name: parameter.shape for name, parameter in self.parameters.items()},
+            master=master, state=state, norms=None if held is None else held.norms, shapes=self.local.shapes,
             bound=self.bounds[fragment],
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 
-__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "as_loaded", "chunks", "gather_", "gathered", "partition", "scatter_"]
+__all__ = ["BLOCK", "CHUNK", "Fragment", "Slice", "as_loaded", "chunks", "gather_", "gathered", "partition", "read_", "scatter_", "write_"]
 
 BLOCK = 4096  # elements that share one scale in the block codecs
 CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
@@ -169,9 +169,7 @@ def gather_(out: Tensor, fragment: Fragment, start: int, stop: int, parameters: 
     """
     assert out.shape == (stop - start,), f"out is {tuple(out.shape)}, the range has {stop - start} elements"
     for offset, piece in fragment.locate(start, stop):
-        for at, part in _rectangles(parameters[piece.name], piece.start, piece.stop):
-            begin = offset + at - piece.start
-            out[begin : begin + part.numel()].view(part.shape).copy_(part)
+        read_(out[offset : offset + piece.numel], parameters[piece.name], piece.start)
 
 
 @torch.no_grad()
@@ -196,9 +194,7 @@ def scatter_(parameters: Mapping[str, Tensor], fragment: Fragment, start: int, s
     """
     assert values.shape == (stop - start,), f"values are {tuple(values.shape)}, the range has {stop - start} elements"
     for offset, piece in fragment.locate(start, stop):
-        for at, part in _rectangles(parameters[piece.name], piece.start, piece.stop):
-            begin = offset + at - piece.start
-            part.copy_(values[begin : begin + part.numel()].view(part.shape))
+        write_(parameters[piece.name], piece.start, values[offset : offset + piece.numel])
 
 
 @torch.no_grad()
@@ -220,6 +216,18 @@ def as_loaded(
         part = rounded[offset : offset + piece.numel]
         part.copy_(part.to(dtype))
     return rounded
+
+
+def read_(out: Tensor, tensor: Tensor, start: int) -> None:
+    """Copy (n,) values of a tensor, flattened in row-major order, from the flat index `start` on."""
+    for at, part in _rectangles(tensor, start, start + out.numel()):
+        out[at - start : at - start + part.numel()].view(part.shape).copy_(part)
+
+
+def write_(tensor: Tensor, start: int, values: Tensor) -> None:
+    """Write (n,) values into a tensor, flattened in row-major order, from the flat index `start` on."""
+    for at, part in _rectangles(tensor, start, start + values.numel()):
+        part.copy_(values[at - start : at - start + part.numel()].view(part.shape))
 
 
 def _rectangles(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:

@@ -6,33 +6,55 @@ and digests do not depend on the number of processes.
     rank 0        the swarm's node asks for a range, or has a new one     `gather_`, `scatter_`
     other ranks   send the rows that they have, or take them              `follow`, until rank 0 says `release`
 
-Rank 0 says first which range it is about. So the other ranks need not know what the node is doing, and may wait in
-`follow` for as long as it takes.
+Rank 0 says first which range it is about. So the other ranks need not know what the node is doing, and they may wait in
+`follow` for as long as it takes. Only what the node reads and writes is handed around.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from diloco.errors import ConfigError
-from diloco.outer.fragments import Fragment, Slice
+from diloco.outer.fragments import Fragment, read_, write_
 from diloco.outer.local import Local
 from diloco.train.island import Island
 
-__all__ = ["Rows", "rows_of", "whole"]
+__all__ = ["Rows", "is_rows", "own_rows", "rows_of"]
 
 RELEASE, GATHER, SCATTER = range(3)
 
 
-class Part(NamedTuple):
-    """A range of a parameter that a rank has, and where it lies in the range of the fragment that is asked for."""
+def is_rows(tensor: Tensor) -> bool:
+    """Whether a process has a tensor whole, or a range of its rows; outer steps know no other layout."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    sharded = [placement for placement in placements if not placement.is_replicate()]
+    return not sharded or (len(sharded) == 1 and type(sharded[0]) is Shard and sharded[0].dim == 0)
+
+
+def rows_of(tensor: Tensor) -> tuple[int, int]:
+    """The range of the flattened whole that this process has of a tensor for which `is_rows` holds."""
+    if isinstance(tensor, DTensor):
+        for dim, placement in enumerate(tensor.placements):
+            if placement.is_shard():  # as torch.chunk cuts: the last processes may have fewer rows, or none
+                rows, size, place = tensor.shape[0], tensor.device_mesh.size(dim), tensor.device_mesh.get_local_rank(dim)
+                each, width = -(-rows // size), tensor.numel() // max(rows, 1)
+                return min(place * each, rows) * width, min((place + 1) * each, rows) * width
+    return 0, tensor.numel()
+
+
+def own_rows(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor; writing to it changes the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Part(NamedTuple):
+    """A range of a parameter, and where it lies in a vector that is handed around."""
 
     at: int
     name: str
@@ -40,54 +62,22 @@ class Part(NamedTuple):
     stop: int
 
 
-def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """The range of the flattened whole that this process has of a tensor.
-
-    Raises `ConfigError` for a layout other than plain tensors, and rows along the first dimension.
-    """
-    if not isinstance(tensor, DTensor):
-        return 0, tensor.numel()
-    mesh, placements = tensor.device_mesh, tensor.placements
-    sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    if not sharded:
-        return 0, tensor.numel()
-    if len(sharded) > 1 or placements[sharded[0]] != Shard(0):
-        raise ConfigError(f"it is laid out as {placements}, and outer steps know rows along the first dimension only")
-    # As torch.chunk cuts: the last ranks may have fewer rows, or none.
-    rows, parts, place = tensor.shape[0], mesh.size(sharded[0]), mesh.get_local_rank(sharded[0])
-    each, width = -(-rows // parts), tensor.numel() // max(rows, 1)
-    return min(place * each, rows) * width, min((place + 1) * each, rows) * width
-
-
-@torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """All ranks: a tensor with the rows of all of them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class Rows(Local):
-    """The parameters of all ranks, at rank 0; `tensors` are this rank's rows.
+    """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters.
 
-    Every rank makes one, from the same parameters. When a rank dies, the others' calls raise what torch says of that.
+    When a rank dies, the calls of the others raise what torch says of that.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], island: Island) -> None:
-        self._whole = {name: parameter.shape for name, parameter in parameters.items()}
-        super().__init__({name: _local(parameter) for name, parameter in parameters.items()})
-        self._island = island
+    def __init__(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], island: Island) -> None:
+        super().__init__(parameters)
+        self._fragments, self._island = tuple(fragments), island
         self._own = {name: rows_of(parameter) for name, parameter in parameters.items()}
         self._lock = threading.Lock()  # the exchanges of several fragments ask from threads of their own
-        self._device = island.device
-        # Of its own, because the ranks' other collectives run in other threads than these.
-        self._words = dist.new_group(backend="gloo")
-        self._values = dist.new_group(backend="nccl") if island.device.type == "cuda" else self._words
-        everybody: list[dict[str, tuple[int, int]]] = [{} for _ in range(island.size)]
-        dist.all_gather_object(everybody, self._own, group=self._words)
-        self._rows = everybody
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        return dict(self._whole)
+        # Of their own, because the ranks' other collectives run in another thread.
+        self._words = island.new_group("gloo")
+        self._values = island.new_group("nccl") if island.device.type == "cuda" else self._words
+        self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(island.size)]
+        dist.all_gather_object(self._rows, self._own, group=self._words)
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -95,14 +85,16 @@ class Rows(Local):
     def gather_(self, out: Tensor, fragment: Fragment, start: int, stop: int) -> None:
         parts = self._senders(fragment, start, stop)
         with self._lock:
-            others = [rank for rank in range(1, self._island.size) if parts[rank]]
-            if others:
+            if any(parts[1:]):
                 self._say(GATHER, fragment.index, start, stop)
-            self._pack(out, parts[0])
-            for rank in others:
-                values = self._empty(parts[rank])
-                dist.recv(values, src=rank, group=self._values)
-                _place(out, parts[rank], values)
+            self._read(out, parts[0])
+            for rank, theirs in enumerate(parts[1:], 1):
+                if theirs:
+                    values = self._empty(theirs)
+                    dist.recv(values, src=rank, group=self._values)
+                    for part, packed in zip(theirs, _packed(theirs), strict=True):
+                        length = part.stop - part.start
+                        out[part.at : part.at + length].copy_(values[packed.at : packed.at + length])
 
     def gathered(self, buffer: Tensor, fragment: Fragment, start: int, stop: int) -> Tensor:
         self.gather_(buffer, fragment, start, stop)
@@ -112,12 +104,12 @@ class Rows(Local):
     def scatter_(self, fragment: Fragment, start: int, stop: int, values: Tensor) -> None:
         with self._lock:
             self._say(SCATTER, fragment.index, start, stop)
-            sent = values.to(self._device)
+            sent = values.to(self._island.device)
             dist.broadcast(sent, src=0, group=self._values)
-            self._unpack(sent, self._parts(0, fragment, start, stop))
+            self._write(sent, fragment, start, stop)
 
     def release(self) -> None:
-        """The other ranks need not follow any more."""
+        """The other ranks need not follow any more, for now."""
         with self._lock:
             self._say(RELEASE, 0, 0, 0)
 
@@ -127,62 +119,64 @@ class Rows(Local):
     # -- the other ranks ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def follow(self, fragments: tuple[Fragment, ...]) -> None:
-        """Send and take rows, as rank 0 says, until it says `release`."""
+    def follow(self) -> None:
+        """Send and take rows as rank 0 says, until it says `release`."""
         words = torch.zeros(4, dtype=torch.int64)
         while True:
             dist.broadcast(words, src=0, group=self._words)
             what, index, start, stop = words.tolist()
             if what == RELEASE:
                 return
-            if what == GATHER:
-                parts = self._senders(fragments[index], start, stop)[self._island.rank]
-                if parts:
-                    values = self._empty(parts)
-                    self._pack_in_turn(values, parts)
-                    dist.send(values, dst=0, group=self._values)
-            else:
-                values = torch.empty(stop - start, device=self._device)
+            if what == SCATTER:
+                values = torch.empty(stop - start, device=self._island.device)
                 dist.broadcast(values, src=0, group=self._values)
-                self._unpack(values, self._parts(self._island.rank, fragments[index], start, stop))
+                self._write(values, self._fragments[index], start, stop)
+                continue
+            mine = _packed(self._senders(self._fragments[index], start, stop)[self._island.rank])
+            if mine:
+                values = self._empty(mine)
+                self._read(values, mine)
+                dist.send(values, dst=0, group=self._values)
 
     # -- who has what -------------------------------------------------------------------------------------------------
 
-    def _parts(self, rank: int, fragment: Fragment, start: int, stop: int) -> list[Part]:
-        """What a rank has of [start, stop) of a fragment."""
-        pieces = fragment.locate(start, stop)
-        return [part for offset, piece in pieces if (part := _common(offset, piece, self._rows[rank][piece.name]))]
-
-    def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[Part]]:
-        """Of each rank, what it sends of [start, stop): every element comes from the first rank that has it."""
-        found: list[list[Part]] = [[] for _ in self._rows]
+    def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[_Part]]:
+        """Of each rank, what it gives of [start, stop): every element comes from the first rank that has it."""
+        found: list[list[_Part]] = [[] for _ in self._rows]
         for offset, piece in fragment.locate(start, stop):
             at = piece.start
             for rank, rows in enumerate(self._rows):
                 begin, end = rows[piece.name]
                 if begin <= at < min(end, piece.stop):
-                    found[rank].append(Part(offset + at - piece.start, piece.name, at, min(end, piece.stop)))
+                    found[rank].append(_Part(offset + at - piece.start, piece.name, at, min(end, piece.stop)))
                     at = min(end, piece.stop)
-            assert at == piece.stop, f"no rank has {piece.name} from {at}"
+            assert at == piece.stop, f"no rank has {piece.name} from element {at} on"
         return found
 
-    def _empty(self, parts: list[Part]) -> Tensor:
-        return torch.empty(sum(part.stop - part.start for part in parts), device=self._device)
+    def _empty(self, parts: Sequence[_Part]) -> Tensor:
+        return torch.empty(sum(part.stop - part.start for part in parts), device=self._island.device)
 
-    # -- copies -------------------------------------------------------------------------------------------------------
+    # -- this rank's rows ---------------------------------------------------------------------------------------------
 
-    def _flat(self, part: Part) -> Tensor:
-        begin, _ = self._own[part.name]
-        return self.tensors[part.name].view(-1)[part.start - begin : part.stop - begin]
-
-    def _pack(self, out: Tensor, parts: list[Part]) -> None:
+    def _read(self, out: Tensor, parts: Sequence[_Part]) -> None:
         for part in parts:
-            out[part.at : part.at + part.stop - part.start].copy_(self._flat(part))
+            begin, _ = self._own[part.name]
+            into = out[part.at : part.at + part.stop - part.start]
+            read_(into, own_rows(self.tensors[part.name].detach()), part.start - begin)
 
-    def _pack_in_turn(self, out: Tensor, parts: list[Part]) -> None:
-        for at, part in _in_turn(parts):
-            out[at : at + part.stop - part.start].copy_(self._flat(part))
+    def _write(self, values: Tensor, fragment: Fragment, start: int, stop: int) -> None:
+        for offset, piece in fragment.locate(start, stop):
+            begin, end = self._own[piece.name]
+            first, last = max(begin, piece.start), min(end, piece.stop)
+            if first < last:
+                at = offset + first - piece.start
+                write_(own_rows(self.tensors[piece.name].detach()), first - begin, values[at : at + last - first])
 
-    def _unpack(self, values: Tensor, parts: list[Part]) -> None:
-        for part in parts:
-            self._flat(part).copy_(values[part.at : part.at + part.stop - part.start])
+
+def _packed(parts: Sequence[_Part]) -> list[_Part]:
+    """The same parts, one behind the other."""
+    found, at = [], 0
+    for part in parts:
+        found.append(part._replace(at=at))
+        at += part.stop - part.start
+    return found

@@ -121,7 +121,8 @@ class Syncer:
         unit = LEAF if self.settings.merge != "rda" else 16 * LEAF
         found = []
         for payload, (start, stop) in zip(payloads, chunks(self.fragment.numel), strict=True):
-            found += [row for rows in one.cut(payload, stop - start, unit) for row in rows]
+            ends = [*range(0, stop - start, unit), stop - start]
+            found += [one.cut(payload, stop - start, *both) for both in itertools.pairwise(ends)]
         return found
 
 

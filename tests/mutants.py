@@ -237,7 +237,7 @@ MUTANTS = [
         "Of two claims under one term the higher version wins, so that the order of arrival decides.",
         "diloco.protocol.fragment",
         "rank = (score(peer, claim.fragment), peer, claim.version)",
-        "rank = (score(peer, claim.fragment) + (claim.version > current.version), peer, claim.version)",
+        "rank = (score(peer, claim.fragment) + 1e9 * (claim.version > current.version), peer, claim.version)",
         test="tests/test_protocol_leases.py::test_the_order_of_arrival_does_not_matter",
     ),
     Mutant(

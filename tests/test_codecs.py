@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
@@ -522,7 +523,8 @@ def test_offsets_are_the_ends_of_the_chunks_payloads(name: str, numel: int) -> N
 @pytest.mark.parametrize("unit", [BLOCK, 2 * BLOCK])
 def test_a_part_is_cut_out_as_if_it_had_been_encoded_alone(name: str, numel: int, unit: int) -> None:
     x = gaussian(numel, seed=3)
-    rows = [row for part in codec(name).cut(encoded(name, x), numel, unit) for row in part]
+    ends = [*range(0, numel, unit), numel]
+    rows = [codec(name).cut(encoded(name, x), numel, *both) for both in pairwise(ends)]
     alone = [encoded(name, part.clone()) for part in x.split(unit)]
     assert [row.tolist() for row in rows] == [part.tolist() for part in alone]
 

@@ -65,7 +65,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 7,
+  "wire_version": 8,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -91,9 +91,9 @@ CANONICAL = (
     '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
     '"quorum":null,"robust":"auto","spot_check":0.0,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
     '"trim":0.25,"weights":"tokens"},'
-    '"run":{"id":"golden","key":null,"seed":3},"wire_version":7}'
+    '"run":{"id":"golden","key":null,"seed":3},"wire_version":8}'
 )
-GOLDEN_HASH = "4d28dc3fd0c4aa020d9bc6ac79b16bb553e3b57eaadde935f1dabd7726e33d1d"
+GOLDEN_HASH = "0d0112b286b2a7bb146552921db39a3265390fdc35b5136005283e810eb26cef"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -632,15 +632,15 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
         ("1" * 60000, "manifest is not JSON: "),
         (" " * 70000, "manifest has 70000 characters; at most 65536 are accepted"),
         ('{"wire_version": NaN}', "manifest is not JSON: NaN is not a number"),
-        ("{}", "manifest has wire version null, this diloco speaks 7; install the same version on all peers"),
-        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 7; install"),
+        ("{}", "manifest has wire version null, this diloco speaks 8; install the same version on all peers"),
+        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 8; install"),
         (
             edited(lambda it: it.update(wire_version=True)),
-            "manifest has wire version true, this diloco speaks 7; install",
+            "manifest has wire version true, this diloco speaks 8; install",
         ),
         (
             edited(lambda it: it.update(wire_version=5.0)),
-            "manifest has wire version 5.0, this diloco speaks 7; install",
+            "manifest has wire version 5.0, this diloco speaks 8; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),
         (

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 
 import pytest
 import torch
+from blake3 import blake3
 
 from diloco.errors import PayloadError
 from diloco.outer.digest import PART, anchor_digest, fragment_digest, part_digest, part_digests, part_ranges
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def digest(data: bytes) -> str:
+    return blake3(data).hexdigest()
 
 
-def test_a_part_digest_is_the_sha256_of_its_little_endian_bytes() -> None:
+def test_a_part_digest_is_the_blake3_of_its_little_endian_bytes() -> None:
     values = [1.0, -2.5, 0.0, 3e-40]
-    assert part_digest(torch.tensor(values)) == sha256(struct.pack("<4f", *values))
+    assert part_digest(torch.tensor(values)) == digest(struct.pack("<4f", *values))
 
 
 def test_digests_combine_upwards_under_labels() -> None:
-    parts = (sha256(b"a"), sha256(b"b"))
-    raw = hashlib.sha256(b"a").digest() + hashlib.sha256(b"b").digest()
-    assert fragment_digest(parts) == sha256(b"diloco fragment\0" + raw)
-    assert anchor_digest(parts) == sha256(b"diloco anchor\0" + raw)
+    parts = (digest(b"a"), digest(b"b"))
+    raw = blake3(b"a").digest() + blake3(b"b").digest()
+    assert fragment_digest(parts) == digest(b"diloco fragment\0" + raw)
+    assert anchor_digest(parts) == digest(b"diloco anchor\0" + raw)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -57,7 +57,7 @@ def test_every_bit_counts() -> None:
 
 
 def test_order_and_number_of_parts_count() -> None:
-    a, b = sha256(b"a"), sha256(b"b")
+    a, b = digest(b"a"), digest(b"b")
     assert len({fragment_digest(parts) for parts in [(), (a,), (b,), (a, b), (b, a), (a, a)]}) == 6
 
 
@@ -72,7 +72,7 @@ def test_hashing_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             return ""
 
     flat = torch.zeros(10)
-    monkeypatch.setattr(hashlib, "sha256", Spy)
+    monkeypatch.setattr("diloco.outer.digest.blake3", Spy)
     part_digest(flat[3:])
     assert seen == [flat.data_ptr() + 12]
 
@@ -80,8 +80,8 @@ def test_hashing_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bad", ["", "ab", "g" * 64, "A" * 64, "a" * 63 + "\n", "a" * 66, " " * 64])
 def test_text_that_is_not_a_digest_is_refused(bad: str) -> None:
     for combine in (fragment_digest, anchor_digest):
-        with pytest.raises(PayloadError, match="not a sha256 digest"):
-            combine([sha256(b"a"), bad])
+        with pytest.raises(PayloadError, match="not a digest"):
+            combine([digest(b"a"), bad])
 
 
 def test_more_than_a_part_or_another_dtype_is_our_bug() -> None:

@@ -1,8 +1,8 @@
 """Digests: names for parameter values; equal digests mean bit-identical replicas.
 
-    part (PART elements, fp32 little-endian)  --sha256-->  part digest
-    part digests of a fragment                --sha256-->  fragment digest
-    fragment digests in order                 --sha256-->  anchor digest
+    part (PART elements, fp32 little-endian)  --blake3-->  part digest
+    part digests of a fragment                --blake3-->  fragment digest
+    fragment digests in order                 --blake3-->  anchor digest
 
 A fragment digest commits to its parts, so a peer can fetch the parts from several donors and check each one as it
 arrives. The upper levels start with a label, so a digest of one level is never valid at another.
@@ -11,13 +11,13 @@ Digests are lower-case hex of 64 characters.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from diloco.errors import PayloadError
@@ -33,10 +33,10 @@ PART = 4 * CHUNK  # elements under one part digest: 4 MiB of fp32
 def part_digest(part: Tensor) -> str:
     """The digest of at most PART elements: (n,) fp32, contiguous, on the CPU. Nothing is copied.
 
-    Costs about 2 ns per element where the CPU has SHA instructions; other threads run meanwhile.
+    Costs about 0.4 ns per element with AVX-512; other threads run meanwhile.
     """
     assert part.dtype == torch.float32 and part.dim() == 1 and part.numel() <= PART, "a part is one fp32 vector"
-    return hashlib.sha256(part.detach().numpy().data.cast("B")).hexdigest()
+    return blake3(part.detach().numpy().data.cast("B")).hexdigest()
 
 
 def part_digests(flat: Tensor) -> tuple[str, ...]:
@@ -70,10 +70,10 @@ def anchor_digest(fragments: Sequence[str]) -> str:
 
 
 def _combine(label: bytes, digests: Sequence[str]) -> str:
-    combined = hashlib.sha256(label)
+    combined = blake3(label)
     for digest in digests:
         # The length matters: otherwise bytes could move from one digest to the next without changing the result.
         if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise PayloadError(f"{digest[:80]!r} is not a sha256 digest of 64 lower-case hex characters")
+            raise PayloadError(f"{digest[:80]!r} is not a digest of 64 lower-case hex characters")
         combined.update(bytes.fromhex(digest))
     return combined.hexdigest()

@@ -115,10 +115,14 @@ class Held:
 
     def take(self, chunk: int, peer: str, payload: Tensor, weight: float, discount: float = 1.0) -> None:
         """Take in a received chunk as `put` does, and count it. A peer's chunks come in order."""
-        norm = norm_of(self.up.values(payload, self._numels[chunk]))
+        if self.staged is None:
+            norm = norm_of(self.up.values(payload, self._numels[chunk]))
+        else:
+            norm = self.staged.put(peer, chunk, payload)
         left = self.bound.limit() ** 2 if chunk == 0 else self._left[peer]
         scale = math.sqrt(left) / norm if norm**2 > left else 1.0
-        self.put(chunk, peer, payload, weight, discount * scale)
+        if self.staged is None:
+            self.fold(chunk, payload, weight, discount * scale)
         if chunk == 0:
             self.tallies[peer] = Tally()
         self._left[peer] = max(0.0, left - (scale * norm) ** 2)
@@ -219,7 +223,8 @@ class Held:
             payloads = self.staged.payloads(
                 [peer for peer, weight in zip(judged[0], judged[1].weights, strict=True) if weight]
             )
-            kept = Kept(self.up, self.fragment.numel, step.version + 1, payloads)
+            hashes = {peer: self.tallies[peer].hashes for peer in payloads if peer in self.tallies}
+            kept = Kept(self.up, self.fragment.numel, step.version + 1, payloads, hashes)
             self.kept = [*self.kept, kept][-VERSIONS:]
             cut = [update[at:end] for at, end in zip(self._update_at, self._update_at[1:], strict=False)]
             self.update_root = payload_root(cut, self.down, self.fragment.numel)

@@ -145,12 +145,15 @@ class Staged:
         self._kept: dict[str, dict[int, _Chunk]] = {}  # by peer and chunk
         self._begin: dict[int, int] = {}
 
-    def put(self, peer: str, chunk: int, payload: Tensor) -> None:
-        """Keep a chunk (uint8) in place of an earlier one of this peer; an invalid one raises PayloadError."""
+    def put(self, peer: str, chunk: int, payload: Tensor) -> float:
+        """Keep a chunk (uint8) in place of an earlier one of this peer; an invalid one raises PayloadError. Returns its
+        L2 norm.
+        """
         values = self.codec.values(payload, self.sizes[chunk])
         norm = norm_of(values)
         self._norms.see(chunk, norm, math.inf)
         self._kept.setdefault(peer, {})[chunk] = _Chunk(payload, norm, self._sketch(chunk, values))
+        return norm
 
     def _sketch(self, chunk: int, values: Tensor) -> Tensor:
         stride = max(1, len(values) // SKETCH - 1 | 1)

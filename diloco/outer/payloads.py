@@ -58,19 +58,15 @@ class Codec(ABC):
         """Bytes of the payload of `numel` elements."""
         return sum(self.sizes(numel))
 
-    def cut(self, payload: Tensor, numel: int, unit: int) -> Iterator[Tensor]:
-        """The payloads of `unit` elements each, a multiple of BLOCK, as rows (r, bytes) uint8; what is left comes last.
-
-        Each row is what `encode` makes of its elements alone. PayloadError if the length is wrong.
-        """
+    def pieces(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
+        """The parts of a payload, as views. PayloadError if the length is wrong."""
         self._check_length(payload, numel)
-        (full, rest), widths = divmod(numel, unit), self.sizes(unit)
-        parts = payload.split_with_sizes(self.sizes(numel))
-        if full:
-            rows = [part[: full * width].view(full, width) for part, width in zip(parts, widths, strict=True)]
-            yield torch.cat(rows, dim=1)
-        if rest:
-            yield torch.cat([part[full * width :] for part, width in zip(parts, widths, strict=True)]).view(1, -1)
+        return payload.split_with_sizes(self.sizes(numel))
+
+    def cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        """What `encode` makes of the elements [start, stop) alone; both are multiples of BLOCK, or the end."""
+        rows = zip(self.pieces(payload, numel), self.sizes(start), self.sizes(stop), strict=True)
+        return torch.cat([piece[begin:end] for piece, begin, end in rows])
 
     def offsets(self, numel: int) -> tuple[int, ...]:
         """Where the payload of each chunk begins in that of a whole fragment of `numel` elements, and where it ends."""

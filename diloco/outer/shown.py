@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,10 +20,11 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer import fragments, merkle
 from diloco.outer.fragments import Fragment
+from diloco.outer.merkle import Tree
 from diloco.outer.payloads import Codec
 from diloco.outer.recompute import Part
 
-__all__ = ["VERSIONS", "Kept", "Shown", "leaf_count", "opens", "part_at", "part_count", "show", "show_each"]
+__all__ = ["VERSIONS", "Kept", "Shown", "leaf_count", "opens", "part_at", "part_count", "show"]
 
 VERSIONS = 2  # An auditor that asks when a version is adopted is answered, even if the next one is made meanwhile.
 
@@ -60,29 +62,12 @@ def part_at(fragment: Fragment, settings: OuterConfig, number: int) -> Part | No
     return Part(fragment, start, min(start + size, stop))
 
 
-def show(codec: Codec, payloads: Sequence[Tensor], hashes: Sequence[bytes], part: Part) -> Shown:
-    """A part of the payloads (uint8) of all chunks, of which these are the hashes of all leaves."""
-    [shown] = show_each(codec, payloads, hashes, [part])
-    return shown
-
-
-def show_each(codec: Codec, payloads: Sequence[Tensor], hashes: Sequence[bytes], parts: Sequence[Part]) -> list[Shown]:
-    """`show` of several parts; it takes little longer."""
-    indices = [_leaves(part) for part in parts]
-    found = iter(merkle.paths(hashes, [index for each in indices for index in each]))
-    return [
-        Shown(_cut(codec, payloads, part), [next(found) for _ in each])
-        for part, each in zip(parts, indices, strict=True)
-    ]
-
-
-def _cut(codec: Codec, payloads: Sequence[Tensor], part: Part) -> Tensor:
+def show(codec: Codec, payloads: Sequence[Tensor], tree: Tree, part: Part) -> Shown:
+    """A part of the payloads (uint8) of all chunks, whose leaves the tree has."""
     chunk, at = divmod(part.start, fragments.CHUNK)
     numel = min((chunk + 1) * fragments.CHUNK, part.fragment.numel) - chunk * fragments.CHUNK
-    if part.numel == numel:
-        return payloads[chunk].clone()
-    leaves: list[Tensor] = [row for rows in codec.cut(payloads[chunk], numel, merkle.LEAF) for row in rows]
-    return leaves[at // merkle.LEAF]
+    payload = codec.cut(payloads[chunk], numel, at, at + part.numel)
+    return Shown(payload, [tree.path(index) for index in _leaves(part)])
 
 
 def opens(codec: Codec, root: bytes, part: Part, shown: Shown) -> bool:
@@ -96,22 +81,31 @@ def opens(codec: Codec, root: bytes, part: Part, shown: Shown) -> bool:
 
 
 class Kept:
-    """The contributions to one version, by peer the payloads (uint8) of all chunks; `show` hashes each once."""
+    """The contributions to one version, by peer the payloads (uint8) of all chunks.
 
-    def __init__(self, codec: Codec, numel: int, version: int, payloads: Mapping[str, Sequence[Tensor]]) -> None:
+    `hashes` has those of the leaves of some payloads; the others are hashed once they are asked for.
+    """
+
+    def __init__(
+        self, codec: Codec, numel: int, version: int, payloads: Mapping[str, Sequence[Tensor]],
+        hashes: Mapping[str, Sequence[bytes]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.version, self._codec, self._payloads = version, codec, payloads
         self._numels = [stop - start for start, stop in fragments.chunks(numel)]
-        self._hashes: dict[str, list[bytes]] = {}
+        self._hashes, self._trees = dict(hashes), dict[str, Tree]()
         self.peers = sorted(payloads)
         self.asked: Counter[str] = Counter()  # parts, by auditor
 
     def show(self, peer: str, part: Part) -> Shown:
         """A part of what one of `peers` contributed."""
         payloads = self._payloads[peer]
-        if peer not in self._hashes:
+        if peer not in self._trees:
             rows = zip(payloads, self._numels, strict=True)
-            self._hashes[peer] = [one for payload, numel in rows for one in merkle.leaves(self._codec, payload, numel)]
-        return show(self._codec, payloads, self._hashes[peer], part)
+            hashes = self._hashes.pop(peer, None)
+            if hashes is None:
+                hashes = [one for payload, numel in rows for one in merkle.leaves(self._codec, payload, numel)]
+            self._trees[peer] = Tree(hashes)
+        return show(self._codec, payloads, self._trees[peer], part)
 
 
 def _leaf_at(element: int) -> int:

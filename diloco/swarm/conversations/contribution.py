@@ -286,6 +286,7 @@ async def fold_whole(
         for chunk, payload in enumerate(payloads):
             held.put(chunk, peer, payload, weight, discount)
             syncer.folded(peer)
+        held.tallies[peer] = tally
         context.do(context.protocol.arrived(peer, syncer.fragment, context.now(), line))
         return before
     for _ in payloads:

@@ -22,9 +22,10 @@ from itertools import pairwise
 
 from diloco.errors import PayloadError
 from diloco.outer.audit import FORGOTTEN, memory, pick
+from diloco.outer.merkle import Tree
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.recompute import Part
-from diloco.outer.shown import Shown, part_at, part_count, show_each
+from diloco.outer.shown import Shown, part_at, part_count, show
 from diloco.protocol.limits import ACCUSATIONS, ACCUSATIONS_PER_S, UNSHOWN, UNSHOWN_PER_S, Buckets
 from diloco.protocol.messages.audits import MAX_ASKED, MAX_STEPS, Accusation
 from diloco.protocol.messages.heads import Head, Record
@@ -86,10 +87,9 @@ class Auditor:
         replica = context.replica
         at = replica.down.offsets(replica.fragments[head.fragment].numel)
         payloads = [record.update[start:stop] for start, stop in pairwise(at)]
-        parts = [watch.part for watch in watches]
-        updates = await in_thread(show_each, replica.down, payloads, record.hashes, parts)
-        for watch, shown in zip(watches, updates, strict=True):
-            watch.steps.append((head, shown))
+        tree = await in_thread(Tree, record.hashes)
+        for watch in watches:
+            watch.steps.append((head, show(replica.down, payloads, tree, watch.part)))
         self._ask_due(record.header, watches)
 
     def _drawn(self, head: Head, due: int) -> list[_Watch]:

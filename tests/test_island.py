@@ -58,9 +58,10 @@ def test_ranks_share_the_rows_of_a_batch() -> None:
     assert sorted(torch.cat(shares)[:, 0].tolist()) == batch[:, 0].tolist()
 
 
-def test_two_ranks_train_like_one_process_of_the_same_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_train_like_one_process_of_the_same_batch(parallel: str, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    with torchrun(two, *EXACT) as started:
+    with torchrun(two, *EXACT, f"train.parallel={parallel}") as started:
         together(lambda: train(one, *EXACT), started.done)
         assert started.family() == []
     # The mean of two halves is rounded elsewhere than the mean of the whole: some units in the last place of a loss
@@ -75,18 +76,20 @@ def test_two_ranks_train_like_one_process_of_the_same_batch(tmp_path: Path) -> N
     assert [peer["steps"] for peer in there["peers"]] == [12], "two ranks are one peer"
 
 
-def test_an_island_joins_a_swarm_by_address_and_ends_with_its_anchor(tmp_path: Path) -> None:
-    alone, island = tmp_path / "alone", tmp_path / "island"
-    joining = ("swarm.min_peers=2", f"swarm.initial_peers=['@{alone / 'address'}']")
-    with torchrun(island, *joining) as started:
-        together(lambda: train(alone, "swarm.min_peers=2"), started.done)
-        assert started.family() == []
-    here, there = summary_of(alone), summary_of(island)
-    assert here["outer_steps"] == there["outer_steps"] == 3
-    assert here["peers"][0]["anchor_digest"] == there["peers"][0]["anchor_digest"]
-    assert here["peers"][0]["peer_id"] != there["peers"][0]["peer_id"]
-    assert here["eval"] == there["eval"] and torch.equal(weights(alone), weights(island))
-    assert here["tokens"]["applied"] == there["tokens"]["applied"] == 2 * 768
+def test_islands_of_any_kind_join_a_swarm_and_end_with_its_anchor(tmp_path: Path) -> None:
+    alone, ddp, fsdp = (tmp_path / name for name in ("alone", "ddp", "fsdp"))
+    joining = ("swarm.min_peers=3", f"swarm.initial_peers=['@{alone / 'address'}']", "train.threads=1")
+    with torchrun(ddp, *joining) as one, torchrun(fsdp, *joining, "train.parallel=fsdp") as other:
+        together(lambda: train(alone, "swarm.min_peers=3"), one.done, other.done)
+        assert one.family() == other.family() == []
+    here, *others = (summary_of(place) for place in (alone, ddp, fsdp))
+    for there, place in zip(others, (ddp, fsdp), strict=True):
+        assert here["outer_steps"] == there["outer_steps"] == 3
+        assert here["peers"][0]["anchor_digest"] == there["peers"][0]["anchor_digest"]
+        assert here["peers"][0]["peer_id"] != there["peers"][0]["peer_id"]
+        assert here["eval"]["loss"] == pytest.approx(there["eval"]["loss"], rel=1e-6)
+        assert torch.equal(weights(alone), weights(place))
+        assert here["tokens"]["applied"] == there["tokens"]["applied"] == 3 * 768
 
 
 def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) -> None:

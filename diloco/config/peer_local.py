@@ -126,6 +126,8 @@ class TrainConfig(PeerLocal):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$"), Expected("auto, cpu, cuda or cuda:N")] = (
         Field("auto", description="auto takes the first free accelerator, else the CPU.")
     )
+    parallel: Literal["auto", "ddp", "fsdp"] = Field("auto")
+    """Under torchrun, whether each process has the whole model (ddp) or rows of all parameters (fsdp); auto is ddp."""
     micro_batch: int | None = Field(None, ge=1, le=1 << 20)
     """Sequences computed at a time; null takes the batch whole, or what fits."""
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")

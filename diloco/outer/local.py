@@ -21,7 +21,10 @@ class Local:
 
     Attributes:
         tensors: the tensors themselves. shapes: that of each whole parameter.
+        is_whole: whether nobody else is needed to read them.
     """
+
+    is_whole = True
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from diloco.config import OuterConfig
-from diloco.outer.fragments import partition
+from diloco.outer.fragments import Fragment, partition
 from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units
@@ -36,6 +36,7 @@ from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
 from diloco.train.parameters import Trained
 from diloco.train.progress import Progress, Unsent
+from diloco.train.rows import Rows, kept
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 
 __all__ = ["Attachment"]
@@ -88,6 +89,7 @@ class Attachment:
         self._is_paused = False  # for evaluating, or for writing a checkpoint
         self._left_behind = False  # the swarm went on meanwhile
         self._cold = False  # in a first round that is left out
+        self._entered = False
         self._settled = False  # the parameters are the last anchor, for good
 
     @property
@@ -106,6 +108,7 @@ class Attachment:
             self.close()
             raise
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._entered = True
         self.phases.switch("compute")
         return self
 
@@ -120,8 +123,7 @@ class Attachment:
                 self._link.call(lambda node: node.leave(finished))
             if finished:
                 self._settled = True
-                self._link.call(lambda node: node.load_anchors())
-                self.island.share_(self.parameters.values())
+                self._link.move(lambda node: node.load_anchors())
                 if self.node is not None:
                     protocol = self.node.protocol
                     self.version, self.applied_tokens = protocol.steps, protocol.applied_tokens
@@ -129,14 +131,20 @@ class Attachment:
             self.close()
 
     def start(self) -> None:
-        """Connect to the swarm (first half of entering)."""
+        """All ranks: connect to the swarm (first half of entering)."""
+        fragments = partition(self.parameters.numels, self.outer.fragments, self.outer.pattern)
+        if self.island.size > 1:
+            self._link.rows = Rows(self.parameters, fragments, self.island)
+        with self._link.handing():
+            self._open(fragments)
+
+    def _open(self, fragments: Sequence[Fragment]) -> None:
         if self._options is None:
             return
         options, self._options = self._options, None  # its `saved` is as large as the model
         if not (options.saved and self._inner_start.has_state):  # a checkpoint may be older than the first step
             self._inner_start.source = options.network.inner_state
-        fragments = partition(self.parameters.numels, self.outer.fragments, self.outer.pattern)
-        replica = Replica(self.parameters, fragments, self.outer)
+        replica = Replica(self._link.rows or self.parameters, fragments, self.outer)
         # For a joiner, called in other threads; before the first step there is none.
         options = replace(options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None)
         self.view = view = self._link.open(options, replica, self._on_event)
@@ -159,7 +167,6 @@ class Attachment:
     def _go_along(self, begun: Begun) -> None:
         """All ranks: begin a round where rank 0 does."""
         self.interrupted, self._cold = not begun.begun, bool(begun.cold)
-        self.island.share_(self.parameters.values())
         self.version = self._round_version = begun.version
         self.applied_tokens = begun.applied_tokens
         self._schedule.begin(begun.position)
@@ -178,7 +185,7 @@ class Attachment:
                     rest = set(range(self.outer.fragments)) - set(flying)
                     counts = self._unsent.send(sorted(rest), self.steps, self.tokens)
                     counts = {fragment: count for fragment, count in counts.items() if count[0]}
-                    self._link.call(lambda node: node.send(counts))
+                    self._link.move(lambda node: node.send(counts))
                     flying = (*flying, *counts)
                 self._adopt(lambda node: node.receive(flying))
             self._schedule.begin(self._schedule.inner_step, self._schedule.target_steps)
@@ -222,16 +229,15 @@ class Attachment:
         return lambda number: None if self.node is None else self.node.leased.take(number)
 
     def check_contributions(self, loss: Loss) -> None:
-        """As syncer, compute this loss before and after others' contributions (`outer.spot_check`); call it before
-        entering. Without it, the contributions that this peer merges are not checked against data.
+        """As syncer, compute this loss before and after others' contributions (`outer.spot_check`); without it they are
+        not checked against data. Call it before entering.
         """
         if self._options is not None:
             self._options = replace(self._options, loss=loss)
 
     def count(self, tokens: int) -> None:
-        """Tell how many tokens the coming inner step is made of (of the whole island).
-
-        Contributions are weighted by tokens. A loop that never calls this counts every step as one token.
+        """Tell how many tokens the coming inner step is made of (of the whole island), by which it is weighted. A loop
+        that never calls this counts every step as one token.
         """
         self._counted_tokens += tokens
 
@@ -271,7 +277,7 @@ class Attachment:
             self._follow(outrun, int(position))
 
     def _outrun(self, due: Due) -> tuple[list[int], int]:
-        """As `Node.outrun`, and where in the others' cycle this peer is; -1 if nothing is outrun."""
+        """As `Node.outrun`, and this peer's position in the others' cycle; -1 if nothing is outrun."""
         outrun = self._link.outrun()
         return outrun, self._schedule.position_after(outrun, due) if outrun else -1
 
@@ -302,7 +308,7 @@ class Attachment:
                 return self._resume()
             if due.send:
                 give_back()  # where gradients were, there is room now
-                self._link.call(lambda node: node.send(counts))
+                self._link.move(lambda node: node.send(counts))
             if due.receive:
                 self._adopt(lambda node: node.receive(due.receive))
                 self._resume()
@@ -328,7 +334,6 @@ class Attachment:
         if not adopted.done:
             self.interrupted = True
             return
-        self.island.share_(self.parameters.values())
         self.discarded_tokens += adopted.discarded_tokens
         self.exchanged |= adopted.version > self.version or not outer.barrier
         # Both are less than before when another history won.
@@ -352,25 +357,21 @@ class Attachment:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """The parameters are the anchor inside; what is trained comes back afterwards. At a barrier they are equal."""
-        if self.view is None or self._settled:
+        """All ranks: the parameters are the anchor inside; what is trained comes back afterwards."""
+        if not self._entered or self._settled:
             yield
             return
         with self._paused():
             if self.outer.lockstep and not self.outer.mixing:
                 yield
                 return
-            local = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-            self.view.show_anchors()
-            try:
+            with kept(self.parameters):
+                self._link.show_anchors()
                 yield
-            finally:
-                for name, values in local.items():
-                    self.parameters[name].detach().copy_(values)
 
     @contextmanager
     def checkpointing(self) -> Iterator[Saved]:
-        """As `saved`, to be written inside this context: live tensors stay as they are, and other peers wait for it."""
+        """Rank 0: as `saved`, to be written in this context: live tensors stay as they are, and other peers wait."""
         with self._paused():
             yield self.saved()
 

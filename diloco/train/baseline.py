@@ -17,6 +17,7 @@ from torch import nn
 from diloco.outer.digest import digest_of
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.island import Island
+from diloco.train.rows import whole
 
 __all__ = ["DataParallel"]
 
@@ -40,7 +41,6 @@ class DataParallel:
         self._hook: Any = None
 
     def __enter__(self) -> DataParallel:
-        self.island.share_(self._model.parameters())
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
         self.phases.switch("compute")
         return self
@@ -81,7 +81,8 @@ class DataParallel:
             self.inner_step = 0
 
     def anchor_digest(self) -> str:
-        """Digest of the parameters, which are equal on all processes."""
+        """All ranks: digest of the parameters, which are equal on all processes."""
         with torch.no_grad():
-            flat = torch.cat([p.detach().flatten().float().cpu() for p in self._model.parameters() if p.requires_grad])
+            own = (whole(p.detach()) for p in self._model.parameters() if p.requires_grad)
+            flat = torch.cat([values.flatten().float().cpu() for values in own])
         return digest_of(flat)

@@ -17,6 +17,7 @@ from diloco import model as models
 from diloco.data import Dataset, Tokenizer
 from diloco.errors import ConfigError, DivergedError
 from diloco.swarm.node.spot import SEQUENCES, Loss
+from diloco.train.island import Island
 
 __all__ = ["EvalResult", "evaluate", "generate", "loss_of"]
 
@@ -36,9 +37,14 @@ class EvalResult:
 
 
 def evaluate(
-    model: nn.Module, holdout: Tensor, batch_size: int, device: torch.device | str, tokenizer: Tokenizer | None = None
+    model: nn.Module,
+    holdout: Tensor,
+    batch_size: int,
+    device: torch.device | str,
+    tokenizer: Tokenizer | None = None,
+    island: Island | None = None,
 ) -> EvalResult:
-    """The loss of `model` on the sequences `holdout`, (N, T) int64.
+    """The loss of `model` on the sequences `holdout`, (N, T) int64, of which each rank of an island computes a part.
 
     Deterministic: no dropout, no randomness, sums in float64. Another `batch_size` may change the last digits. The
     training or evaluation mode of every module is as before afterwards. Call it under `torch.autocast` to evaluate in
@@ -46,11 +52,16 @@ def evaluate(
     """
     assert holdout.ndim == 2 and len(holdout), tuple(holdout.shape)
     total = torch.zeros((), dtype=torch.float64)
+    rank, size = (0, 1) if island is None else (island.rank, island.size)
     with _evaluating(model):
-        for tokens in torch.split(holdout, batch_size):
+        for tokens in torch.split(holdout, batch_size * size):
+            own = tokens[rank::size]
+            # A rank without sequences goes forward as well, because sharded layers are gathered from all ranks.
+            found = models.loss(model, (own if len(own) else tokens[:1]).to(device)).double().cpu()
             # Every sequence predicts T - 1 tokens, so weighing by sequences is weighing by tokens.
-            total += models.loss(model, tokens.to(device)).double().cpu() * len(tokens)
-    loss = total.item() / len(holdout)
+            total += found * len(own) if len(own) else 0.0
+    [summed] = [total.item()] if island is None else island.sum(total.item())
+    loss = summed / len(holdout)
     if not math.isfinite(loss):
         raise DivergedError(f"the held-out loss is {loss}; lower inner.lr or outer.lr and resume from a checkpoint")
     predicted = holdout[:, 1:]

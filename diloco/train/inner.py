@@ -19,6 +19,7 @@ from diloco.swarm.conversations.inner_state import InnerState, Layout
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.train.island import Island
+from diloco.train.rows import is_sharded, own_rows, sharded_like
 
 __all__ = [
     "InnerStart", "Pair", "bound_moments_", "inner_optimizer", "layout_of", "load_moments_", "moments", "snapshot",
@@ -119,9 +120,9 @@ class InnerStart:
         assert layout is not None, "ranks have different optimizers"
         state = state or InnerState(layout, (1,) * layout.num_steps, torch.empty(sum(layout.numels)))
         steps = tuple(int(step) for step in self._island.agree(state.steps))
+        self._island.share_([state.values])
         bound_moments_(self._optimizer, state)
         load_moments_(self._optimizer, InnerState(layout, steps, state.values))
-        self._island.share_(moments(self._optimizer))
 
 
 class _Slot(NamedTuple):
@@ -147,9 +148,11 @@ def layout_of(optimizer: torch.optim.Optimizer) -> Layout | None:
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
-    """A copy of its state, on the CPU; None while some parameter has none. The optimizer may take steps meanwhile."""
+    """A copy of its state, on the CPU; None while some parameter has none, and where other ranks have parts of it. The
+    optimizer may take steps meanwhile.
+    """
     layout = layout_of(optimizer)
-    if layout is None or not layout.names:
+    if layout is None or not layout.names or any(is_sharded(slot.parameter) for slot in _slots(optimizer)):
         return None
     values, at, steps = torch.empty(sum(layout.numels)), 0, []
     for slot in _slots(optimizer):
@@ -177,7 +180,7 @@ def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
             kept["step"] = torch.tensor(float(next(steps)), dtype=torch.float32, device=device)
         for key in slot.keys:
             kept[key] = torch.empty_like(parameter, memory_format=torch.preserve_format)
-            kept[key].copy_(next(values).view(parameter.shape))
+            own_rows(kept[key]).copy_(own_rows(sharded_like(next(values).view(parameter.shape), parameter)))
 
 
 @torch.no_grad()

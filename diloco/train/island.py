@@ -1,16 +1,18 @@
 """An island: the processes of one torchrun job, which are one peer of the swarm together.
 
-Its ranks average gradients in every inner step (DistributedDataParallel). Only rank 0 talks to the swarm. Its
-decisions, and the swarm's answers, reach the other ranks by broadcast, so ranks cannot differ. Without torchrun the
-island is one process, and every method here does nothing.
+Its ranks average gradients in every inner step: each has the whole model (DistributedDataParallel), or rows of every
+parameter (FSDP2, `fully_shard`). Only rank 0 talks to the swarm. Its decisions, and the swarm's answers, reach the
+other ranks by broadcast, so ranks cannot differ; `rows` moves parameters. Without torchrun the island is one process,
+and every method here does nothing.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,8 @@ from diloco.errors import ConfigError, DilocoError
 __all__ = ["Island"]
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer")  # what gloo says when another rank has ended
-# Other ranks wait in a collective while rank 0 waits for the swarm, which has deadlines of its own.
-COLLECTIVE_TIMEOUT = timedelta(hours=12)
+# Other ranks wait for a word of rank 0 while it waits for the swarm, which has deadlines of its own.
+WORD_TIMEOUT = timedelta(hours=12)
 
 
 class Island:
@@ -32,17 +34,20 @@ class Island:
     If a rank dies, torchrun ends the others, and the swarm sees one peer vanish.
     """
 
-    def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, sharded: bool = False) -> None:
         self.device = device
         self.rank = rank
         self.size = size
+        self.sharded = sharded
+        # Words are tensors of the CPU: no inner step waits for the device to hear one.
+        self._words = self.new_group("gloo") if size > 1 and dist.is_initialized() else None
 
     @classmethod
-    def from_environment(cls, device: str) -> Island:
+    def from_environment(cls, device: str, parallel: str = "ddp") -> Island:
         """The island that torchrun's environment describes; one process without it.
 
-        `device` is `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU. Raises `ConfigError`
-        if train.device names a device that is not there.
+        `device` is `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU. With `parallel` fsdp
+        each rank has rows of every parameter. Raises `ConfigError` if train.device names a device that is not there.
         """
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         if device == "auto":
@@ -58,8 +63,12 @@ class Island:
         if size > 1:
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
-            dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-        return cls(chosen, rank, size)
+            dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        return cls(chosen, rank, size, sharded=size > 1 and parallel == "fsdp")
+
+    def new_group(self, backend: str) -> Any:
+        """A process group of all ranks, for collectives of a thread or a kind of their own. All ranks call it."""
+        return dist.new_group(backend=backend, timeout=WORD_TIMEOUT)
 
     @property
     def leads(self) -> bool:
@@ -73,8 +82,24 @@ class Island:
         return name if self.size == 1 else f"{self.size} x {name}"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model whose backward pass averages gradients over the ranks."""
-        return DistributedDataParallel(model) if self.size > 1 else model
+        """The model whose backward pass averages gradients over the ranks; FSDP2 cuts `model` itself into rows."""
+        if self.size == 1:
+            return model
+        if not self.sharded:
+            return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        from torch.distributed.fsdp import fully_shard  # which takes a while to load
+
+        for layer in _layers(model):
+            fully_shard(layer)
+        # After a forward pass without a backward pass nothing stays whole: an exchange would find another layout.
+        fully_shard(model, reshard_after_forward=True)
+        return model
+
+    def accumulating(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Backward passes inside add to this rank's gradients; the first one after it averages all of that."""
+        if isinstance(wrapped, DistributedDataParallel):
+            return wrapped.no_sync()
+        return _without_reduction(wrapped) if hasattr(wrapped, "set_requires_gradient_sync") else nullcontext()
 
     def rows(self, batch: Tensor) -> Tensor:
         """This rank's sequences of the peer's batch (B, T)."""
@@ -107,26 +132,50 @@ class Island:
         """Rank 0's numbers, on every rank."""
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(tensor, src=0)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.broadcast(tensor, src=0, group=self._words)
         return [float(value) for value in tensor.tolist()]
 
-    def share_(self, parameters: Iterable[Tensor]) -> None:
-        """Rank 0's parameters, on every rank, in place."""
-        if self.size > 1:
-            with torch.no_grad():
-                for parameter in parameters:
-                    dist.broadcast(parameter.detach(), src=0)
-
-    def mean(self, value: float) -> float:
-        """Mean of a number over the ranks."""
+    def least(self, value: int) -> int:
+        """The least of all ranks' numbers."""
         if self.size == 1:
             return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        return float(tensor) / self.size
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._words)
+        return int(tensor)
+
+    def share_(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's values of tensors of the CPU, on every rank, in place."""
+        if self.size > 1:
+            with torch.no_grad():
+                for tensor in tensors:
+                    dist.broadcast(tensor.detach(), src=0, group=self._words)
+
+    def sum(self, *values: float) -> list[float]:
+        """The sum of each number over the ranks."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self._words)
+        return [float(value) for value in tensor.tolist()]
 
     def close(self) -> None:
         """Leave the process group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _without_reduction(wrapped: Any) -> Iterator[None]:
+    wrapped.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        wrapped.set_requires_gradient_sync(True)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of the deepest stack in a model, each of which FSDP2 gathers as a whole."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    largest = max(stacks, key=lambda stack: sum(one.numel() for one in stack.parameters()), default=nn.ModuleList())
+    return list(largest)

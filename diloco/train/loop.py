@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -71,13 +72,14 @@ class Trainer:
     _logged: tuple[int, float] = (0, 0.0)
     _anchors: dict[str, str] = field(default_factory=dict)
     _micro_batch: int | None = None  # rows that fit the memory at a time, once some did not
+    _tried: int | None = None  # rows at a time that fit all ranks of an island
     _pace: float = 0.0  # tokens per second, of the whole peer
     _shown_loss: float | None = None
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
         config, sync = self.config, self.sync
-        if config.run.lead and config.eval.every and sync.version == 0 and self.island.leads:
+        if config.run.lead and config.eval.every and sync.version == 0:
             self.evaluate()  # where the curve begins
         self._logged = (sync.tokens, time.monotonic())
         self._boundary_version = sync.version
@@ -111,39 +113,78 @@ class Trainer:
     def _gradients(self, rows: Tensor) -> Tensor:
         """The loss of this rank's rows, whose gradients are accumulated over as many parts as memory asks for.
 
-        A part that does not fit the accelerator's memory is halved for the rest of the run. When one sequence does not
-        fit, `ConfigError` ends the run.
+        A part that does not fit the accelerator's memory is halved for the rest of the run, on all ranks. When one
+        sequence does not fit, `ConfigError` ends the run.
         """
+        alone = self.island.size == 1
         while True:
-            part = self._micro_batch or self.config.train.micro_batch or len(rows)
+            part = min(self._micro_batch or self.config.train.micro_batch or len(rows), len(rows))
+            fits = alone or part == self._tried
             try:
-                return self._accumulate(rows, part)
+                if fits:
+                    return self._accumulate(rows, part)
+                fits = self._fits_all(rows[:part])
             except torch.OutOfMemoryError:
-                if part == 1:
+                if not alone:  # the other ranks wait for this one in a collective
                     raise ConfigError(
-                        f"data.sequence_length={rows.shape[1]}: not even one sequence fits the memory of "
-                        f"{self.island.device}; use train.device=cpu, or a machine with more"
+                        f"train.micro_batch={part}: so many sequences do not fit {self.island.device} of rank "
+                        f"{self.island.rank}; use {max(1, part // 2)}"
                     ) from None
-            self._micro_batch = part // 2
-            self.optimizer.zero_grad(set_to_none=True)
+                fits = False
+            if fits:
+                self._tried = part
+            else:
+                self._halve(part, rows.shape[1])
+
+    def _halve(self, part: int, sequence_length: int) -> None:
+        if part == 1:
+            raise ConfigError(
+                f"data.sequence_length={sequence_length}: not even one sequence fits the memory of "
+                f"{self.island.device}; use train.device=cpu, or a machine with more"
+            )
+        self._micro_batch = part // 2
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.island.device.type == "cuda":
             torch.cuda.empty_cache()
-            if self.island.leads:
-                self.log.event("micro_batch", sequences=self._micro_batch)
+        if self.island.leads:
+            self.log.event("micro_batch", sequences=self._micro_batch)
+
+    def _fits_all(self, rows: Tensor) -> bool:
+        """Whether so many rows at a time fit the memory of all ranks; they find out before one waits for another.
+
+        Sharded layers are gathered from all ranks, so where memory is short there, the run ends.
+        """
+        fits, device = True, self.island.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            try:
+                with self.island.accumulating(self.wrapped):
+                    self._backward(rows, 1.0)
+            except torch.OutOfMemoryError:
+                if self.island.sharded:
+                    raise
+                fits = False
+        self.optimizer.zero_grad(set_to_none=True)
+        return bool(self.island.least(fits))
 
     def _accumulate(self, rows: Tensor, micro_batch: int) -> Tensor:
         """Mean loss of the rows, computed in parts of `micro_batch` rows; gradients add up to those of the whole."""
         total = torch.zeros((), device=self.island.device)
-        for part in torch.split(rows, micro_batch):  # (b, T)
-            with autocast(self.config, self.island.device):
-                loss = models.loss(self.wrapped, part.to(self.island.device, non_blocking=True))
-                loss = loss * (len(part) / len(rows))
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return total
+        *parts, last = torch.split(rows, micro_batch)  # (b, T) each
+        with self.island.accumulating(self.wrapped) if parts else nullcontext():
+            for part in parts:
+                total += self._backward(part, len(part) / len(rows))
+        return total + self._backward(last, len(last) / len(rows))
+
+    def _backward(self, rows: Tensor, weight: float) -> Tensor:
+        with autocast(self.config, self.island.device):
+            loss = models.loss(self.wrapped, rows.to(self.island.device, non_blocking=True)) * weight
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _check_losses(self) -> None:
         """Once in a while, and before every exchange: end the run at a loss that is not finite, before it spreads."""
-        self._loss = self.island.mean(float(torch.stack(self._losses).mean()))
+        [total] = self.island.sum(float(torch.stack(self._losses).mean()))
+        self._loss = total / self.island.size
         self._losses.clear()
         if not math.isfinite(self._loss):
             raise DivergedError(
@@ -153,14 +194,14 @@ class Trainer:
         self.sync.report(self._loss)
 
     def _boundary(self) -> None:
-        """After an exchange, rank 0: account for it, and once in a while evaluate the anchor and write a checkpoint."""
+        """After an exchange: account for it, and once in a while evaluate the anchor and write a checkpoint."""
         config, sync = self.config, self.sync
-        if not self.island.leads:
-            return
-        self._account()
+        if self.island.leads:
+            self._account()
         over = finished(sync, config.budget)
         if config.run.lead and not over and self._passed(config.eval.every):
-            self.tell(self.status("evaluating"))
+            if self.island.leads:
+                self.tell(self.status("evaluating"))
             self.evaluate()
         if config.checkpoint.every and (over or self._passed(config.checkpoint.every)):
             try:
@@ -193,18 +234,25 @@ class Trainer:
         self.log.metric(version=sync.version, inner_step=sync.steps, tokens=sync.applied_tokens, **figures)
 
     def evaluate(self) -> EvalResult:
-        """Held-out loss of the anchor."""
+        """All ranks: held-out loss of the anchor."""
+        rows = max(1, self.config.inner.batch_size // self.island.size)
+        rows = min(rows, self._micro_batch or self.config.train.micro_batch or rows)
         with self.sync.anchored(), autocast(self.config, self.island.device):
-            result = evaluate(self.model, self.holdout, self.config.inner.batch_size, self.island.device)
+            result = evaluate(self.model, self.holdout, rows, self.island.device, island=self.island)
         self.eval_loss = result.loss
-        self._log(eval_loss=result.loss)
+        if self.island.leads:
+            self._log(eval_loss=result.loss)
         return result
 
     def save(self) -> None:
-        """Write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises
+        """All ranks: write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises
         `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
         """
-        self.session.save(self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic())
+        [saved] = self.island.agree([self.session.saved_version])
+        self.session.saved_version = int(saved)
+        self.session.save(
+            self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic(), self.island.leads
+        )
         if self.config.run.lead and self.sync.view is not None:
             write_contributions(self.config.run.dir / "contributions.csv", self.sync.view.contributions())
 

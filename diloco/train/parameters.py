@@ -20,6 +20,7 @@ from diloco.errors import ConfigError
 from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition
 from diloco.swarm.node.node import OnEvent
+from diloco.train.rows import is_rows, is_sharded
 
 __all__ = ["OwnBuffers", "Trained", "frozen_digest", "values_digest"]
 
@@ -75,7 +76,12 @@ def _check(name: str, parameter: Tensor) -> None:
         )
     if parameter.is_meta:
         raise ConfigError(f"{name} has no values yet (device=meta); load the model before attach")
-    if type(parameter.data) is not Tensor:
+    if not is_rows(parameter):
+        raise ConfigError(
+            f"{name} is laid out as {list(parameter.placements)}, and outer steps know rows along the first dimension "  # type: ignore[attr-defined]
+            "only; shard the model with fully_shard, without tensor parallelism"
+        )
+    if type(parameter.data) is not Tensor and not is_sharded(parameter):
         raise ConfigError(
             f"{name} is a {type(parameter.data).__name__}, and outer steps need whole plain tensors; share the model "
             "among processes with DistributedDataParallel (torchrun), or freeze it"

@@ -13,44 +13,87 @@ Rank 0 says first which range it is about. So the other ranks need not know what
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from diloco.outer.fragments import Fragment, read_, write_
 from diloco.outer.local import Local
 from diloco.train.island import Island
 
-__all__ = ["Rows", "is_rows", "own_rows", "rows_of"]
+__all__ = ["Rows", "is_rows", "is_sharded", "kept", "own_rows", "rows_of", "sharded_like", "whole"]
 
 RELEASE, GATHER, SCATTER = range(3)
 
 
 def is_rows(tensor: Tensor) -> bool:
     """Whether a process has a tensor whole, or a range of its rows; outer steps know no other layout."""
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    sharded = [placement for placement in placements if not placement.is_replicate()]
-    return not sharded or (len(sharded) == 1 and type(sharded[0]) is Shard and sharded[0].dim == 0)
+    sharded = [placement for placement in getattr(tensor, "placements", ()) if not placement.is_replicate()]
+    return not sharded or (len(sharded) == 1 and type(sharded[0]).__name__ == "Shard" and sharded[0].dim == 0)
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
     """The range of the flattened whole that this process has of a tensor for which `is_rows` holds."""
-    if isinstance(tensor, DTensor):
-        for dim, placement in enumerate(tensor.placements):
-            if placement.is_shard():  # as torch.chunk cuts: the last processes may have fewer rows, or none
-                rows, size, place = tensor.shape[0], tensor.device_mesh.size(dim), tensor.device_mesh.get_local_rank(dim)
-                each, width = -(-rows // size), tensor.numel() // max(rows, 1)
-                return min(place * each, rows) * width, min((place + 1) * each, rows) * width
+    for dim, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard():  # as torch.chunk cuts: the last processes may have fewer rows, or none
+            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+            rows, size, place = tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim)
+            each, width = -(-rows // size), tensor.numel() // max(rows, 1)
+            return min(place * each, rows) * width, min((place + 1) * each, rows) * width
     return 0, tensor.numel()
 
 
 def own_rows(tensor: Tensor) -> Tensor:
     """What this process has of a tensor; writing to it changes the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    sharded: Any = tensor
+    local: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
+    return local
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. (To import that class takes a second, and most processes have none.)"""
+    return hasattr(tensor, "placements")
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """All ranks: a sharded tensor as a whole one, on the CPU of rank 0; empty on other ranks. Any other stays."""
+    sharded: Any = tensor
+    if not is_sharded(tensor):
+        return tensor
+    full: Tensor = sharded.full_tensor()
+    return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
+
+
+@torch.no_grad()
+def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor that is laid out like `tensor`, with this process's rows of `values`, which are whole."""
+    if not is_sharded(tensor) or values.shape != tensor.shape:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    begin, end = rows_of(tensor)
+    own = own_rows(tensor)
+    rows = values.reshape(-1)[begin:end].view(own.shape).to(own.device, copy=True)
+    like: Any = tensor
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+@contextmanager
+def kept(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Whatever becomes of the parameters inside, they are as before afterwards."""
+    before = {name: own_rows(parameter.detach()).clone() for name, parameter in parameters.items()}
+    try:
+        yield
+    finally:
+        for name, values in before.items():
+            own_rows(parameters[name].detach()).copy_(values)
 
 
 class _Part(NamedTuple):
@@ -78,6 +121,7 @@ class Rows(Local):
         self._values = island.new_group("nccl") if island.device.type == "cuda" else self._words
         self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(island.size)]
         dist.all_gather_object(self._rows, self._own, group=self._words)
+        self.is_whole = self._own == {name: (0, parameter.numel()) for name, parameter in parameters.items()}
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.planning import Exchange, Link, predict
+from diloco.train.rows import whole
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
 __all__ = ["run", "summary_of"]
@@ -56,7 +58,7 @@ def run(config: Config, listen: Listener) -> Summary:
     contributions.csv, model/, loss.png and summary.json. Raises `DilocoError`, one line for the user, if anything else
     ends the run early; the last checkpoint is good then.
     """
-    island = Island.from_environment(config.train.device)
+    island = Island.from_environment(config.train.device, config.train.parallel)
     try:
         with island.following():
             if config.outer.method == "diloco":
@@ -85,9 +87,11 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     dataset = data.load(config.data, config.run.seed)
     holdout = dataset.holdout(config.eval.sequences)
     tokenizer = dataset.tokenizer
-    model = models.build(
-        config.model, config.run.seed, vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length
-    ).to(island.device)
+    build = partial(
+        models.build, config.model, config.run.seed, vocab_size=tokenizer.vocab_size,
+        sequence_length=config.data.sequence_length,
+    )  # fmt: skip
+    model = build().to(island.device)
     wrapped = island.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
     shard = _shard(config, island)
@@ -97,7 +101,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds)
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
-        if config.outer.spot_check and isinstance(sync, Attachment):
+        if config.outer.spot_check and island.sharded:
+            log.event("spot_checks_left_out", why="train.parallel=fsdp: no process has the whole model; ddp checks")
+        elif config.outer.spot_check and isinstance(sync, Attachment):
             # A peer with a shard of its own may number its sequences differently than the others do.
             sync.check_contributions(loss_of(model, dataset, holdout, numbered=config.data.shard is None))
         stream = _stream(config, dataset, shard, island, sync)
@@ -117,10 +123,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
                 trainer.train()
                 if island.leads:
                     tell(trainer.status("leaving"))
-                    if sync.version > 0:
-                        trainer.save()
-            # Rank 0 speaks for the island.
-            return _finish(trainer, tokenizer, began_at) if island.leads else Summary()
+                if sync.version > 0:
+                    trainer.save()
+            return _finish(trainer, build, tokenizer, began_at)
 
 
 def _session(config: Config, island: Island) -> Session:
@@ -202,16 +207,22 @@ def _signals(sync: Sync, island: Island) -> Iterator[None]:
         yield
 
 
-def _finish(trainer: Trainer, tokenizer: Any, began_at: float) -> Summary:
-    """After the swarm: evaluate the final anchor, write the model, the picture and the summary."""
-    config, sync, tell = trainer.config, trainer.sync, trainer.tell
+def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, began_at: float) -> Summary:
+    """After the swarm, all ranks: evaluate the final anchor. Rank 0 writes the model, the picture and the summary."""
+    config, sync, tell, leads = trainer.config, trainer.sync, trainer.tell, trainer.island.leads
     if config.run.lead:
-        tell(trainer.status("evaluating"))
+        if leads:
+            tell(trainer.status("evaluating"))
         # In the middle of a round the parameters are no anchor, and before the first there is nothing to show.
         if (sync.inner_step == 0 or not sync.interrupted) and sync.version > 0:
             trainer.evaluate()
-            models.save(trainer.model, config.run.dir / "model", tokenizer)
-    mine = summary_of(trainer, time.monotonic() - began_at)
+            final = _whole(trainer.model, build, leads) if trainer.island.sharded else trainer.model
+            if leads:
+                models.save(final, config.run.dir / "model", tokenizer)
+    digest = sync.anchor_digest() if leads or isinstance(sync, DataParallel) else ""
+    if not leads:  # rank 0 speaks for the island
+        return Summary()
+    mine = summary_of(trainer, time.monotonic() - began_at, digest=digest)
     tell(Finished(summary=mine))
     summary = merge_peer_summaries(
         [mine], run_id=mine.run_id, manifest_hash=mine.manifest_hash, mode=mine.mode, wall_s=mine.wall_s, exit=mine.exit
@@ -226,8 +237,20 @@ def _finish(trainer: Trainer, tokenizer: Any, began_at: float) -> Summary:
     return summary
 
 
-def summary_of(trainer: Trainer, wall_s: float, bandwidth: float | None = None) -> Summary:
-    """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known."""
+def _whole(model: nn.Module, build: Callable[[], nn.Module], leads: bool) -> nn.Module:
+    """All ranks: a sharded model as a plain one, on rank 0; the others get what they have."""
+    state = {name: whole(value.detach()) for name, value in model.state_dict().items()}
+    if not leads:
+        return model
+    plain = build()
+    plain.load_state_dict(state)
+    return plain
+
+
+def summary_of(trainer: Trainer, wall_s: float, bandwidth: float | None = None, digest: str | None = None) -> Summary:
+    """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known, and `digest` that of
+    its anchor.
+    """
     config, sync, view = trainer.config, trainer.sync, trainer.sync.view
     sent, received = trainer.traffic()
     mine = PeerSummary(
@@ -235,7 +258,7 @@ def summary_of(trainer: Trainer, wall_s: float, bandwidth: float | None = None) 
         name=config.run.name or "peer",
         steps=sync.steps,
         tokens=sync.tokens,
-        anchor_digest=sync.anchor_digest(),
+        anchor_digest=sync.anchor_digest() if digest is None else digest,
         bytes_sent=sent,
         bytes_received=received,
         seconds=trainer.phases.seconds(),

@@ -32,6 +32,8 @@ from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import check_same_run
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
+from diloco.train.inner import Pair
+from diloco.train.rows import own_rows, sharded_like, whole
 
 __all__ = [
     "Session",
@@ -125,7 +127,7 @@ class Session:
             saved = tensors["anchor"]
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
-                    parameter.copy_(saved[name])
+                    own_rows(parameter).copy_(own_rows(sharded_like(saved[name], parameter)))
 
     def save(
         self,
@@ -135,8 +137,9 @@ class Session:
         stream: Stream,
         seconds: PhaseSeconds,
         traffic: Sequence[int],
+        leads: bool = True,
     ) -> None:
-        """Write a checkpoint of the last outer boundary, unless there is one already.
+        """All ranks: have rank 0, which `leads`, write a checkpoint of the last outer boundary, unless there is one.
 
         In the middle of a round, tokens that this peer has not sent count as discarded there: a resumed peer goes on
         from the anchors. Tokens that are on their way then stay in flight.
@@ -145,12 +148,15 @@ class Session:
             return
         with ExitStack() as stack:
             if isinstance(sync, DataParallel):
-                parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+                parameters = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
                 swarm: dict[str, Tensors] = {"anchor": parameters, "outer": {}, "residual": {}}
                 swarm_json = {"versions": [sync.version], "terms": [0], "applied_tokens": sync.applied_tokens}
-            else:
+            elif leads:
                 swarm, swarm_json = _swarm_state(stack.enter_context(sync.checkpointing()))
             inner, inner_json = flatten_optimizer(optimizer)
+            if not leads:
+                self.saved_version = sync.version
+                return
             rng, rng_json = rng_state()
             state: dict[str, Any] = {
                 "manifest": self.config.manifest().to_json(),
@@ -203,9 +209,10 @@ def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
 
 
 def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """`state_dict()` of any torch optimizer as (named tensors, JSON that refers to them).
+    """All ranks: `state_dict()` of any torch optimizer as (named tensors, JSON that refers to them).
 
-    The tensors are the optimizer's own, not copies: save them before the next step. Raises `TypeError` if the state
+    The tensors are the optimizer's own, not copies: save them before the next step. Sharded ones become whole on
+    rank 0. Raises `TypeError` if the state
     holds anything else than tensors, containers, numbers, strings and None.
     """
     tensors: dict[str, Tensor] = {}
@@ -226,7 +233,19 @@ def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], saved
             f"this run has {here[0]} for {_numel(here[1])} with other shapes or order; "
             f"resume with the configuration that wrote it, or choose another run.dir"
         )
-    optimizer.load_state_dict(_decode(saved["state_dict"], tensors))
+    optimizer.load_state_dict(_sharded(optimizer, _decode(saved["state_dict"], tensors)))
+
+
+def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The same state, cut like the optimizer's parameters, however many ranks have written it."""
+    if isinstance(optimizer, Pair):
+        return {"parts": [_sharded(*both) for both in zip(optimizer.parts, state["parts"], strict=True)]}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, kept in state["state"].items():
+        for name, value in kept.items():
+            if isinstance(value, Tensor):
+                kept[name] = sharded_like(value, parameters[index])
+    return state
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -268,7 +287,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Nested containers as JSON. Tensors, tuples and number keys, which JSON lacks, become small objects and lists."""
     if isinstance(value, Tensor):
         assert path not in tensors, f"two tensors have the name {path}"
-        tensors[path] = value
+        tensors[path] = whole(value)
         return {"tensor": path}
     if isinstance(value, dict):
         return {"dict": [[key, _encode(item, f"{path}.{key}".lstrip("."), tensors)] for key, item in value.items()]}

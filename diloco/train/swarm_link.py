@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from diloco.outer.digest import anchor_digest
@@ -16,6 +17,7 @@ from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.island import Island
+from diloco.train.rows import Rows
 
 __all__ = ["Adopted", "Begun", "NodeView", "SwarmLink"]
 
@@ -114,15 +116,17 @@ class Adopted(NamedTuple):
 class SwarmLink:
     """The one node of an island: rank 0 has it, and all ranks learn what came of each call.
 
-    All ranks call `begin`, `adopt` and `swarm_clock` at the same point of their training, and the ranks without a node
-    wait there for what rank 0 found. The other methods do nothing on those ranks. What fails in the node is raised on
-    rank 0, and ends the other ranks with it.
+    All ranks call `begin`, `adopt`, `move`, `show_anchors` and `swarm_clock` at the same point of their training. The
+    ranks without a node wait there for what rank 0 found, and hand over and take rows of the parameters meanwhile
+    (`rows`). The other methods do nothing on those ranks. What fails in the node is raised on rank 0, and ends the
+    other ranks with it.
     """
 
     def __init__(self, island: Island, runtime: Runtime, phases: PhaseTimer) -> None:
         self.island = island
         self.runtime = runtime
         self.view: NodeView | None = None
+        self.rows: Rows | None = None  # on all ranks of an island of several
         self._phases = phases
 
     @property
@@ -148,6 +152,31 @@ class SwarmLink:
         if self.node is not None:
             self.runtime.call(work(self.node))
 
+    def move(self, work: Callable[[Node], Coroutine[Any, Any, T]]) -> T | None:
+        """All ranks: have rank 0 do something with the node that reads or writes parameters."""
+        with self.handing():
+            return None if self.node is None else self.runtime.call(work(self.node))
+
+    def show_anchors(self) -> None:
+        """All ranks: as `NodeView.show_anchors`."""
+        with self.handing():
+            if self.view is not None:
+                self.view.show_anchors()
+
+    @contextmanager
+    def handing(self) -> Iterator[None]:
+        """While rank 0 is inside, the other ranks do as it says."""
+        if self.rows is None:
+            yield
+        elif self.island.leads:
+            try:
+                yield
+            finally:
+                self.rows.release()
+        else:
+            self.rows.follow()
+            yield
+
     def call_soon(self, work: Callable[[Node], Callable[..., object]], *arguments: object) -> None:
         """Have the node's loop call one of its functions; nobody waits."""
         if self.node is not None:
@@ -156,7 +185,7 @@ class SwarmLink:
     def begin(self, cold: bool = False, fetched: bool = False) -> Begun:
         """Wait for the swarm, and enter training from its anchors, which rank 0 loads into its parameters."""
         found, node = Begun(), self.node
-        position = None if node is None else self.runtime.call(node.begin(cold=cold))
+        position = self.move(lambda node: node.begin(cold=cold))
         if node is not None and position is not None:
             found = Begun(1, position, node.protocol.steps, node.protocol.applied_tokens, cold, fetched)
         return Begun(*map(int, self.island.agree(found)))
@@ -166,8 +195,8 @@ class SwarmLink:
     ) -> Adopted:
         """Wait for updates, which rank 0 loads into its parameters; `cycle_steps` is asked after that."""
         found = Adopted()
+        outcome = self.move(exchange)
         if self.node is not None:
-            outcome = self.runtime.call(exchange(self.node))
             give_back()
             if outcome is not None:
                 self._phases.move("comm", "wait", outcome.seconds.wait)

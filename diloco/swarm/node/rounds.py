@@ -117,10 +117,12 @@ class Rounds:
     async def send(self, counts: Mapping[int, Count]) -> None:
         """Begin to exchange these fragments, given the inner steps and tokens of each since the last time.
 
-        When training goes on meanwhile, or the codec's loss is kept, the pseudo-gradients are captured first.
+        When training goes on meanwhile, the codec's loss is kept, or other processes have rows of the parameters, which
+        they hand over in this call only, the pseudo-gradients are captured first.
         """
+        captures = self._settings.overlap or self._settings.error_feedback or not self._replica.local.is_whole
         for fragment, count in counts.items():
-            if self._settings.overlap or self._settings.error_feedback:
+            if captures:
                 async with self._context.locks[fragment].reading():
                     await in_thread(self._replica.capture, fragment)
             self._depart(fragment, count)

@@ -51,6 +51,20 @@ def losses(run_dir: Path, kind: str) -> list[float]:
     return [line[kind] for line in json_lines(run_dir / "metrics.jsonl") if kind in line]
 
 
+def test_ranks_that_were_started_with_other_settings_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import os, runpy, sys\nsys.argv += ['inner.batch_size=' + ('4' if os.environ['RANK'] == '0' else '8')]\n"
+        "runpy.run_module('diloco.train', run_name='__main__')\n"
+    )
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    with command(*launcher, *SMOKE, f"run.dir={tmp_path / 'run'}", directory=tmp_path) as started:
+        assert started.wait() != 0
+        assert started.family() == []
+    said = [line for line in started.stderr.splitlines() if line.startswith("diloco: ")]
+    assert said == ["diloco: error: inner.batch_size=8 on rank 1, and 4 on rank 0; start all ranks alike"]
+
+
 def test_ranks_share_the_rows_of_a_batch() -> None:
     batch = torch.arange(24).view(6, 4)
     shares = [Island(torch.device("cpu"), rank, 3).rows(batch) for rank in range(3)]

@@ -9,10 +9,10 @@ and every method here does nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -106,17 +106,30 @@ class Island:
         return batch[self.rank :: self.size]
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Raise `ConfigError` on rank 0 unless the ranks can share the peer's batch evenly.
-
-        The other ranks wait for its end, because torchrun ends rank 0 as soon as another one has ended.
-        """
+        """Raise `ConfigError` on rank 0 unless the ranks can share the peer's batch evenly."""
         if batch_size % self.size:
-            if not self.leads:
-                self.agree([0])
-            raise ConfigError(
+            self._refuse(
                 f"inner.batch_size={batch_size} cannot be shared evenly by {self.size} processes; "
                 f"use a multiple of {self.size}"
             )
+
+    def check_same(self, settings: Mapping[str, object]) -> None:
+        """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
+        if self.size == 1:
+            return
+        ranks: list[dict[str, str]] = [{} for _ in range(self.size)]
+        dist.all_gather_object(ranks, {key: str(value) for key, value in settings.items()}, group=self._words)
+        for rank, there in enumerate(ranks):
+            for key in sorted(ranks[0].keys() | there.keys()):
+                here, other = ranks[0].get(key), there.get(key)
+                if here != other:
+                    self._refuse(f"{key}={other} on rank {rank}, and {here} on rank 0; start all ranks alike")
+
+    def _refuse(self, why: str) -> NoReturn:
+        """`ConfigError` on rank 0. The others wait for its end, because torchrun ends it as soon as one has ended."""
+        if not self.leads:
+            self.agree([0])
+        raise ConfigError(why)
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from diloco import data
 from diloco import model as models
-from diloco.config import Config
+from diloco.config import Config, flatten
 from diloco.errors import CheckpointError, UnsavedError, on_signals
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
@@ -61,6 +61,9 @@ def run(config: Config, listen: Listener) -> Summary:
     island = Island.from_environment(config.train.device, config.train.parallel)
     try:
         with island.following():
+            own = ("run.", "train.device")  # `diloco local` starts processes in data parallel with names of their own
+            settings = flatten(config.model_dump(mode="json"))
+            island.check_same({key: value for key, value in settings if not key.startswith(own)})
             if config.outer.method == "diloco":
                 island.check_batch_size(config.inner.batch_size)
             if not island.leads:

@@ -53,6 +53,7 @@ HOMES = {
     "torch.distributed": {"train"},
     "torch": {"outer", "model", "data", "swarm", "rundir", "train", "fit", "sim"},
     "numpy": {"outer", "data", "rundir", "train"},
+    "blake3": {"outer"},
     "safetensors": {"model", "rundir"},
     "msgpack": {"protocol", "swarm"},
     "uvloop": {"swarm"},

@@ -1,12 +1,12 @@
 """Merkle roots: one digest names many blocks of bytes, and a few hashes prove that a block is one of them.
 
-    leaf    blake3(00, block)
-    node    blake3(01, left, right)         a last node without a neighbour moves up as it is
-    root    blake3(02, number of leaves, top)
+    leaf    blake3 with the key of leaves (block)
+    node    blake3 with the key of nodes (left, right)      a last node without a neighbour moves up as it is
+    root    blake3 with the key of roots (number of leaves, top)
 
-The first byte keeps a node from passing for a block. The root contains the number of leaves, so a path has one length
-that is valid, and a proof says at which index a block stands (the tree is that of RFC 6962, with another label for the
-root).
+The keys, which everybody knows, keep a node from passing for a block. The root contains the number of leaves, so a path
+has one length that is valid, and a proof says at which index a block stands (the tree is that of RFC 6962, with another
+label for the root).
 
 A peer that signs the root over its payload cannot show another payload later. A leaf of a payload is what its codec
 makes of LEAF elements alone (`Codec.cut`), and a chunk ends where a leaf ends.
@@ -28,34 +28,33 @@ __all__ = ["LEAF", "Tree", "leaf", "leaves", "payload_root", "root", "verify"]
 
 LEAF = 4 * BLOCK  # elements of a payload under one leaf
 
-_LEAF, _NODE, _ROOT = b"\0", b"\1", b"\2"
+_LEAF, _NODE, _ROOT = (f"diloco merkle {kind}".encode().ljust(32, b"\0") for kind in ("leaf", "node", "root"))
 
 
-def leaf(*block: bytes | memoryview) -> bytes:
-    """The hash of one block (32 bytes), given in pieces."""
-    hashed = blake3(_LEAF)
-    for piece in block:
+def leaf(block: bytes | memoryview, *more: bytes | memoryview) -> bytes:
+    """The hash of one block (32 bytes), given in pieces. It takes a third of the time if the first is the longest."""
+    hashed = blake3(block, key=_LEAF)
+    for piece in more:
         hashed.update(piece)
     return hashed.digest()
 
 
 def leaves(codec: Codec, payload: Tensor, numel: int) -> list[bytes]:
-    """The hashes of all leaves of the payload (uint8) of one chunk of `numel` elements.
+    """The hashes of all leaves of the payload (uint8) of one chunk of `numel` elements; of each, its last piece first.
 
     A syncer calls it chunk by chunk, as they arrive.
     """
-    pieces = [piece.numpy().data for piece in codec.pieces(payload, numel)]
-    ends = _ends(codec, numel)
+    pieces = [piece.numpy().data for piece in reversed(codec.pieces(payload, numel))]
     return [
         leaf(*[piece[start:stop] for piece, start, stop in zip(pieces, starts, stops, strict=True)])
-        for starts, stops in pairwise(ends)
+        for starts, stops in pairwise(_ends(codec, numel))
     ]
 
 
 @lru_cache(64)
 def _ends(codec: Codec, numel: int) -> tuple[list[int], ...]:
-    """Where leaves begin and end in the pieces of a payload of `numel` elements."""
-    return tuple(codec.sizes(end) for end in (*range(0, numel, LEAF), numel))
+    """Where leaves begin and end in the pieces of a payload of `numel` elements, the last piece first."""
+    return tuple(codec.sizes(end)[::-1] for end in (*range(0, numel, LEAF), numel))
 
 
 class Tree:
@@ -113,8 +112,8 @@ def payload_root(payloads: Iterable[Tensor], codec: Codec, numel: int) -> bytes:
 
 
 def _node(left: bytes, right: bytes) -> bytes:
-    return blake3(_NODE + left + right).digest()
+    return blake3(left + right, key=_NODE).digest()
 
 
 def _labelled(count: int, top: bytes) -> bytes:
-    return blake3(_ROOT + count.to_bytes(8, "big") + top).digest()
+    return blake3(count.to_bytes(8, "big") + top, key=_ROOT).digest()

@@ -67,6 +67,26 @@ def test_ranks_that_were_started_with_other_settings_are_refused(tmp_path: Path)
     assert said == ["diloco: error: inner.batch_size=8 on rank 1, and 4 on rank 0; start all ranks alike"]
 
 
+def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: Path) -> None:
+    one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "start.py"
+    script.write_text(
+        "import os, runpy, torch, diloco.model as models\nwhole = models.loss\n"
+        "def loss(model, tokens):\n"
+        "    if os.environ['RANK'] == '1' and model.training and len(tokens) > 1:\n"
+        "        raise torch.OutOfMemoryError('no room')\n"
+        "    return whole(model, tokens)\n"
+        "models.loss = loss\nrunpy.run_module('diloco.train', run_name='__main__')\n"
+    )
+    settings = (*EXACT, "inner.batch_size=4")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    with command(*launcher, *SMOKE, *settings, f"run.dir={two}", directory=tmp_path) as started:
+        assert started.wait() == 0, started.stderr
+    halved = [line["sequences"] for line in json_lines(two / "events.jsonl") if line["kind"] == "micro_batch"]
+    assert halved == [1]
+    train(one, *settings)
+    assert losses(two, "loss") == pytest.approx(losses(one, "loss"), rel=0, abs=5e-6)
+
+
 def test_ranks_share_the_rows_of_a_batch() -> None:
     batch = torch.arange(24).view(6, 4)
     shares = [Island(torch.device("cpu"), rank, 3).rows(batch) for rank in range(3)]
@@ -125,7 +145,7 @@ def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    settings = (*EXACT, "inner.batch_size=4")
+    settings = (*EXACT, "inner.batch_size=4", "inner.schedule=constant", "inner.warmup_steps=0")
     train(whole, *settings, "budget.outer_steps=4")
     for step, (ranks, parallel) in enumerate([(2, "fsdp"), (4, "fsdp"), (1, "auto"), (2, "ddp")], 1):
         steps = (*settings, f"budget.outer_steps={step}", f"train.parallel={parallel}")

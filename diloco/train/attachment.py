@@ -36,7 +36,7 @@ from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
 from diloco.train.parameters import Trained
 from diloco.train.progress import Progress, Unsent
-from diloco.train.rows import Rows, kept
+from diloco.train.rows import kept
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 
 __all__ = ["Attachment"]
@@ -133,8 +133,7 @@ class Attachment:
     def start(self) -> None:
         """All ranks: connect to the swarm (first half of entering)."""
         fragments = partition(self.parameters.numels, self.outer.fragments, self.outer.pattern)
-        if self.island.size > 1:
-            self._link.rows = Rows(self.parameters, fragments, self.island)
+        self._link.share(self.parameters, fragments)
         with self._link.handing():
             self._open(fragments)
 

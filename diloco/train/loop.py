@@ -158,7 +158,7 @@ class Trainer:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             try:
                 with self.island.accumulating(self.wrapped):
-                    self._backward(rows, 1.0)
+                    self._backward(self.model, rows, 1.0)  # DistributedDataParallel has collectives going forward, too
             except torch.OutOfMemoryError:
                 if self.island.sharded:
                     raise
@@ -172,12 +172,12 @@ class Trainer:
         *parts, last = torch.split(rows, micro_batch)  # (b, T) each
         with self.island.accumulating(self.wrapped) if parts else nullcontext():
             for part in parts:
-                total += self._backward(part, len(part) / len(rows))
-        return total + self._backward(last, len(last) / len(rows))
+                total += self._backward(self.wrapped, part, len(part) / len(rows))
+        return total + self._backward(self.wrapped, last, len(last) / len(rows))
 
-    def _backward(self, rows: Tensor, weight: float) -> Tensor:
+    def _backward(self, model: nn.Module, rows: Tensor, weight: float) -> Tensor:
         with autocast(self.config, self.island.device):
-            loss = models.loss(self.wrapped, rows.to(self.island.device, non_blocking=True)) * weight
+            loss = models.loss(model, rows.to(self.island.device, non_blocking=True)) * weight
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from diloco.outer.digest import anchor_digest
+from diloco.outer.fragments import Fragment
 from diloco.outer.replica import Replica
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
@@ -133,6 +136,11 @@ class SwarmLink:
     def node(self) -> Node | None:
         """The node, which only the runtime may change; None before `open`, and on all ranks but rank 0."""
         return None if self.view is None else self.view.node
+
+    def share(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment]) -> None:
+        """All ranks: these parameters are meant from now on. (A process alone hands nothing around.)"""
+        if self.island.size > 1:
+            self.rows = Rows(parameters, fragments, self.island)
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> NodeView:
         """Rank 0 only: connect a node to the swarm."""

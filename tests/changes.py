@@ -104,6 +104,7 @@ CHANGES: dict[str, list[str]] = {
     "swarm.heartbeat_s": ["swarm.heartbeat_s=0.5"],
     "swarm.inner_state": ["swarm.inner_state=cold"],
     "train.device": ["train.device=cuda:1"],
+    "train.parallel": ["train.parallel=fsdp"],
     "train.micro_batch": ["train.micro_batch=2"],
     "train.threads": ["train.threads=2"],
     "train.precision": ["train.precision=bf16"],

@@ -119,6 +119,7 @@ EFFECT = {
     "sim.events": "....s... ...",
     "sim.attack": "....s... ...",
     "train.device": "ltj.spde bqd",
+    "train.parallel": "ltj..... bqd",
     "train.micro_batch": "ltj.s... bqd",
     "train.threads": "ltj.spd. bqd",
     "train.precision": "ltj.sp.e bqd",

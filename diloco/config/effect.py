@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
     ),
     "simulate": (
         Ignored("train.step_delay_s local.step_delay_s", "which runs in virtual time", "set sim.step_s"),
+        Ignored("train.parallel", "whose peers are in one process"),
         Ignored("checkpoint", "which writes no checkpoints"),
         Ignored("wandb", "which logs to run.dir only"),
         Ignored(f"{_NAMED} {_SHARDS} swarm.min_peers", "which gives each peer its own"),
@@ -71,7 +72,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
     "plan": (
         Ignored("sim", "which only computes", "give --step-s, --bandwidth and --latency-ms"),
         Ignored(
-            f"run.dir {_NAMED} {_SHARDS} local.step_delay_s train.micro_batch train.step_delay_s "
+            f"run.dir {_NAMED} {_SHARDS} local.step_delay_s train.parallel train.micro_batch train.step_delay_s "
             "train.log_every swarm checkpoint eval wandb",
             "which runs nothing",
         ),
@@ -80,9 +81,9 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         _REAL_TIME,
         _ONE_PEER,
         Ignored(
-            f"{_NAMED} {_SHARDS} train.micro_batch train.precision train.step_delay_s train.log_every checkpoint.every "
-            "eval wandb swarm.initial_peers swarm.reachable swarm.min_peers swarm.upload_limit swarm.heartbeat_s "
-            "swarm.inner_state",
+            f"{_NAMED} {_SHARDS} train.parallel train.micro_batch train.precision train.step_delay_s train.log_every "
+            "checkpoint.every eval wandb swarm.initial_peers swarm.reachable swarm.min_peers swarm.upload_limit "
+            "swarm.heartbeat_s swarm.inner_state",
             "which takes part in no run",
         ),
     ),
@@ -91,7 +92,8 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         Ignored(
             f"run.id run.key run.dir {_NAMED} budget local {_SHARDS} inner.optimizer inner.lr inner.muon_lr_ratio "
             "inner.betas inner.weight_decay inner.clip inner.schedule inner.warmup_steps inner.final_lr_ratio outer "
-            "swarm sim train.micro_batch train.threads train.step_delay_s train.log_every checkpoint eval.every wandb",
+            "swarm sim train.parallel train.micro_batch train.threads train.step_delay_s train.log_every checkpoint "
+            "eval.every wandb",
             "which trains nothing",
         ),
     ),

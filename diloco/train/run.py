@@ -61,7 +61,7 @@ def run(config: Config, listen: Listener) -> Summary:
     island = Island.from_environment(config.train.device, config.train.parallel)
     try:
         with island.following():
-            own = ("run.", "train.device")  # `diloco local` starts processes in data parallel with names of their own
+            own = ("run.", "data.shard", "train.device")  # which `diloco local` gives each process in data parallel
             settings = flatten(config.model_dump(mode="json"))
             island.check_same({key: value for key, value in settings if not key.startswith(own)})
             if config.outer.method == "diloco":

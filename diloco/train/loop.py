@@ -76,10 +76,15 @@ class Trainer:
     _pace: float = 0.0  # tokens per second, of the whole peer
     _shown_loss: float | None = None
 
+    def __post_init__(self) -> None:
+        # In data parallel only rank 0 is told to lead, and all evaluate with it.
+        [lead] = self.island.agree([self.config.run.lead])
+        self.lead = bool(lead)
+
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
         config, sync = self.config, self.sync
-        if config.run.lead and config.eval.every and sync.version == 0:
+        if self.lead and config.eval.every and sync.version == 0:
             self.evaluate()  # where the curve begins
         self._logged = (sync.tokens, time.monotonic())
         self._boundary_version = sync.version
@@ -199,7 +204,7 @@ class Trainer:
         if self.island.leads:
             self._account()
         over = finished(sync, config.budget)
-        if config.run.lead and not over and self._passed(config.eval.every):
+        if self.lead and not over and self._passed(config.eval.every):
             if self.island.leads:
                 self.tell(self.status("evaluating"))
             self.evaluate()

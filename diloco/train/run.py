@@ -213,7 +213,7 @@ def _signals(sync: Sync, island: Island) -> Iterator[None]:
 def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, began_at: float) -> Summary:
     """After the swarm, all ranks: evaluate the final anchor. Rank 0 writes the model, the picture and the summary."""
     config, sync, tell, leads = trainer.config, trainer.sync, trainer.tell, trainer.island.leads
-    if config.run.lead:
+    if trainer.lead:
         if leads:
             tell(trainer.status("evaluating"))
         # In the middle of a round the parameters are no anchor, and before the first there is nothing to show.

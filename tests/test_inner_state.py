@@ -292,7 +292,6 @@ def test_a_joiner_s_first_round_is_better_than_with_empty_moments(
 
     warm = losses(tmp_path / "warm")
     monkeypatch.setattr(inner, "load_moments_", lambda optimizer, state: None)
-    monkeypatch.setattr(inner, "moments", lambda optimizer: [])
     empty = losses(tmp_path / "empty")
     assert len(warm) == len(empty) == 9 and warm[0] == empty[0], "the same batches and anchor"
     assert sum(warm[1:]) < sum(empty[1:])

@@ -100,9 +100,9 @@ class Kept:
         """A part of what one of `peers` contributed."""
         payloads = self._payloads[peer]
         if peer not in self._trees:
-            rows = zip(payloads, self._numels, strict=True)
             hashes = self._hashes.pop(peer, None)
             if hashes is None:
+                rows = zip(payloads, self._numels, strict=True)
                 hashes = [one for payload, numel in rows for one in merkle.leaves(self._codec, payload, numel)]
             self._trees[peer] = Tree(hashes)
         return show(self._codec, payloads, self._trees[peer], part)

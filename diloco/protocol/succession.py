@@ -6,7 +6,6 @@ from diloco.protocol.actions import Action, CatchUp, Note, Renumber
 from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
 from diloco.protocol.fragment import Busy, Fragment
 from diloco.protocol.membership import Member
-from diloco.protocol.messages.control import Status
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
 from diloco.protocol.rendezvous import assign, order
@@ -85,10 +84,7 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
             continue
         if lease.holder == view.me:
             able = _with_another_history(view, fragment)
-            # Contributions that are on their way are from the number that the anchor has now.
-            busy = view.lockstep and any(_contributes(fragment, one.status) for one in view.members.all() if one.trains)
-            busy = busy or (view.lockstep and view.state == "exchanging")
-            if not able and not busy and (number := number_to_pass(view, fragment.index)):
+            if not able and (number := number_to_pass(view, fragment.index)) and not _in_use(view, fragment):
                 fragment.busy = Busy.CATCHING_UP
                 found.append(Renumber(fragment.index, number))
                 continue
@@ -104,8 +100,13 @@ def catch_ups(view: View) -> list[CatchUp | Renumber]:
     return found
 
 
-def _contributes(fragment: Fragment, status: Status) -> bool:
-    return status.state == "exchanging" and status.versions[fragment.index] == fragment.version
+def _in_use(view: View, fragment: Fragment) -> bool:
+    """Whether contributions may be on their way, which are from the number that the anchor has now."""
+    others = (one.status for one in view.members.all() if one.trains)
+    return view.lockstep and (
+        view.state == "exchanging"
+        or any(one.state == "exchanging" and one.versions[fragment.index] == fragment.version for one in others)
+    )
 
 
 def _with_another_history(view: View, fragment: Fragment) -> tuple[str, ...]:

@@ -89,7 +89,6 @@ class Attachment:
         self._is_paused = False  # for evaluating, or for writing a checkpoint
         self._left_behind = False  # the swarm went on meanwhile
         self._cold = False  # in a first round that is left out
-        self._entered = False
         self._settled = False  # the parameters are the last anchor, for good
 
     @property
@@ -108,7 +107,6 @@ class Attachment:
             self.close()
             raise
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
-        self._entered = True
         self.phases.switch("compute")
         return self
 
@@ -357,7 +355,7 @@ class Attachment:
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """All ranks: the parameters are the anchor inside; what is trained comes back afterwards."""
-        if not self._entered or self._settled:
+        if self._hook is None or self._settled:
             yield
             return
         with self._paused():

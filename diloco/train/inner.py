@@ -19,10 +19,10 @@ from diloco.swarm.conversations.inner_state import InnerState, Layout
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.train.island import Island
-from diloco.train.rows import is_sharded, own_rows, sharded_like
+from diloco.train.rows import is_sharded, load_rows_
 
 __all__ = [
-    "InnerStart", "Pair", "bound_moments_", "inner_optimizer", "layout_of", "load_moments_", "moments", "snapshot",
+    "InnerStart", "Pair", "bound_moments_", "inner_optimizer", "layout_of", "load_moments_", "snapshot",
 ]  # fmt: skip
 
 TORN = 2.0  # A donor's moments are copied while it trains, so a first moment may be a step ahead of its second one.
@@ -180,7 +180,7 @@ def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
             kept["step"] = torch.tensor(float(next(steps)), dtype=torch.float32, device=device)
         for key in slot.keys:
             kept[key] = torch.empty_like(parameter, memory_format=torch.preserve_format)
-            own_rows(kept[key]).copy_(own_rows(sharded_like(next(values).view(parameter.shape), parameter)))
+            load_rows_(kept[key], next(values))
 
 
 @torch.no_grad()
@@ -200,11 +200,6 @@ def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
         if b1**2 < b2 < 1:
             most = kept["exp_avg_sq"].sqrt().mul_(TORN * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)))
             kept["exp_avg"].copy_(torch.clamp(kept["exp_avg"], -most, most))
-
-
-def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The optimizer's own tensors, without the step counters."""
-    return [slot.part.state[slot.parameter][key] for slot in _slots(optimizer) for key in slot.keys]
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

@@ -25,7 +25,7 @@ from diloco.outer.fragments import Fragment, read_, write_
 from diloco.outer.local import Local
 from diloco.train.island import Island
 
-__all__ = ["Rows", "is_rows", "is_sharded", "kept", "own_rows", "rows_of", "sharded_like", "whole"]
+__all__ = ["Rows", "is_rows", "is_sharded", "kept", "load_rows_", "own_rows", "rows_of", "sharded_like", "whole"]
 
 RELEASE, GATHER, SCATTER = range(3)
 
@@ -83,6 +83,14 @@ def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
     return DTensor.from_local(
         rows, like.device_mesh, like.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+@torch.no_grad()
+def load_rows_(tensor: Tensor, values: Tensor) -> None:
+    """A tensor, which may be sharded, takes this process's rows of `values`, which are whole."""
+    begin, end = rows_of(tensor)
+    own = own_rows(tensor)
+    own.copy_(values.reshape(-1)[begin:end].view(own.shape))
 
 
 @contextmanager

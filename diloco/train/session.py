@@ -33,7 +33,7 @@ from diloco.rundir.files import check_same_run
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
 from diloco.train.inner import Pair
-from diloco.train.rows import own_rows, sharded_like, whole
+from diloco.train.rows import load_rows_, sharded_like, whole
 
 __all__ = [
     "Session",
@@ -125,9 +125,8 @@ class Session:
         if isinstance(sync, DataParallel):
             sync.version, sync.applied_tokens = state["versions"][0], state["applied_tokens"]
             saved = tensors["anchor"]
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    own_rows(parameter).copy_(own_rows(sharded_like(saved[name], parameter)))
+            for name, parameter in model.named_parameters():
+                load_rows_(parameter, saved[name])
 
     def save(
         self,
@@ -155,7 +154,6 @@ class Session:
                 swarm, swarm_json = _swarm_state(stack.enter_context(sync.checkpointing()))
             inner, inner_json = flatten_optimizer(optimizer)
             if not leads:
-                self.saved_version = sync.version
                 return
             rng, rng_json = rng_state()
             state: dict[str, Any] = {
@@ -212,8 +210,7 @@ def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
     """All ranks: `state_dict()` of any torch optimizer as (named tensors, JSON that refers to them).
 
     The tensors are the optimizer's own, not copies: save them before the next step. Sharded ones become whole on
-    rank 0. Raises `TypeError` if the state
-    holds anything else than tensors, containers, numbers, strings and None.
+    rank 0. Raises `TypeError` if the state holds anything else than tensors, containers, numbers, strings and None.
     """
     tensors: dict[str, Tensor] = {}
     encoded = _encode(optimizer.state_dict(), "", tensors)

@@ -202,9 +202,8 @@ def test_a_syncer_that_shows_something_else_is_an_offender() -> None:
         held = swarm.node(holder).replica.held[0]
         show = type(held.kept[0]).show
 
-        def another(self: Any, peer: str, part: Any) -> Shown:
-            shown = show(self, peer, part)
-            return shown._replace(payload=shown.payload ^ 1)
+        def another(self: Any, part: Any) -> list[Shown]:
+            return [shown._replace(payload=shown.payload ^ 1) for shown in show(self, part)]
 
         swarm.watch._accused = Deaf()
         with pytest.MonkeyPatch.context() as patch:

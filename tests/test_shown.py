@@ -28,7 +28,7 @@ def test_each_part_opens_under_the_root_and_no_other_one_does(name: str, merge: 
     all_parts = parts(fragment, settings)
     assert len(all_parts) == part_count(fragment, settings) and kept.peers == ["a"]
     for at, part in enumerate(all_parts):
-        shown = kept.show("a", part)
+        [shown] = kept.show(part)
         assert opens(up, root, part, shown)
         assert not opens(up, bytes(32), part, shown)
         assert not opens(up, root, part, shown._replace(payload=shown.payload ^ 1))

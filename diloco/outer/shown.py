@@ -96,16 +96,18 @@ class Kept:
         self.peers = sorted(payloads)
         self.asked: Counter[str] = Counter()  # parts, by auditor
 
-    def show(self, peer: str, part: Part) -> Shown:
-        """A part of what one of `peers` contributed."""
-        payloads = self._payloads[peer]
+    def show(self, part: Part) -> list[Shown]:
+        """A part of what each of `peers` contributed."""
+        return [show(self._codec, self._payloads[peer], self._tree(peer), part) for peer in self.peers]
+
+    def _tree(self, peer: str) -> Tree:
         if peer not in self._trees:
             hashes = self._hashes.pop(peer, None)
             if hashes is None:
-                rows = zip(payloads, self._numels, strict=True)
+                rows = zip(self._payloads[peer], self._numels, strict=True)
                 hashes = [one for payload, numel in rows for one in merkle.leaves(self._codec, payload, numel)]
             self._trees[peer] = Tree(hashes)
-        return show(self._codec, payloads, self._trees[peer], part)
+        return self._trees[peer]
 
 
 def _leaf_at(element: int) -> int:

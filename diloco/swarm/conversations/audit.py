@@ -129,20 +129,25 @@ async def ask(
     )
     for number, part in parts:
         found = []
-        for line in record.lines:
-            shown = await _receive(stream, expect(await stream.receive(), Opening).paths, codec, part)
-            if not await in_thread(_opens, codec, line.root, part, shown):
-                why = f"what {line.peer} contributed to version {head.version} of fragment {head.fragment}"
-                raise Offence(f"{stream.peer} shows another thing as {why}")
-            found.append(shown)
+        for _ in record.lines:
+            paths = expect(await stream.receive(), Opening).paths
+            found.append(await _receive(stream, paths, codec, part))
+        wrong = await in_thread(_wrong, codec, record, part, found)
+        if wrong is not None:
+            why = f"what {wrong} contributed to version {head.version} of fragment {head.fragment}"
+            raise Offence(f"{stream.peer} shows another thing as {why}")
         see(number, found)
 
 
-def _opens(codec: Codec, root: bytes, part: Part, shown: Shown) -> bool:
+def _wrong(codec: Codec, record: Record, part: Part, found: Sequence[Shown]) -> str | None:
+    """The first contributor of whom something else is shown than it signed."""
     try:
-        return opens(codec, root, part, shown)
+        for line, shown in zip(record.lines, found, strict=True):
+            if not opens(codec, line.root, part, shown):
+                return line.peer
     except PayloadError:
-        return False
+        return line.peer
+    return None
 
 
 async def answer(context: Context, stream: Stream, request: AuditRequest) -> None:
@@ -164,8 +169,7 @@ async def answer(context: Context, stream: Stream, request: AuditRequest) -> Non
     for part in parts:
         if part is None:
             raise Offence(f"an audit of a part that fragment {request.fragment} does not have")
-        for peer in kept.peers:
-            shown = await in_thread(kept.show, peer, part)
+        for shown in await in_thread(kept.show, part):
             await stream.send(Opening(paths=_joined(shown)))
             await stream.send_payload(shown.payload)
 

@@ -112,6 +112,7 @@ CHANGES: dict[str, list[str]] = {
     "train.log_every": ["train.log_every=1"],
     "checkpoint.every": ["checkpoint.every=0"],
     "checkpoint.keep": ["checkpoint.keep=5"],
+    "checkpoint.background": ["checkpoint.background=false"],
     "eval.every": ["eval.every=0"],
     "eval.sequences": ["eval.sequences=8"],
     "wandb.mode": ["wandb.mode=offline"],

@@ -127,6 +127,7 @@ EFFECT = {
     "train.log_every": "ltj.s... bqd",
     "checkpoint.every": "ltj..... bqd",
     "checkpoint.keep": "ltj...d. bqd",
+    "checkpoint.background": "ltj..... bqd",
     "eval.every": "ltj.s... bqd",
     "eval.sequences": "ltj.s..e bqd",
     "wandb.mode": "ltj..... bqd",

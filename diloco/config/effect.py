@@ -82,8 +82,8 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         _ONE_PEER,
         Ignored(
             f"{_NAMED} {_SHARDS} train.parallel train.micro_batch train.precision train.step_delay_s train.log_every "
-            "checkpoint.every eval wandb swarm.initial_peers swarm.reachable swarm.min_peers swarm.upload_limit "
-            "swarm.heartbeat_s swarm.inner_state",
+            "checkpoint.every checkpoint.background eval wandb swarm.initial_peers swarm.reachable swarm.min_peers "
+            "swarm.upload_limit swarm.heartbeat_s swarm.inner_state",
             "which takes part in no run",
         ),
     ),

@@ -139,6 +139,8 @@ class TrainConfig(PeerLocal):
 class CheckpointConfig(PeerLocal):
     every: int = Field(1, ge=0, description="Outer steps between checkpoints; 0 is only at the end.")
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are deleted.")
+    background: bool = True
+    """Written from copies while training goes on; false needs no memory for copies, and training waits."""
 
 
 class EvalConfig(PeerLocal):

@@ -210,10 +210,9 @@ class Trainer:
             self.evaluate()
         if config.checkpoint.every and (over or self._passed(config.checkpoint.every)):
             try:
-                self.save()
+                self.save(config.checkpoint.background and not over)
             except ConfigError as error:  # the swarm has the model, and the next boundary is another chance
-                logger.warning("%s", error)
-                self.log.event("checkpoint_failed", version=sync.version, why=str(error))
+                self._not_saved(sync.version, error)
         self._boundary_version = sync.version
 
     def _passed(self, every: int) -> bool:
@@ -249,17 +248,33 @@ class Trainer:
             self._log(eval_loss=result.loss)
         return result
 
-    def save(self) -> None:
+    def save(self, background: bool = False) -> None:
         """All ranks: write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises
         `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
+
+        In the `background` training goes on meanwhile. Where the disk is behind, a boundary is left out.
         """
-        [saved] = self.island.agree([self.session.saved_version])
-        self.session.saved_version = int(saved)
-        self.session.save(
-            self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic(), self.island.leads
-        )
+        session = self.session
+        [behind] = self.island.agree([background and session.writing])
+        if behind:
+            logger.warning("the disk is behind: outer step %d gets no checkpoint", self.sync.version)
+            self.log.event("checkpoint_skipped", version=self.sync.version)
+            return
+        version = session.saved_version
+        if (error := session.written()) is not None:
+            self._not_saved(version, error)
+        [saved] = self.island.agree([session.saved_version])
+        session.saved_version = int(saved)
+        session.save(
+            self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic(),
+            self.island.leads, background,
+        )  # fmt: skip
         if self.config.run.lead and self.sync.view is not None:
             write_contributions(self.config.run.dir / "contributions.csv", self.sync.view.contributions())
+
+    def _not_saved(self, version: int, error: ConfigError) -> None:
+        logger.warning("%s", error)
+        self.log.event("checkpoint_failed", version=version, why=str(error))
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received by this peer, over all its sessions."""

@@ -28,6 +28,7 @@ from diloco.protocol.messages import decode, encode, expect
 from diloco.protocol.messages.heads import Record
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Share
+from diloco.rundir.background import BackgroundWriter, copied
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import check_same_run
 from diloco.train.api import Attachment, Saved
@@ -76,14 +77,16 @@ class Session:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.store = CheckpointStore(config.run.dir / "checkpoints" / checkpoints_name(config), config.checkpoint.keep)
+        self._writer = BackgroundWriter(self.store)
         found = self._checkpoint = self.store.load_latest()
-        self.saved_version = -1
+        self.saved_version = self._intact_version = -1
         self.skipped: list[str] = []
         self.seconds, self.traffic = PhaseSeconds(), (0, 0)
         if found is None:
             return
         check_same_run(config, found.state["manifest"])
-        self.saved_version, self.skipped = found.step, found.skipped
+        self.saved_version = self._intact_version = found.step
+        self.skipped = found.skipped
         self.seconds = PhaseSeconds(**found.state["seconds"])
         sent, received = found.state["traffic"]
         self.traffic = sent, received
@@ -137,10 +140,12 @@ class Session:
         seconds: PhaseSeconds,
         traffic: Sequence[int],
         leads: bool = True,
+        background: bool = False,
     ) -> None:
         """All ranks: have rank 0, which `leads`, write a checkpoint of the last outer boundary, unless there is one.
 
-        In the middle of a round, tokens that this peer has not sent count as discarded there: a resumed peer goes on
+        In the `background` it is written from copies while training goes on; call `written` before the next one. In
+        the middle of a round, tokens that this peer has not sent count as discarded there: a resumed peer goes on
         from the anchors. Tokens that are on their way then stay in flight.
         """
         if sync.version == self.saved_version:
@@ -166,8 +171,27 @@ class Session:
                 "seconds": asdict(seconds),
                 "traffic": list(traffic),
             }
-            self.store.save(sync.version, {**swarm, "inner": inner, "rng": rng}, state)
+            tensors = {**swarm, "inner": inner, "rng": rng}
+            if background:
+                self._writer.begin(sync.version, copied(tensors), state)
+            else:
+                self.store.save(sync.version, tensors, state)
+                self._intact_version = sync.version
             self.saved_version = sync.version
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._writer.busy
+
+    def written(self) -> CheckpointError | None:
+        """Wait until nothing is being written; returns why the last checkpoint is not there, once."""
+        error = self._writer.result()
+        if error is None:
+            self._intact_version = self.saved_version
+        else:
+            self.saved_version = self._intact_version
+        return error
 
 
 def _outer_state(tensors: Tensors, state: Mapping[str, Any], fragment: int) -> tuple[Tensor, OuterState]:

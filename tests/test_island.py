@@ -110,6 +110,28 @@ def test_two_ranks_train_like_one_process_of_the_same_batch(parallel: str, tmp_p
     assert [peer["steps"] for peer in there["peers"]] == [12], "two ranks are one peer"
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(parallel: str, tmp_path: Path) -> None:
+    one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "start.py"
+    script.write_text(  # a few rows of logits at a time, and no compiler for C++, which takes a minute
+        "import functools, runpy, diloco.model.cross_entropy as loss, diloco.train.precision as precision\n"
+        "loss.CPU_CHUNK_BYTES = 4 * 259 * 7\n"
+        "precision.compile_layers_ = functools.partial(precision.compile_layers_, backend='aot_eager')\n"
+        "runpy.run_module('diloco.train', run_name='__main__')\n"
+    )
+    settings = (*EXACT, f"train.parallel={parallel}", "train.compile=true", "train.checkpointing=true")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    with command(*launcher, *SMOKE, *settings, f"run.dir={two}", directory=tmp_path) as started:
+        together(lambda: train(one, *EXACT), started.done)
+    [said] = [line for line in json_lines(two / "events.jsonl") if line["kind"] == "computes"]
+    assert said["compile"] and said["checkpointing"] and said["precision"] == "fp32"
+    for kind in ("loss", "eval_loss"):  # as above
+        assert losses(two, kind) == pytest.approx(losses(one, kind), rel=0, abs=5e-6)
+    names = [set(load_file(place / "model" / "model.safetensors")) for place in (one, two)]
+    assert names[0] == names[1]
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-5)
+
+
 def test_islands_of_any_kind_join_a_swarm_and_end_with_its_anchor(tmp_path: Path) -> None:
     alone, ddp, fsdp = (tmp_path / name for name in ("alone", "ddp", "fsdp"))
     joining = ("swarm.min_peers=3", f"swarm.initial_peers=['@{alone / 'address'}']", "train.threads=1")

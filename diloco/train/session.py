@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 Sync = Attachment | DataParallel
+KERNELS = ("fused", "foreach")  # how a torch optimizer computes a step, not what
 Tensors = dict[str, Tensor]
 
 
@@ -258,10 +259,14 @@ def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], saved
 
 
 def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The same state, cut like the optimizer's parameters, however many ranks have written it."""
+    """The same state, cut like the optimizer's parameters, however many ranks have written it, and for the kernels that
+    compute here: the checkpoint may come from another device.
+    """
     if isinstance(optimizer, Pair):
         return {"parts": [_sharded(*both) for both in zip(optimizer.parts, state["parts"], strict=True)]}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        there |= {name: here[name] for name in KERNELS if name in here}
     for index, kept in state["state"].items():
         for name, value in kept.items():
             if isinstance(value, Tensor):

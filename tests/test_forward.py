@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco import model as models
 from diloco.config import ModelConfig, compose
 from diloco.data import Dataset
 from diloco.errors import ConfigError
 from diloco.model.forward import choose_attention_, compile_layers_, layers_of, recompute_layers_
+from diloco.rundir.summary import PhaseTimer
+from diloco.train.baseline import DataParallel
 from diloco.train.evaluate import loss_of
+from diloco.train.island import Island
+from diloco.train.loop import Trainer
+from diloco.train.precision import prepare_
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -25,6 +31,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
+ALONE = Island(torch.device("cpu"))
 TOKENS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -126,3 +133,38 @@ def test_every_way_to_compute_is_a_setting() -> None:
     typed = ["train.attention=eager", "train.checkpointing=true", "train.compile=true", "train.tf32=false"]
     train = compose(typed).train
     assert (train.attention, train.checkpointing, train.compile, train.tf32) == ("eager", True, True, False)
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses what would make the host wait for the device: to read a value of a tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_inner_step_reads_no_value_from_the_device(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.model.cross_entropy.CPU_CHUNK_BYTES", 10 * 4 * 256)
+    config = compose(["experiment=smoke", f"train.precision={precision}", "train.micro_batch=1", "train.log_every=100"])
+    model = small()
+    prepare_(model, config, ALONE.device)
+    sync = DataParallel(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), ALONE, 100, PhaseTimer())
+    others: Any = [None] * 5
+    trainer = Trainer(config, ALONE, model, model, optimizer, *others[:2], sync, *others)
+    with sync, NoReading():
+        for _ in range(2):
+            trainer._inner_step(TOKENS)
+    assert sync.steps == 2
+    with pytest.raises(AssertionError, match="a value is read"), NoReading():
+        trainer._check_losses()
+
+
+def test_rows_of_several_sequences_are_still_found_where_no_loss_is_computed() -> None:
+    model = small().eval()
+    prepare_(model, compose(), ALONE.device)
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
+    with torch.no_grad():
+        packed = model(input_ids=TOKENS, position_ids=positions, use_cache=False).logits
+        alone = model(input_ids=TOKENS[:, 10:]).logits
+    torch.testing.assert_close(packed[:, 10:], alone, rtol=0, atol=1e-5)  # another kernel, with a mask

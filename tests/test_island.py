@@ -119,10 +119,11 @@ def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(par
         "precision.compile_layers_ = functools.partial(precision.compile_layers_, backend='aot_eager')\n"
         "runpy.run_module('diloco.train', run_name='__main__')\n"
     )
-    settings = (*EXACT, f"train.parallel={parallel}", "train.compile=true", "train.checkpointing=true")
+    tied = "model.config.tie_word_embeddings=true"
+    settings = (*EXACT, tied, f"train.parallel={parallel}", "train.compile=true", "train.checkpointing=true")
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
     with command(*launcher, *SMOKE, *settings, f"run.dir={two}", directory=tmp_path) as started:
-        together(lambda: train(one, *EXACT), started.done)
+        together(lambda: train(one, *EXACT, tied), started.done)
     [said] = [line for line in json_lines(two / "events.jsonl") if line["kind"] == "computes"]
     assert said["compile"] and said["checkpointing"] and said["precision"] == "fp32"
     for kind in ("loss", "eval_loss"):  # as above

@@ -86,6 +86,19 @@ def test_nobody_is_called_before_the_optimizer_is_refused() -> None:
             swarm.attach(model, Mastered(model.parameters(), True))
 
 
+def test_weight_decay_beside_the_learning_rate_is_no_master() -> None:
+    class Decaying(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for one in group["params"]:
+                    if one.grad is not None:
+                        one.mul_(1 - group["weight_decay"]).add_(one.grad, alpha=-group["lr"])
+
+    model = Net()
+    refuse_masters(Decaying(model.parameters(), lr=0.1, weight_decay=0.1), named(model))
+
+
 @pytest.mark.parametrize("made", OPTIMIZERS, ids=lambda made: made.__name__)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_the_check_leaves_no_trace(made: Callable[..., torch.optim.Optimizer], stepped: bool) -> None:

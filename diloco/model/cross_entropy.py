@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["cross_entropy", "loss", "prepare_head_"]
+__all__ = ["computes_loss", "cross_entropy", "loss", "prepare_head_"]
 
 IGNORED = -100  # in place of a target: this position predicts nothing
 # fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which each chunk is added.
@@ -117,6 +117,11 @@ def _asking(targets: Tensor, rows: int | None = None) -> Iterator[_Question]:
         yield question
     finally:
         _asked.question = None
+
+
+def computes_loss() -> bool:
+    """Whether this thread is in the forward pass of `loss`: plain rows of tokens, without positions or a mask."""
+    return getattr(_asked, "question", None) is not None
 
 
 class ChunkedHead(nn.Linear):

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from functools import wraps
 from typing import Any
 
 from torch import nn
 
 from diloco.errors import ConfigError
+from diloco.model.cross_entropy import computes_loss
+from diloco.model.files import transformers
 from diloco.text import one_line
 
-__all__ = ["choose_attention_", "compile_layers_", "layers_of", "recompute_layers_"]
+__all__ = ["choose_attention_", "compile_layers_", "layers_of", "never_wait_for_masks", "recompute_layers_"]
 
 FLASH = {"flash_attention_2": "flash_attn"}  # packages that transformers does not bring
 
@@ -70,3 +73,22 @@ def compile_layers_(model: nn.Module, backend: str = "inductor") -> None:
         raise ConfigError(f"train.compile=true: {type(model).__name__} has no stack of layers to compile; drop it")
     for layer in layers:
         layer.compile(backend=backend)
+
+
+def never_wait_for_masks() -> None:
+    """Have transformers not look for rows that hold several sequences, while the training loss is computed.
+
+    It looks at the positions of the tokens in every forward pass, and waits for the device to see them: a GPU would
+    idle until the next kernels come. `loss` gives no positions, so there is nothing to find. Versions of transformers
+    that have no such function stay as they are.
+    """
+    masks = transformers().masking_utils
+    look = getattr(masks, "find_packed_sequence_indices", None)
+    if look is None or hasattr(look, "__wrapped__"):
+        return
+
+    @wraps(look)
+    def look_unless_known(*args: Any, **kwargs: Any) -> Any:
+        return None if computes_loss() else look(*args, **kwargs)
+
+    masks.find_packed_sequence_indices = look_unless_known

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diloco.config import Config
 from diloco.errors import ConfigError, DivergedError
-from diloco.model.forward import choose_attention_, compile_layers_, recompute_layers_
+from diloco.model.forward import choose_attention_, compile_layers_, never_wait_for_masks, recompute_layers_
 from diloco.train.island import Island
 
 __all__ = ["LossScale", "Precision", "autocast", "native_precision", "precision_of", "prepare_"]
@@ -62,6 +62,7 @@ def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str
         # The difference of two losses, which a spot check looks at, would drown in TF32.
         tf32 = chosen["tf32"] = settings.tf32 and precision == "fp32" and not config.outer.spot_check
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    never_wait_for_masks()
     if settings.checkpointing:
         recompute_layers_(model)
     if settings.compile:

@@ -157,19 +157,19 @@ class _Chunked(torch.autograd.Function):
             total = torch.zeros((), device=hidden.device)
             for at in range(0, len(hidden), rows):
                 part, aims = hidden[at : at + rows].to(dtype), targets[at : at + rows]  # (C, D), (C,)
-                logits = nn.functional.linear(part, matrix, offset).float()  # (C, V)
-                counts = (aims != IGNORED).float().unsqueeze(1)  # (C, 1)
-                total += _softmax_(logits, aims.clamp(min=0).unsqueeze(1), counts)
-                # Not divided by the number of targets yet, or fp16 would round most of it to zero.
-                slope = logits.to(dtype)
+                log_p = nn.functional.linear(part, matrix, offset).log_softmax(1, dtype=torch.float32)  # (C, V)
+                total += nn.functional.nll_loss(log_p, aims, ignore_index=IGNORED, reduction="sum")
+                if not any(ctx.needs_input_grad):
+                    continue
+                slope, counts = _slope_(log_p, aims).to(dtype), (aims != IGNORED).to(dtype)  # (C, V), (C,)
                 if d_hidden is not None:
-                    d_hidden[at : at + rows] = slope @ matrix
+                    d_hidden[at : at + rows] = slope @ matrix * counts[:, None]
                 if d_weight is not None and dtype == torch.float32:
-                    d_weight.addmm_(slope.T, part)
+                    d_weight.addmm_(slope.T, part * counts[:, None])
                 elif d_weight is not None:
-                    d_weight += slope.T @ part
+                    d_weight += slope.T @ (part * counts[:, None])
                 if d_bias is not None:
-                    d_bias += logits.sum(0)
+                    d_bias += counts @ slope
             count = (targets != IGNORED).sum()
         ctx.save_for_backward(d_hidden, count)
         # Not saved like the others: it belongs to the weights, not to the activations, of which `saved_tensors_hooks`
@@ -192,14 +192,11 @@ class _Chunked(torch.autograd.Function):
         return None if d_hidden is None else d_hidden * scale, *found, None, None
 
 
-def _softmax_(logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """The sum of the cross entropies of (C, V) logits, in whose place their gradients come.
+def _slope_(log_p: Tensor, targets: Tensor) -> Tensor:
+    """The gradients of cross entropies with respect to the logits, in place of their log softmax (C, V).
 
-    `targets` is (C, 1); `counts`, (C, 1), is 0 for rows that do not count and 1 for the others.
+    They are not divided by the number of targets yet, or fp16 would round most of them to zero. Those of ignored
+    targets mean nothing: to leave them out where they are multiplied with (C, D) is less work.
     """
-    logits -= logits.amax(dim=1, keepdim=True)
-    at_target = logits.gather(1, targets)
-    sums = logits.exp_().sum(dim=1, keepdim=True)
-    logits *= counts / sums
-    logits.scatter_add_(1, targets, -counts)
-    return ((sums.log() - at_target) * counts).sum()
+    at = targets.clamp(min=0)[:, None]
+    return log_p.exp_().scatter_add_(1, at, torch.full_like(at, -1, dtype=log_p.dtype))

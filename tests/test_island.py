@@ -51,18 +51,32 @@ def losses(run_dir: Path, kind: str) -> list[float]:
     return [line[kind] for line in json_lines(run_dir / "metrics.jsonl") if kind in line]
 
 
-def test_ranks_that_were_started_with_other_settings_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        (
+            "sys.argv += ['inner.batch_size=' + ('4' if first else '8')]",
+            "inner.batch_size=8 on rank 1, and 4 on rank 0",
+        ),
+        (  # what `auto` finds on another GPU
+            "import diloco.train.precision as found; found.native_precision = lambda _: 'bf16' if first else 'fp16'",
+            "train.precision=fp16 on rank 1, and bf16 on rank 0",
+        ),
+    ],
+    ids=["settings", "devices"],
+)
+def test_ranks_that_were_started_with_other_settings_are_refused(differs: str, said: str, tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(
-        "import os, runpy, sys\nsys.argv += ['inner.batch_size=' + ('4' if os.environ['RANK'] == '0' else '8')]\n"
+        f"import os, runpy, sys\nfirst = os.environ['RANK'] == '0'\n{differs}\n"
         "runpy.run_module('diloco.train', run_name='__main__')\n"
     )
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
     with command(*launcher, *SMOKE, f"run.dir={tmp_path / 'run'}", directory=tmp_path) as started:
         assert started.wait() != 0
         assert started.family() == []
-    said = [line for line in started.stderr.splitlines() if line.startswith("diloco: ")]
-    assert said == ["diloco: error: inner.batch_size=8 on rank 1, and 4 on rank 0; start all ranks alike"]
+    lines = [line for line in started.stderr.splitlines() if line.startswith("diloco: ")]
+    assert lines == [f"diloco: error: {said}; start all ranks alike"]
 
 
 def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from diloco.train.baseline import DataParallel
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast, precision_of, prepare_
+from diloco.train.run import run
 from tests.swarm_helpers import command, free_port, json_lines
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -125,6 +127,20 @@ def test_gradients_that_overflow_unscaled_end_the_run() -> None:
         scale.skips(torch.tensor(float("inf")))
 
 
+def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
+    bad, good = torch.tensor(float("nan")), torch.ones(())
+    before, after, plain = scale_of(), scale_of(), LossScale(compose(), Island(CPU))
+    for norm in (bad, bad, good, good):
+        before.skips(norm)
+    after.restore(json.loads(json.dumps(before.state)))
+    for scale in (before, after):
+        scale.skips(good)
+        assert scale.scale == 2.0**15, "halved twice, doubled after three"
+    plain.restore(before.state)
+    assert plain.scale == 1 and plain.state == ()
+
+
 def test_a_step_is_skipped_when_the_gradients_of_another_rank_overflow() -> None:
     scale = scale_of(island=SimpleNamespace(device=CPU, least=lambda finite: 0))
     assert scale.skips(torch.ones(()))
@@ -165,6 +181,19 @@ def test_peers_in_fp16_skip_steps_and_still_exchange_with_the_others(
     assert [peer.steps for peer in outcome.summary.peers] == [12, 12], "a skipped step counts"
     losses = [line["eval_loss"] for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line]
     assert losses[-1] < losses[0]
+
+
+def test_a_run_that_is_resumed_does_not_look_for_its_scale_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**24)
+
+    for outer_steps in (1, 2):
+        settings = ("experiment=smoke", "outer=data_parallel", "outer.sync_every=8", "train.precision=fp16")
+        run(compose([*settings, f"run.dir={tmp_path}", f"budget.outer_steps={outer_steps}"]), lambda message: None)
+    scales = [event["scale"] for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "step_skipped"]
+    assert scales[:2] == [2.0**23, 2.0**22], "the scale had to be found"
+    assert len(set(scales)) == len(scales), "and only once"
 
 
 RANKS = """

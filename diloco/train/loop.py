@@ -81,6 +81,7 @@ class Trainer:
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
         config, sync = self.config, self.sync
+        self._scale.restore(self.session.loss_scale)
         if self.lead and config.eval.every and sync.version == 0:
             self.evaluate()  # where the curve begins
         self._logged = (sync.tokens, time.monotonic())
@@ -271,7 +272,7 @@ class Trainer:
         if (error := session.written()) is not None:
             self._not_saved(version, error)
         [saved] = self.island.agree([session.saved_version])
-        session.saved_version = int(saved)
+        session.saved_version, session.loss_scale = int(saved), self._scale.state
         session.save(
             self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic(),
             self.island.leads, background,

@@ -10,6 +10,7 @@ Weights, gradients and moments are fp32 in all of them, and what the swarm excha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -77,7 +78,7 @@ class LossScale:
 
     A step whose gradients overflow is skipped by all ranks of an island. It still counts as an inner step with its
     tokens: they were read, and peers of a run must not differ in when they exchange. `DivergedError` is raised when
-    gradients are not finite even unscaled. The scale is this process's own, and begins anew when a run is resumed.
+    gradients are not finite even unscaled. The scale is this peer's own, and `state` goes into its checkpoints.
     """
 
     def __init__(self, config: Config, island: Island) -> None:
@@ -86,6 +87,16 @@ class LossScale:
         self.scale = FIRST_SCALE if self.enabled else 1.0
         self.skipped_steps = 0
         self._good_steps = 0
+
+    @property
+    def state(self) -> tuple[float, ...]:
+        """Where to go on: the scale, and the steps since it changed. Empty if nothing is scaled."""
+        return (self.scale, self._good_steps) if self.enabled else ()
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Go on from a `state`; without effect if it, or this, is of another precision."""
+        if self.enabled and state:
+            self.scale, self._good_steps = float(state[0]), int(state[1])
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to compute gradients of."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from diloco.config import compose
-from diloco.train.inner import Pair, inner_optimizer
+from diloco.train import inner
+from diloco.train.inner import Pair, inner_optimizer, load_moments_, snapshot
 from diloco.train.session import flatten_optimizer, restore_optimizer
 
 
@@ -85,3 +88,36 @@ def test_its_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     again.load_state_dict(weights)
     restore_optimizer(fresh, tensors, saved)
     assert [step(again, fresh) for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "fused"), [(["cuda", "cuda"], True), (["cpu", "cpu"], None), (["cuda", "cpu"], None)]
+)
+def test_adamw_is_fused_where_all_parameters_are_on_cuda(
+    devices: tuple[str, str], fused: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **settings: asked.update(settings))
+    parameters: Any = [SimpleNamespace(device=torch.device(device), ndim=2) for device in devices]
+    inner._adamw(parameters, compose().inner)
+    assert asked["fused"] is fused
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_optimizer_takes_over_moments_and_checkpoints_of_another(fused: bool) -> None:
+    nets = [(Net(), kernel) for kernel in (not fused, fused, fused)]
+    (net, optimizer), moved, resumed = (
+        (net, torch.optim.AdamW(net.parameters(), fused=kernel)) for net, kernel in nets
+    )
+    for _ in range(3):
+        step(net, optimizer)
+    for other, _ in (moved, resumed):
+        other.load_state_dict(net.state_dict())
+    state = snapshot(optimizer)
+    assert state is not None
+    load_moments_(moved[1], state)
+    tensors, saved = flatten_optimizer(optimizer)
+    restore_optimizer(resumed[1], {name: one.clone() for name, one in tensors.items()}, saved)
+    assert resumed[1].param_groups[0]["fused"] is fused, "kernels are this device's own"
+    losses = [[step(*both) for _ in range(3)] for both in ((net, optimizer), moved, resumed)]
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-5)  # one kernel rounds unlike several

@@ -51,18 +51,32 @@ def losses(run_dir: Path, kind: str) -> list[float]:
     return [line[kind] for line in json_lines(run_dir / "metrics.jsonl") if kind in line]
 
 
-def test_ranks_that_were_started_with_other_settings_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        (
+            "sys.argv += ['inner.batch_size=' + ('4' if first else '8')]",
+            "inner.batch_size=8 on rank 1, and 4 on rank 0",
+        ),
+        (  # what `auto` finds on another GPU
+            "import diloco.train.precision as found; found.native_precision = lambda _: 'bf16' if first else 'fp16'",
+            "train.precision=fp16 on rank 1, and bf16 on rank 0",
+        ),
+    ],
+    ids=["settings", "devices"],
+)
+def test_ranks_that_were_started_with_other_settings_are_refused(differs: str, said: str, tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(
-        "import os, runpy, sys\nsys.argv += ['inner.batch_size=' + ('4' if os.environ['RANK'] == '0' else '8')]\n"
+        f"import os, runpy, sys\nfirst = os.environ['RANK'] == '0'\n{differs}\n"
         "runpy.run_module('diloco.train', run_name='__main__')\n"
     )
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
     with command(*launcher, *SMOKE, f"run.dir={tmp_path / 'run'}", directory=tmp_path) as started:
         assert started.wait() != 0
         assert started.family() == []
-    said = [line for line in started.stderr.splitlines() if line.startswith("diloco: ")]
-    assert said == ["diloco: error: inner.batch_size=8 on rank 1, and 4 on rank 0; start all ranks alike"]
+    lines = [line for line in started.stderr.splitlines() if line.startswith("diloco: ")]
+    assert lines == [f"diloco: error: {said}; start all ranks alike"]
 
 
 def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: Path) -> None:
@@ -108,6 +122,29 @@ def test_two_ranks_train_like_one_process_of_the_same_batch(parallel: str, tmp_p
     here, there = summary_of(one), summary_of(two)
     assert there["tokens"] == here["tokens"]
     assert [peer["steps"] for peer in there["peers"]] == [12], "two ranks are one peer"
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(parallel: str, tmp_path: Path) -> None:
+    one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "start.py"
+    script.write_text(  # a few rows of logits at a time, and no compiler for C++, which takes a minute
+        "import functools, runpy, diloco.model.cross_entropy as loss, diloco.train.precision as precision\n"
+        "loss.CPU_CHUNK_BYTES = 4 * 259 * 7\n"
+        "precision.compile_layers_ = functools.partial(precision.compile_layers_, backend='aot_eager')\n"
+        "runpy.run_module('diloco.train', run_name='__main__')\n"
+    )
+    tied = "model.config.tie_word_embeddings=true"
+    settings = (*EXACT, tied, f"train.parallel={parallel}", "train.compile=true", "train.checkpointing=true")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    with command(*launcher, *SMOKE, *settings, f"run.dir={two}", directory=tmp_path) as started:
+        together(lambda: train(one, *EXACT, tied), started.done)
+    [said] = [line for line in json_lines(two / "events.jsonl") if line["kind"] == "computes"]
+    assert said["compile"] and said["checkpointing"] and said["precision"] == "fp32"
+    for kind in ("loss", "eval_loss"):  # as above
+        assert losses(two, kind) == pytest.approx(losses(one, kind), rel=0, abs=5e-6)
+    names = [set(load_file(place / "model" / "model.safetensors")) for place in (one, two)]
+    assert names[0] == names[1]
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-5)
 
 
 def test_islands_of_any_kind_join_a_swarm_and_end_with_its_anchor(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from diloco.outer.fragments import partition, scatter_
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
 from diloco.train import evaluate as evaluation
 from diloco.train.island import Island
-from diloco.train.loop import autocast
+from diloco.train.precision import autocast
 
 __all__ = ["evaluate", "export", "generate"]
 
@@ -27,6 +27,7 @@ def evaluate(config: Config, model: Path) -> int:
     dataset = data.load(config.data, config.run.seed)
     holdout = dataset.holdout(config.eval.sequences)
     with autocast(config, island.device):
+        models.prepare_head_(loaded)
         result = evaluation.evaluate(loaded, holdout, config.inner.batch_size, island.device, dataset.tokenizer)
     bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
     click.echo(

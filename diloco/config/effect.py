@@ -34,6 +34,7 @@ _REAL_TIME = Ignored("sim", "which runs in real time", "drop it, or use diloco s
 _ONE_PEER = Ignored("local", "which is one peer", "drop it, or use diloco local")
 _NAMED = "run.name run.lead run.report"
 _SHARDS = "data.shard data.shards"
+_LAYERS = "train.tf32 train.attention train.checkpointing train.compile"
 
 # What each command does not read. `plan` and `doctor` take the whole run-owned half: it says which run is meant.
 COMMANDS: dict[str, tuple[Ignored, ...]] = {
@@ -59,7 +60,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
     ),
     "simulate": (
         Ignored("train.step_delay_s local.step_delay_s", "which runs in virtual time", "set sim.step_s"),
-        Ignored("train.parallel", "whose peers are in one process"),
+        Ignored(f"train.parallel {_LAYERS}", "whose peers are in one process"),
         Ignored("checkpoint", "which writes no checkpoints"),
         Ignored("wandb", "which logs to run.dir only"),
         Ignored(f"{_NAMED} {_SHARDS} swarm.min_peers", "which gives each peer its own"),
@@ -72,8 +73,8 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
     "plan": (
         Ignored("sim", "which only computes", "give --step-s, --bandwidth and --latency-ms"),
         Ignored(
-            f"run.dir {_NAMED} {_SHARDS} local.step_delay_s train.parallel train.micro_batch train.step_delay_s "
-            "train.log_every swarm checkpoint eval wandb",
+            f"run.dir {_NAMED} {_SHARDS} local.step_delay_s train.parallel train.micro_batch {_LAYERS} "
+            "train.step_delay_s train.log_every swarm checkpoint eval wandb",
             "which runs nothing",
         ),
     ),
@@ -81,9 +82,9 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         _REAL_TIME,
         _ONE_PEER,
         Ignored(
-            f"{_NAMED} {_SHARDS} train.parallel train.micro_batch train.precision train.step_delay_s train.log_every "
-            "checkpoint.every checkpoint.background eval wandb swarm.initial_peers swarm.reachable swarm.min_peers "
-            "swarm.upload_limit swarm.heartbeat_s swarm.inner_state",
+            f"{_NAMED} {_SHARDS} train.parallel train.micro_batch train.precision {_LAYERS} train.step_delay_s "
+            "train.log_every checkpoint.every checkpoint.background eval wandb swarm.initial_peers swarm.reachable "
+            "swarm.min_peers swarm.upload_limit swarm.heartbeat_s swarm.inner_state",
             "which takes part in no run",
         ),
     ),
@@ -92,8 +93,8 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         Ignored(
             f"run.id run.key run.dir {_NAMED} budget local {_SHARDS} inner.optimizer inner.lr inner.muon_lr_ratio "
             "inner.betas inner.weight_decay inner.clip inner.schedule inner.warmup_steps inner.final_lr_ratio outer "
-            "swarm sim train.parallel train.micro_batch train.threads train.step_delay_s train.log_every checkpoint "
-            "eval.every wandb",
+            f"swarm sim train.parallel train.micro_batch train.threads {_LAYERS} train.step_delay_s train.log_every "
+            "checkpoint eval.every wandb",
             "which trains nothing",
         ),
     ),

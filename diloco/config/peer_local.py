@@ -131,7 +131,13 @@ class TrainConfig(PeerLocal):
     micro_batch: int | None = Field(None, ge=1, le=1 << 20)
     """Sequences computed at a time; null takes the batch whole, or what fits."""
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of the inner steps; weights stay fp32.")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto")
+    """Arithmetic of the inner steps; weights stay fp32. auto is bf16 or else fp16 on CUDA, fp32 on a CPU."""
+    tf32: bool = Field(True, description="On CUDA, fp32 matrix products from inputs rounded to TF32.")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field("auto")
+    """How attention is computed; auto leaves it to transformers, and flash_attention_2 needs flash_attn."""
+    checkpointing: bool = Field(False, description="Recompute each layer going backward: less memory, a third slower.")
+    compile: bool = Field(False, description="Compile the model's layers: a slow first step, then faster ones.")
     step_delay_s: Seconds = Field(0.0, description="Seconds slept per inner step, to stand for slow hardware.")
     log_every: int = Field(10, ge=1, description="Inner steps between lines with the loss in metrics.jsonl.")
 

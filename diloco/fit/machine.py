@@ -25,7 +25,7 @@ from diloco import model as models
 from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.errors import ConfigError
 from diloco.train.island import Island
-from diloco.train.loop import autocast
+from diloco.train.precision import autocast
 
 __all__ = ["GIB", "Machine", "fit_micro_batch", "inspect_machine", "memory_need", "parameters_of", "step_seconds"]
 
@@ -152,6 +152,7 @@ def sequence_bytes(config: Config) -> float:
     try:
         with FakeTensorMode():
             model = _without_values(config.model, "cpu")
+            models.prepare_head_(model)
             tokens = torch.zeros(1, config.data.sequence_length, dtype=torch.int64)  # (1, T)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 models.loss(model, tokens)

@@ -24,6 +24,7 @@ from diloco.errors import ConfigError
 from diloco.fit.machine import Machine
 from diloco.rundir.files import exclusive, write_atomic
 from diloco.swarm.wire.libp2p import own_id, peer_id_of
+from diloco.train.precision import native_precision
 from diloco.train.session import checkpoints_name
 
 __all__ = [
@@ -119,7 +120,7 @@ def with_settings(config: Config, settings: dict[str, object]) -> Config:
 def fit_to_machine(config: Config, machine: Machine, micro_batch: int, typed: Collection[str]) -> Config:
     """The configuration with this machine's precision and threads and with the micro-batch, except for `typed` keys."""
     chosen: dict[str, object] = {
-        "train.precision": "bf16" if machine.bf16 else "fp32",
+        "train.precision": "bf16" if machine.bf16 else native_precision(machine.device),
         "train.threads": machine.threads,
         "train.micro_batch": None if micro_batch >= config.inner.batch_size else micro_batch,
     }

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from diloco.model.build import build, config_of, loss, num_parameters, outline
+from diloco.model.build import build, config_of, num_parameters, outline
+from diloco.model.cross_entropy import loss, prepare_head_
 from diloco.model.files import Vocabulary, load, save
 
-__all__ = ["Vocabulary", "build", "config_of", "load", "loss", "num_parameters", "outline", "save"]
+__all__ = ["Vocabulary", "build", "config_of", "load", "loss", "num_parameters", "outline", "prepare_head_", "save"]

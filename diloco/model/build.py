@@ -1,4 +1,4 @@
-"""Builds a model with reproducible initial weights from settings, and defines the training loss.
+"""Builds a model with reproducible initial weights from settings.
 
 1. `model.model_type` and `model.config` become a transformers config; an error for an unknown name suggests one.
 2. The config is checked against the data (vocabulary, sequence length) before any weight is allocated.
@@ -18,20 +18,21 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, default_generator, nn
+from torch import default_generator, nn
 
 from diloco.config import ModelConfig, flatten
 from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, files_at
+from diloco.model.cross_entropy import prepare_head_
 from diloco.model.files import check_directory, load, transformers
 from diloco.text import one_line
 
-__all__ = ["build", "config_of", "loss", "num_parameters", "outline"]
+__all__ = ["build", "config_of", "num_parameters", "outline"]
 
 MAX_CONFIG_NUMBER = 2**24  # the longest contexts have 10M positions, and transformers makes lists of some numbers
 MAX_CONFIG_BYTES = 2**20
@@ -57,6 +58,7 @@ def build(
         loaded: Any = load(_directory(settings, MODEL_FILES), key="model.path")
         _check_fit(loaded.config, vocab_size, sequence_length)
         model: nn.Module = loaded.float().train()
+        prepare_head_(model)
         return model
     config = config_of(settings)
     _check_fit(config, vocab_size, sequence_length)
@@ -67,8 +69,7 @@ def build(
             built = _from_config(config)
             # Some contradictions (heads that do not divide the width) show only in a forward pass. One of two tokens
             # costs a read of the weights.
-            with torch.no_grad():
-                loss(built.eval(), torch.zeros(1, 2, dtype=torch.int64))
+            prepare_head_(built)
     return built.train()
 
 
@@ -111,19 +112,6 @@ def outline(settings: ModelConfig) -> nn.Module:
     config = config_of(settings)
     with _refusals(settings):
         return _from_config(config).train()
-
-
-def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """Mean cross entropy of each token given those before it in its sequence, in nats; a differentiable fp32 scalar.
-
-    `tokens` is (B, T) int64 on the model's device. The model predicts T - 1 tokens of each sequence; it only reads the
-    first. The softmax is fp32 also under autocast.
-    """
-    logits: Tensor = model(input_ids=tokens, use_cache=False).logits  # (B, T, V)
-    # Masking the last position instead of slicing it off saves a copy of the logits, the largest tensor of the step.
-    targets = tokens.roll(-1, dims=1)
-    targets[:, -1] = -100
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
 def num_parameters(model: nn.Module) -> int:

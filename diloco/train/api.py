@@ -32,6 +32,7 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
 from diloco.train.attachment import Attachment
 from diloco.train.island import Island
+from diloco.train.masters import refuse_masters
 from diloco.train.parameters import Trained, frozen_digest
 
 __all__ = ["Attachment", "Saved", "Swarm"]
@@ -175,8 +176,9 @@ class Swarm:
     ) -> Attachment:
         """Keep a model in step with the swarm while the returned context is open.
 
-        Raises `ConfigError` for parameters that no outer step can carry: complex ones, parts, and those without values.
-        Values are exchanged as fp32, so those of fp64 parameters are rounded.
+        Raises `ConfigError` for parameters that no outer step can carry: complex ones, parts, and those without values;
+        and for an optimizer that trains copies of its own (masters) instead of the parameters. Values are exchanged as
+        fp32, so those of fp64 parameters are rounded.
 
         On entry the parameters become the swarm's. After every `sync_every`-th `optimizer.step()` the pseudo-gradient
         is exchanged, gradients are freed to make room, and the parameters become the new anchor. On exit the peer
@@ -193,6 +195,7 @@ class Swarm:
         island = island or Island(torch.device("cpu"))
         runtime = self.runtime or NodeThread()
         options, parameters = None, Trained(model)
+        refuse_masters(optimizer, parameters)
         if island.leads:
             frozen = None if self.manifest is not None else frozen_digest(model)
             options = self.options(parameters, saved, device=island.device_name, frozen=frozen)

@@ -29,7 +29,9 @@ TORN = 2.0  # A donor's moments are copied while it trains, so a first moment ma
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
-    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay on matrices only."""
+    """AdamW over what requires a gradient, or Muon on the matrices inside the model; weight decay on matrices only. It
+    is made for the devices where the parameters are now.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if p.ndim == 2 and "embed" not in name and "head" not in name]
     if inner.optimizer == "muon" and hidden:
@@ -46,7 +48,9 @@ def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.Ad
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": inner.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=inner.peak_lr, betas=inner.betas)
+    # One kernel for all of a step; the default computes each of its operations for lists of parameters.
+    fused = all(p.device.type == "cuda" for p in parameters) or None
+    return torch.optim.AdamW(groups, lr=inner.peak_lr, betas=inner.betas, fused=fused)
 
 
 class Pair(torch.optim.Optimizer):

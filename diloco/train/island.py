@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigError, DilocoError
+from diloco.model.forward import layers_of
 
 __all__ = ["Island"]
 
@@ -89,7 +90,7 @@ class Island:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         from torch.distributed.fsdp import fully_shard  # which takes a while to load
 
-        for layer in _layers(model):
+        for layer in layers_of(model):
             fully_shard(layer)
         # After a forward pass without a backward pass nothing stays whole: an exchange would find another layout.
         fully_shard(model, reshard_after_forward=True)
@@ -185,10 +186,3 @@ def _without_reduction(wrapped: Any) -> Iterator[None]:
         yield
     finally:
         wrapped.set_requires_gradient_sync(True)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of the deepest stack in a model, each of which FSDP2 gathers as a whole."""
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    largest = max(stacks, key=lambda stack: sum(one.numel() for one in stack.parameters()), default=nn.ModuleList())
-    return list(largest)

@@ -30,18 +30,14 @@ from diloco.rundir.reporting import Message, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
+from diloco.train.precision import LossScale, autocast
 from diloco.train.session import Session, Sync
 
-__all__ = ["Trainer", "autocast", "finished", "learning_rate"]
+__all__ = ["Trainer", "finished", "learning_rate"]
 
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
-
-
-def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """A context with the precision of the inner steps."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16")
 
 
 @dataclass
@@ -80,10 +76,12 @@ class Trainer:
         # In data parallel only rank 0 is told to lead, and all evaluate with it.
         [lead] = self.island.agree([self.config.run.lead])
         self.lead = bool(lead)
+        self._scale = LossScale(self.config, self.island)
 
     def train(self) -> None:
         """Inner steps until the budget is used up or the run is interrupted."""
         config, sync = self.config, self.sync
+        self._scale.restore(self.session.loss_scale)
         if self.lead and config.eval.every and sync.version == 0:
             self.evaluate()  # where the curve begins
         self._logged = (sync.tokens, time.monotonic())
@@ -104,7 +102,10 @@ class Trainer:
         """All ranks: forward, backward, clip, step. The optimizer's hook exchanges with the swarm."""
         rows = batch if self.config.outer.method == "data_parallel" else self.island.rows(batch)
         loss = self._gradients(rows)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
+        self._scale.unscale_(self.model)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
+        if self._scale.skips(norm):
+            self._skip_step()
         self._losses.append(loss)
         self.sync.count(batch.numel())
         done = self.sync.inner_step + 1
@@ -114,6 +115,13 @@ class Trainer:
             time.sleep(self.config.train.step_delay_s)  # before the exchange, or the measured pace would leave it out
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _skip_step(self) -> None:
+        """Without gradients the step that follows changes neither parameters nor moments, and its hook still fires."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.island.leads:
+            skipped, scale = self._scale.skipped_steps, self._scale.scale
+            self.log.event("step_skipped", inner_step=self.sync.steps + 1, skipped=skipped, scale=scale)
 
     def _gradients(self, rows: Tensor) -> Tensor:
         """The loss of this rank's rows, whose gradients are accumulated over as many parts as memory asks for.
@@ -183,7 +191,7 @@ class Trainer:
     def _backward(self, model: nn.Module, rows: Tensor, weight: float) -> Tensor:
         with autocast(self.config, self.island.device):
             loss = models.loss(model, rows.to(self.island.device, non_blocking=True)) * weight
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._scale.scaled(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _check_losses(self) -> None:
@@ -264,7 +272,7 @@ class Trainer:
         if (error := session.written()) is not None:
             self._not_saved(version, error)
         [saved] = self.island.agree([session.saved_version])
-        session.saved_version = int(saved)
+        session.saved_version, session.loss_scale = int(saved), self._scale.state
         session.save(
             self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic(),
             self.island.leads, background,

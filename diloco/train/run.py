@@ -42,6 +42,7 @@ from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.planning import Exchange, Link, predict
+from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
 
@@ -63,7 +64,9 @@ def run(config: Config, listen: Listener) -> Summary:
         with island.following():
             own = ("run.", "data.shard", "train.device")  # which `diloco local` gives each process in data parallel
             settings = flatten(config.model_dump(mode="json"))
-            island.check_same({key: value for key, value in settings if not key.startswith(own)})
+            alike = {key: value for key, value in settings if not key.startswith(own)}
+            # `auto` may be another precision on another device, and a loss is scaled on all ranks or on none.
+            island.check_same({**alike, "train.precision": precision_of(config, island.device)})
             if config.outer.method == "diloco":
                 island.check_batch_size(config.inner.batch_size)
             if not island.leads:
@@ -95,11 +98,14 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         sequence_length=config.data.sequence_length,
     )  # fmt: skip
     model = build().to(island.device)
+    chosen = prepare_(model, config, island.device)
     wrapped = island.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
     shard = _shard(config, island)
     wandb = WandbLog(config, name) if island.leads else None
     with RunLog(config.run.dir, name, wandb) as log:
+        if island.leads:
+            log.event("computes", device=island.device_name, **chosen)
         if session.saved_version >= 0 and island.leads:
             log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds)

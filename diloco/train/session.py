@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 Sync = Attachment | DataParallel
+KERNELS = ("fused", "foreach")  # how a torch optimizer computes a step, not what
 Tensors = dict[str, Tensor]
 
 
@@ -72,6 +73,7 @@ class Session:
         saved_version: outer step of the checkpoint from which this session goes on, then of the newest; -1 without one.
         skipped: which newer checkpoints this session could not use, and why.
         seconds, traffic: wall time per phase, and bytes sent and received, in the sessions before this one.
+        loss_scale: what `LossScale` goes on from; empty without fp16. Set it before `save`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -82,6 +84,7 @@ class Session:
         self.saved_version = self._intact_version = -1
         self.skipped: list[str] = []
         self.seconds, self.traffic = PhaseSeconds(), (0, 0)
+        self.loss_scale: Sequence[float] = ()
         if found is None:
             return
         check_same_run(config, found.state["manifest"])
@@ -90,6 +93,7 @@ class Session:
         self.seconds = PhaseSeconds(**found.state["seconds"])
         sent, received = found.state["traffic"]
         self.traffic = sent, received
+        self.loss_scale = found.state.get("loss_scale", ())
 
     def outer(self) -> Saved | None:
         """Where the swarm side goes on; call it before `restore`."""
@@ -170,6 +174,7 @@ class Session:
                 "rng": rng_json,
                 "seconds": asdict(seconds),
                 "traffic": list(traffic),
+                "loss_scale": list(self.loss_scale),
             }
             tensors = {**swarm, "inner": inner, "rng": rng}
             if background:
@@ -258,10 +263,14 @@ def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], saved
 
 
 def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The same state, cut like the optimizer's parameters, however many ranks have written it."""
+    """The same state, cut like the optimizer's parameters, however many ranks have written it, and for the kernels that
+    compute here: the checkpoint may come from another device.
+    """
     if isinstance(optimizer, Pair):
         return {"parts": [_sharded(*both) for both in zip(optimizer.parts, state["parts"], strict=True)]}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        there |= {name: here[name] for name in KERNELS if name in here}
     for index, kept in state["state"].items():
         for name, value in kept.items():
             if isinstance(value, Tensor):

@@ -1,0 +1,202 @@
+"""The training loss, computed a chunk of tokens at a time where the logits of all tokens would be large.
+
+(B, T, V) logits, their copy in fp32 and their gradient are the largest tensors of a step: at V=128k they take more than
+the rest of a small model. None of them has to exist whole:
+
+1. `loss` leaves the targets with the output head, calls the model, and finds the loss where the logits would be.
+2. The head multiplies a chunk of hidden states with its weight, and takes from these logits the chunk's part of the
+   loss and of the gradients of hidden states and weight. Then the chunk's memory serves the next one.
+3. The backward pass has nothing to compute for the head; it scales what step 2 kept.
+
+All that happens in the model's own forward pass. So whatever is wrapped around it finds what it knows: the hooks of
+DistributedDataParallel see an output and gradients of parameters, and FSDP2 has gathered the head's weight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+__all__ = ["computes_loss", "cross_entropy", "loss", "prepare_head_"]
+
+IGNORED = -100  # in place of a target: this position predicts nothing
+# fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which each chunk is added.
+CHUNK_BYTES, CPU_CHUNK_BYTES = 2**28, 2**26
+
+
+def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
+    """Mean cross entropy of each token given those before it in its sequence, in nats; a differentiable fp32 scalar.
+
+    `tokens` is (B, T) int64 on the model's device. The model predicts T - 1 tokens of each sequence; it only reads the
+    first. The softmax is fp32 also under autocast. One backward pass, without gradients of gradients.
+
+    Logits exist in chunks of `CHUNK_BYTES` where `prepare_head_` found that this model allows it, and whole where all
+    of them are no more than that. Both give the same loss but for rounding.
+    """
+    # Masking the last position instead of slicing it off saves a copy of the logits, the largest tensor of the step.
+    targets = tokens.roll(-1, dims=1)
+    targets[:, -1] = IGNORED
+    with _asking(targets) as question:
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits  # (B, T, V), or the answer
+    if question.answer is not None:
+        return logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int) -> Tensor:
+    """Mean cross entropy of `hidden @ weight.T + bias`, of which `rows` rows exist at a time; an fp32 scalar.
+
+    `hidden` is (N, D), `weight` (V, D), `bias` (V,), `targets` (N,) int64, where -100 is ignored. Products are computed
+    in the dtype of autocast or else of `hidden`, everything else in fp32, also the sum of the weight's gradient over
+    chunks. A second backward pass raises RuntimeError.
+    """
+    found: Tensor = _Chunked.apply(hidden, weight, bias, targets, rows)  # type: ignore[no-untyped-call]
+    return found
+
+
+def prepare_head_(model: nn.Module) -> bool:
+    """Have `loss` compute the logits of this causal LM in chunks, if it can; costs a forward pass of two tokens.
+
+    It can where the output head is a plain `nn.Linear` whose product are the logits. Some models scale them, cap them
+    (Gemma 2) or have a head of another kind; those keep whole logits. Raises whatever the forward pass raises.
+    """
+    find = getattr(model, "get_output_embeddings", lambda: None)
+    head = find()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            if type(head) is nn.Linear:
+                head.__class__ = ChunkedHead  # not an attribute of the instance: copies of the model have it, too
+                if _answers(model, tokens):
+                    return True
+                head.__class__ = nn.Linear
+            if type(head) is not ChunkedHead:
+                model(input_ids=tokens, use_cache=False)
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+    return type(head) is ChunkedHead
+
+
+def _answers(model: nn.Module, tokens: Tensor) -> bool:
+    """Whether what the head returns is what the model returns as logits: nothing is done to them in between."""
+    try:
+        with _asking(tokens, rows=1) as question:
+            logits = model(input_ids=tokens, use_cache=False).logits
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a scalar is no input for whatever this model does to its logits
+        return False
+    return question.answer is not None and logits is question.answer
+
+
+class _Question:
+    """The targets (B, T) of a forward pass under way, and the loss once the head has computed it."""
+
+    def __init__(self, targets: Tensor, rows: int | None) -> None:
+        self.targets = targets
+        self.rows = rows  # at a time; None is as many as fit CHUNK_BYTES
+        self.answer: Tensor | None = None
+
+
+_asked = threading.local()  # peers of a simulation compute in threads of their own
+
+
+@contextmanager
+def _asking(targets: Tensor, rows: int | None = None) -> Iterator[_Question]:
+    question = _asked.question = _Question(targets, rows)
+    try:
+        yield question
+    finally:
+        _asked.question = None
+
+
+def computes_loss() -> bool:
+    """Whether this thread is in the forward pass of `loss`: plain rows of tokens, without positions or a mask."""
+    return getattr(_asked, "question", None) is not None
+
+
+class ChunkedHead(nn.Linear):
+    """An output head that returns the loss, a scalar, while `loss` asks for it, and logits whenever else."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        question: _Question | None = getattr(_asked, "question", None)
+        if question is None or question.answer is not None or hidden.shape[:-1] != question.targets.shape:
+            return super().forward(hidden)
+        most_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+        rows = question.rows or max(1, most_bytes // (4 * self.out_features))
+        if question.targets.numel() <= rows:
+            return super().forward(hidden)
+        question.answer = cross_entropy(hidden.flatten(0, -2), self.weight, self.bias, question.targets.flatten(), rows)
+        return question.answer
+
+
+class _Chunked(torch.autograd.Function):
+    """`cross_entropy`. It computes gradients going forward, while it has the logits, as Liger Kernel does (Hsu et al.
+    2024, arXiv:2410.10989); the weight's takes the memory that it takes anyway in the backward pass, which comes next.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int) -> Tensor:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        with torch.autocast(kind, enabled=False):
+            matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+            of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+            d_hidden = torch.empty_like(hidden) if of_hidden else None
+            d_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+            d_bias = torch.zeros(weight.shape[0], device=weight.device) if of_bias else None
+            total = torch.zeros((), device=hidden.device)
+            for at in range(0, len(hidden), rows):
+                part, aims = hidden[at : at + rows].to(dtype), targets[at : at + rows]  # (C, D), (C,)
+                log_p = nn.functional.linear(part, matrix, offset).log_softmax(1, dtype=torch.float32)  # (C, V)
+                total += nn.functional.nll_loss(log_p, aims, ignore_index=IGNORED, reduction="sum")
+                if not any(ctx.needs_input_grad):
+                    continue
+                slope, counts = _slope_(log_p, aims).to(dtype), (aims != IGNORED).to(dtype)  # (C, V), (C,)
+                if d_hidden is not None:
+                    d_hidden[at : at + rows] = slope @ matrix * counts[:, None]
+                if d_weight is not None and dtype == torch.float32:
+                    d_weight.addmm_(slope.T, part * counts[:, None])
+                elif d_weight is not None:
+                    d_weight += slope.T @ (part * counts[:, None])
+                if d_bias is not None:
+                    d_bias += counts @ slope
+            count = (targets != IGNORED).sum()
+        ctx.save_for_backward(d_hidden, count)
+        # Not saved like the others: it belongs to the weights, not to the activations, of which `saved_tensors_hooks`
+        # tell.
+        ctx.of_weight, ctx.dtypes = (d_weight, d_bias), (weight.dtype, None if bias is None else bias.dtype)
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, count = ctx.saved_tensors
+        if ctx.of_weight is None:
+            raise RuntimeError("the loss of a chunked head has one backward pass; compute it again for a second one")
+        of_weight, ctx.of_weight = ctx.of_weight, None
+        scale = slope / count
+        found = [
+            None if value is None else value.mul_(scale).to(dtype)
+            for value, dtype in zip(of_weight, ctx.dtypes, strict=True)
+        ]
+        return None if d_hidden is None else d_hidden * scale, *found, None, None
+
+
+def _slope_(log_p: Tensor, targets: Tensor) -> Tensor:
+    """The gradients of cross entropies with respect to the logits, in place of their log softmax (C, V).
+
+    They are not divided by the number of targets yet, or fp16 would round most of them to zero. Those of ignored
+    targets mean nothing: to leave them out where they are multiplied with (C, D) is less work.
+    """
+    at = targets.clamp(min=0)[:, None]
+    return log_p.exp_().scatter_add_(1, at, torch.full_like(at, -1, dtype=log_p.dtype))

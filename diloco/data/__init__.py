@@ -2,12 +2,13 @@
 
 1. A source yields documents, UTF-8 bytes in a fixed order (`sources`): the standard library, files, or a hub stream.
 2. The hash of a document decides whether it is training text or held-out text, equally on every peer (`packing`).
-3. A tokenizer turns the document into integers and adds its end token (`tokenizers`).
+3. A tokenizer turns the document into integers and adds its end token (`tokenizers`, `tokenise`), for large files of
+   this machine once (`token_files`).
 4. The tokens are concatenated and cut into sequences of T = `data.sequence_length` tokens. No token is repeated, and
    only a last piece shorter than T is dropped. A sequence may hold the end of one document and the start of the next;
    attention is not masked between them, as usual in pretraining.
-5. A stream yields endless batches (B, T) of this peer's part, in a seeded order (`numbered`, `streaming`). Its
-   `state()` is small JSON; `restore()` continues with the very next sequence.
+5. A stream yields endless batches (B, T) of this peer's part, in a seeded order (`numbered`, `streaming`), drawn from
+   one source or several (`mixture`). Its `state()` is small JSON; `restore()` continues with the very next sequence.
 6. A thread makes batches before their turn (`prefetch`).
 
 A sequence counts as T tokens everywhere, although the model reads its first token and does not predict it.
@@ -24,8 +25,8 @@ from diloco.config import DataConfig
 from diloco.data.local import LocalDataset
 from diloco.data.numbered import Leases
 from diloco.data.prefetch import AHEAD, Planned, Prefetched
-from diloco.data.sources import documents
 from diloco.data.streaming import HubDataset
+from diloco.data.token_files import OnProgress
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -95,12 +96,13 @@ class Dataset(Protocol):
         """
 
 
-def load(settings: DataConfig, seed: int) -> Dataset:
+def load(settings: DataConfig, seed: int, on_progress: OnProgress = lambda done, total: None) -> Dataset:
     """Opens the data of a run: reads and tokenises local text, or connects to the hub.
 
-    Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
+    `on_progress` is called with bytes of text that are tokenised and of all, while files of tokens are made. Raises
+    DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
     """
     tokenizer = load_tokenizer(settings.tokenizer, settings.tokenizer_revision)
     if settings.source == "hub":
         return HubDataset(settings, tokenizer, seed)
-    return LocalDataset(settings, tokenizer, seed, documents(settings))
+    return LocalDataset(settings, tokenizer, seed, on_progress)

@@ -87,7 +87,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
     tell(Stage(stage="data"))
-    dataset = data.load(config.data, config.run.seed)
+    dataset = data.load(
+        config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
+    )
     holdout = dataset.holdout(config.eval.sequences)
     tokenizer = dataset.tokenizer
     build = partial(

@@ -68,6 +68,13 @@ def test_a_number_says_where_a_sequence_is_without_those_before_it() -> None:
     assert alone == np.stack(places(numbers, "0", counts), 1).tolist()
 
 
+def test_blocks_seeds_and_peers_without_shards_have_orders_of_their_own() -> None:
+    counts = counts_of([2, 1])
+    both, _ = places(np.arange(2 * MIXTURE_BLOCK), "0", counts)
+    orders = [*np.split(both, 2), *(places(np.arange(MIXTURE_BLOCK), order, counts)[0] for order in ("1", "0/7"))]
+    assert len({tuple(order.tolist()) for order in orders}) == 4
+
+
 def test_any_stride_sees_the_sources_by_their_weights() -> None:
     counts = counts_of([1, 1])
     for stride in (2, 4, 7, 100):  # taking turns would give every shard of two one source only

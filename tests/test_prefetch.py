@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco import data
 from diloco.data.numbered import LeasedStream, NumberedStream
-from diloco.data.prefetch import Planned, Prefetched
+from diloco.data.prefetch import AHEAD, Planned, Prefetched
 from diloco.errors import DataError
 from diloco.protocol.ledger import Units, count, intersection, union
 from diloco.swarm.conversations.units import LeasedData
@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_the_next_sequence_and_not_behind_what_was_made(kind:
     make = streams(hub)[kind]
     with closing(Prefetched(make())) as stream:
         rows_of(stream, 5)
-        wait_for(lambda: stream.ready == 4)
+        wait_for(lambda: stream.ready == AHEAD)
         state = json.loads(json.dumps(stream.state()))
         expected = rows_of(stream, 9)
     with closing(Prefetched(make())) as resumed:
@@ -131,7 +131,7 @@ def test_nothing_is_made_before_the_first_batch_is_asked_for_and_never_more_than
 def test_an_error_is_raised_as_itself_and_only_when_its_batch_is_due() -> None:
     with closing(Prefetched(Recorded(fails_at=3))) as stream:
         assert int(next(stream)[0, 0]) == 1
-        wait_for(lambda: stream.ready == 4)
+        wait_for(lambda: stream.ready == AHEAD)
         assert int(next(stream)[0, 0]) == 2
         with pytest.raises(DataError, match=r"^no batch 3$"):
             next(stream)
@@ -232,6 +232,16 @@ def test_units_are_taken_when_their_batch_is_handed_out_and_not_when_it_is_made(
         next(stream)
         assert units.trained_on == [(0, 8)]
     assert units.all == [(0, 40)] and units.trained_on == [(0, 8)], "what was made and not trained on is still ahead"
+
+
+def test_a_forecast_that_turns_out_wrong_is_made_again_before_its_turn() -> None:
+    units = LeasedData()
+    units.add([(0, 8)])
+    with closing(leased(units)) as stream:
+        next(stream)  # then come 4 to 8, and batches of its own order
+        units.add([(8, 40)])
+        next(stream)
+        assert [plan.numbers for plan, _ in stream._foreseen] == [(range(start, start + 4),) for start in (8, 12, 16)]
 
 
 @given(

@@ -111,7 +111,7 @@ def test_files_with_the_same_content_elsewhere_have_the_same_tokens(
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("broken", ["cut", "index", "none", "empty"])
+@pytest.mark.parametrize("broken", ["cut", "long", "index", "none", "empty"])
 def test_a_broken_entry_is_made_again(broken: str, book: Path, tmp_path: Path, made: list[Path]) -> None:
     whole = data.load(config("text", book, cache=None), 0)
     data.load(cached(tmp_path, book), 0)
@@ -120,6 +120,8 @@ def test_a_broken_entry_is_made_again(broken: str, book: Path, tmp_path: Path, m
         case "cut":
             content = (entry / "training.bin").read_bytes()
             (entry / "training.bin").write_bytes(content[:-1])
+        case "long":
+            (entry / "training.bin").write_bytes((entry / "training.bin").read_bytes() + b"x")
         case "index":
             (entry / "index.json").write_text('{"training": 3')
         case "none":

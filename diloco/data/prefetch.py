@@ -26,7 +26,7 @@ from torch import Tensor
 
 __all__ = ["AHEAD", "Planned", "Prefetched"]
 
-AHEAD = 4  # batches
+AHEAD = 8  # batches
 END_S = 1.0  # A worker that waits for the network longer than that is left to the end of the process.
 
 

@@ -159,6 +159,17 @@ def test_a_closed_stream_begins_anew_when_it_is_asked_for_a_batch() -> None:
     stream.close()
 
 
+def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda batch: batch + 1000)
+    with closing(Prefetched(Recorded(), torch.device("cuda:1"))) as stream:
+        assert [int(next(stream)[0, 0]) for _ in range(3)] == [1001, 1002, 1003]
+    assert devices == [torch.device("cuda:1")], "or it would be that of the first device, for all ranks"
+    with closing(Prefetched(Recorded(), torch.device("cpu"))) as stream:
+        assert int(next(stream)[0, 0]) == 1
+
+
 # --- the rows of the ranks of an island
 
 

@@ -214,13 +214,17 @@ def test_the_place_is_that_of_caches_unless_it_is_said(
     assert list((tmp_path / "home" / ".cache" / "diloco" / "tokens").glob("*/index.json"))
 
 
-def test_progress_is_told_in_bytes_of_text(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_in_bytes_of_text(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(token_files, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(token_files, "LONG_BYTES", 1000)
     monkeypatch.setattr(tokenise, "_BYTES_AT_ONCE", 1000)
     told: list[tuple[int, int]] = []
     data.load(cached(tmp_path, book), 0, lambda *both: told.append(both))
     total = sum(file.stat().st_size for file in book.iterdir())
     assert len(told) > 5 and sorted(told) == told and told[-1] == (total, total)
+    assert f"tokenising 0.0 GB into {tmp_path / 'cache'}; this is done once" in caplog.text
 
 
 def test_little_text_has_no_files(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

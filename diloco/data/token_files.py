@@ -44,6 +44,7 @@ OnProgress = Callable[[int, int], None]
 
 VERSION = 1  # of the files
 PROGRESS_S = 0.5
+LONG_BYTES = 100_000_000  # of text, from which on a line says that it takes a while
 
 
 class TokenList(NamedTuple):
@@ -91,6 +92,8 @@ def mapped(
             with _locked(entry):
                 if (found := _read(entry)) is None:
                     total = sum(file.stat().st_size for file in files)
+                    if total >= LONG_BYTES:
+                        logger.warning("tokenising %.1f GB into %s; this is done once", total / 1e9, place)
                     _make(entry, parts(), np.dtype(token_dtype(tokenizer.vocab_size)), total, on_progress)
                     found = _read(entry)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory

@@ -44,7 +44,8 @@ def processes_for(num_bytes: int, tokenizer: Tokenizer) -> int:
     """How many processes are to tokenise so much text; 1 is this process."""
     if isinstance(tokenizer, ByteTokenizer) or num_bytes < WORTH_PROCESSES:
         return 1
-    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_PROCESSES)
 
 
 def tokenised(

@@ -166,8 +166,6 @@ def test_without_locks_the_faster_one_wins(
 
     monkeypatch.setattr(token_files.fcntl, "flock", no_locks)
     monkeypatch.setattr(token_files, "_write", together_)
-    # The other one's half-made files are not what a killed process left behind.
-    monkeypatch.setattr(token_files.shutil, "rmtree", lambda *_, **__: None)
     one, other = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 2)
     assert same(one, other) and len(made) == 2
 

@@ -89,7 +89,9 @@ def mapped(
         entry = place / _key(settings, files, tokenizer)
         if (found := _read(entry)) is None:
             place.mkdir(parents=True, exist_ok=True)
-            with _locked(entry):
+            with _locked(entry) as alone:
+                if alone:
+                    _remove_half_made(entry)
                 if (found := _read(entry)) is None:
                     total = sum(file.stat().st_size for file in files)
                     if total >= LONG_BYTES:
@@ -140,9 +142,10 @@ def _map(path: Path, dtype: np.dtype[Any], tokens: int) -> NDArray[Any]:
 
 
 @contextlib.contextmanager
-def _locked(entry: Path) -> Iterator[None]:
-    """One process at a time is inside; without effect on file systems that have no locks."""
+def _locked(entry: Path) -> Iterator[bool]:
+    """One process at a time is inside. False: not so, because the file system has no locks."""
     descriptor = os.open(entry.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    alone = True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,20 +154,26 @@ def _locked(entry: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             logger.debug("%s cannot be locked: %s", entry, error)
-        yield
+            alone = False
+        yield alone
     finally:
         os.close(descriptor)
 
 
+def _remove_half_made(entry: Path) -> None:
+    """What a process that was killed has left behind."""
+    for directory in entry.parent.glob(f".{entry.name}.tmp-*"):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _make(entry: Path, parts: Iterator[Part], dtype: np.dtype[Any], total: int, on_progress: OnProgress) -> None:
-    for left_behind in entry.parent.glob(f".{entry.name}.tmp-*"):  # by a process that was killed
-        shutil.rmtree(left_behind, ignore_errors=True)
     temporary = entry.with_name(f".{entry.name}.tmp-{secrets.token_hex(8)}")
     temporary.mkdir()
     try:
         index = _write(temporary, parts, total, on_progress)
         replace_file(temporary / "index.json", json.dumps({**index, "dtype": dtype.name}).encode())
-        shutil.rmtree(entry, ignore_errors=True)  # one that is not whole
+        if _read(entry) is None:  # it may be there and not whole
+            shutil.rmtree(entry, ignore_errors=True)
         try:
             os.rename(temporary, entry)
         except OSError:  # without locks another process may have been faster

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco import data
+from diloco.config import compose
 from diloco.data.numbered import LeasedStream, NumberedStream
 from diloco.data.prefetch import AHEAD, Planned, Prefetched
 from diloco.errors import DataError
 from diloco.protocol.ledger import Units, count, intersection, union
 from diloco.swarm.conversations.units import LeasedData
+from diloco.train.island import Island
 from tests.test_data import config, numbered, rows_of, written
 
 PATIENCE_S = 30
@@ -285,3 +287,49 @@ def test_with_any_order_of_grants_the_batches_are_those_without_prefetching(step
             assert both[0].trained_on == both[1].trained_on
             assert ahead.state() == plain.state()
             assert count(both[0].all) == count(both[1].all)
+
+
+# --- which stream a run has
+
+
+class Asked:
+    """A dataset, and a peer of the swarm, that note what is asked of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def batches(self, batch_size: int, **options: Any) -> Recorded:
+        self.asked.append(("batches", options))
+        return Recorded()
+
+    def leased(self, batch_size: int, leases: Any, **options: Any) -> Recorded:
+        self.asked.append(("leased", options))
+        return Recorded()
+
+    def lease_units(self, sequences_per_round: int, batches_ahead: int) -> None:
+        self.asked.append((sequences_per_round, batches_ahead))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rank", "size", "expected"),
+    [
+        ([], 0, 1, [(8, AHEAD), ("leased", {"shard": 7, "rows": (0, 1)})]),
+        ([], 1, 2, [(8, AHEAD), ("leased", {"shard": 7, "rows": (1, 2)})]),
+        (["data.shard=1", "data.shards=3"], 1, 2, [("batches", {"shard": 7, "shards": 3, "rows": (1, 2)})]),
+        (
+            ["data.source=hub", "data.name=org/set"],
+            0,
+            2,
+            [("batches", {"shard": 7, "shards": None, "rows": (0, 2)})],
+        ),
+    ],
+)
+def test_a_run_has_leased_units_unless_its_data_is_cut_or_streamed(
+    overrides: list[str], rank: int, size: int, expected: list[Any]
+) -> None:
+    from diloco.train.run import _stream
+
+    asked: Any = Asked()
+    settings = compose(["experiment=smoke", *overrides])
+    _stream(settings, asked, 7, Island(torch.device("cpu"), rank, size), asked)
+    assert asked.asked == expected

@@ -140,7 +140,7 @@ class HubStream:
         self._documents_in_epoch = 0
         self._file: Any = None
         self._iterator: Iterator[dict[str, Any]] | None = None
-        self._tokens_per_document = 500.0  # of the last ones; these are those of C4
+        self._bytes_per_token = 1.0  # of the last documents
         self._begin()
 
     def _begin(self) -> None:
@@ -167,12 +167,13 @@ class HubStream:
         """The next batch: (B / size, T) int64. They are made in order, each once."""
         assert plan == self._made + 1, (plan, self._made)
         while (rows := self._batch_size - len(self._packer)) > 0:
-            # About as many as are missing: the tokenizer is faster with several, and the state holds what is left over.
-            tokens = rows * self._settings.sequence_length
-            number = max(1, min(_DOCUMENTS_AT_ONCE, round(tokens / self._tokens_per_document)))
-            documents = [self._next_document() for _ in range(number)]
+            # About as many as are missing: the tokenizer is faster with several, and nobody is to wait for more.
+            wanted = rows * self._settings.sequence_length * self._bytes_per_token
+            documents, num_bytes = [self._next_document()], 0
+            while (num_bytes := num_bytes + len(documents[-1])) < wanted and len(documents) < _DOCUMENTS_AT_ONCE:
+                documents.append(self._next_document())
             encoded = self._tokenizer.encode(documents)
-            self._tokens_per_document = max(1.0, sum(map(len, encoded)) / number)
+            self._bytes_per_token = num_bytes / max(1, sum(map(len, encoded)))
             for one in encoded:
                 self._packer.add(one)
         batch = self._packer.take(self._batch_size)[self._rank :: self._size]

@@ -82,11 +82,9 @@ def mapped(
     Of several processes that want the same entry one makes it. Raises DataError if the directory cannot be written or
     the disk is full; nothing of the entry is left then.
     """
-    assert settings.cache is not None
-    place = Path("?")
+    place = _directory(settings.cache or "auto")
+    entry = place / _key(settings, files, tokenizer)
     try:
-        place = _directory(settings.cache)
-        entry = place / _key(settings, files, tokenizer)
         if (found := _read(entry)) is None:
             place.mkdir(parents=True, exist_ok=True)
             with _locked(entry) as alone:
@@ -98,20 +96,22 @@ def mapped(
                         logger.warning("tokenising %.1f GB into %s; this is done once", total / 1e9, place)
                     _make(entry, parts(), np.dtype(token_dtype(tokenizer.vocab_size)), total, on_progress)
                     found = _read(entry)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    except OSError as error:
         raise DataError(
-            f"data.cache={settings.cache}: {place} cannot hold the tokens ({why}); make room there, set data.cache to "
-            "another directory, or data.cache=null to keep them in memory"
+            f"data.cache={settings.cache}: {place} cannot hold the tokens ({error.strerror or error}); make room "
+            "there, set data.cache to another directory, or data.cache=null to keep them in memory"
         ) from error
     assert found is not None, f"{entry} was made and cannot be read"
     return found
 
 
 def _directory(cache: str) -> Path:
-    if cache != "auto":
-        return Path(cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diloco" / "tokens"
+    try:
+        if cache != "auto":
+            return Path(cache).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diloco" / "tokens"
+    except RuntimeError:
+        raise DataError(f"data.cache={cache}: there is no home directory; set data.cache=DIRECTORY, or null") from None
 
 
 def _key(settings: DataConfig, files: Sequence[Path], tokenizer: Tokenizer) -> str:

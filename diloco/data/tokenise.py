@@ -1,7 +1,8 @@
 """Documents to tokens in the order of the documents, in several processes where that is faster.
 
-A tokenizer of `transformers` turns text into lists of Python numbers, which one process does at a time; so each process
-has a tokenizer of its own. Beginning one takes seconds, because it imports the library: little text is not worth it.
+The threads of a tokenizer stand still while one group of documents is packed and the next is read, so several processes
+with a tokenizer each are faster. Beginning one takes seconds, because it imports `transformers`: little text is not
+worth it.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ COMPANIONS = {
     ("data", "json"): ["data.path=a.jsonl"],
     ("data", "parquet"): ["data.path=a.parquet"],
     ("data", "hub"): ["model=14m"],
+    ("data", "mixture"): ["data.paths.notes=notes/"],
     ("model", "pretrained"): ["model.path=checkpoint/"],
     **{("model", name): ["data.tokenizer=tokenizer/"] for name in choices()["model"] if name[0].isdigit()},
 }
@@ -54,11 +55,14 @@ PEER_LOCAL = {
         "local.peers",
         "local.step_delay_s",
         "data.path",
+        "data.paths",
+        "data.cache",
         "data.shard",
         "data.shards",
     ),
     *(key for key in CHANGES if key.split(".")[0] in ("swarm", "sim", "train", "checkpoint", "eval", "wandb")),
 }
+DATA = {"data.path", "data.paths", "data.cache"}  # which need another data.source
 
 CLOSING = {"swarm.token", "swarm.key_path"}  # whose run key is in the manifest, and they are not
 OUTERS = ", ".join(choices()["outer"])
@@ -119,7 +123,7 @@ def test_every_shipped_choice_loads(group: str, name: str) -> None:
 def test_every_group_of_the_contract_is_shipped() -> None:
     assert set(choices()) == {"model", "data", "inner", "outer", "swarm", "experiment"}
     assert set(choices()["model"]) >= {"tiny", "14m", "60m", "150m", "400m", "1b"}
-    assert set(choices()["data"]) == {"stdlib", "text", "json", "parquet", "hub"}
+    assert set(choices()["data"]) == {"stdlib", "text", "json", "parquet", "hub", "mixture"}
 
 
 @pytest.mark.parametrize(
@@ -528,8 +532,8 @@ def test_every_run_owned_change_changes_the_hash_and_is_named(key: str) -> None:
 
 
 @settings(max_examples=8)
-@given(st.sets(st.sampled_from(sorted(PEER_LOCAL - {"data.path", "local.peers"} - CLOSING)), min_size=1))
-@example(PEER_LOCAL - {"data.path", "local.step_delay_s"} - CLOSING)
+@given(st.sets(st.sampled_from(sorted(PEER_LOCAL - DATA - {"local.peers"} - CLOSING)), min_size=1))
+@example(PEER_LOCAL - DATA - {"local.step_delay_s"} - CLOSING)
 def test_no_peer_local_change_reaches_the_manifest(keys: set[str]) -> None:
     overrides = [override for key in sorted(keys) for override in CHANGES[key]]
     config = compose(overrides)

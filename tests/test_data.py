@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from diloco import data
 from diloco.config import DataConfig
-from diloco.data.memory import LeasedStream, MemoryStream
+from diloco.data.numbered import LeasedStream, NumberedStream, Rows
 from diloco.data.packing import Packer, is_held_out, permuted, token_dtype
 from diloco.data.sources import documents, open_pinned
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import CheckpointError, DataError
+from diloco.protocol.ledger import first
 
 T = 16
 
@@ -44,9 +45,46 @@ def rows_of(stream: Any, batches: int) -> list[tuple[int, ...]]:
     return [tuple(row) for _ in range(batches) for row in next(stream).tolist()]
 
 
-def numbered(rows: int) -> np.ndarray[Any, Any]:
-    """An array of `rows` sequences that each start with their own number."""
-    return np.arange(rows * 2, dtype=np.int32).reshape(rows, 2)
+def numbered(rows: int) -> Rows:
+    """So many sequences that each start with twice their own number."""
+    return Rows(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), "numbers")
+
+
+def tuples(array: Rows) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in array.rows.tolist()]
+
+
+class Dealt:
+    """Leases of a list that is given out in order: what each call of `take` returns."""
+
+    def __init__(self, *taken: list[tuple[int, int]] | None) -> None:
+        self.left = list(taken)
+
+    def take(self, number: int) -> list[tuple[int, int]] | None:
+        return self.left.pop(0)
+
+    def ahead(self, number: int) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for units in self.left:
+            if units is None:
+                break
+            found += units
+        return first(found, number)
+
+
+class EveryOne:
+    """Leases of everything, each batch in two ranges."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def take(self, number: int) -> list[tuple[int, int]]:
+        start, self.at = self.at, self.at + number
+        half = start + number // 2
+        return [one for one in ((start, half), (half, self.at)) if one[0] < one[1]]
+
+    def ahead(self, number: int) -> list[tuple[int, int]]:
+        return [(self.at, self.at + number)]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +162,7 @@ def test_packing_loses_and_repeats_no_token(texts: list[bytes], length: int, tak
         out += packer.take(min(len(packer), taken[number] if number < len(taken) else 0)).flatten().tolist()
     out += packer.take(len(packer)).flatten().tolist()
     assert len(packer.waiting()) < length
-    assert bytes(out + packer.waiting()) == b"".join(text + b"\0" for text in texts)
+    assert bytes(out + packer.waiting().tolist()) == b"".join(text + b"\0" for text in texts)
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(256, 1), (257, 2), (65_536, 2), (65_537, 4)])
@@ -136,7 +174,7 @@ def test_tokens_are_kept_in_the_smallest_integers_that_hold_them(vocab_size: int
 
 def test_no_held_out_document_is_in_the_training_sequences(book: Path) -> None:
     opened = data.load(config("text", book, sequence_length=2), seed=0)
-    training, held_out = opened.training.tobytes(), opened.held_out.tobytes()  # type: ignore[attr-defined]
+    training, held_out = opened.training.rows.tobytes(), opened.held_out[0].tobytes()  # type: ignore[attr-defined]
     for text in documents(config("text", book)):
         assert (text in held_out, text in training) == ((True, False) if is_held_out(text, 0.2) else (False, True))
 
@@ -146,7 +184,7 @@ def test_everybody_evaluates_on_the_same_sequences(book: Path) -> None:
     assert torch.equal(first.holdout(5), second.holdout(5))
     assert torch.equal(first.holdout(5), first.holdout(8)[:5])
     everything = first.holdout(10_000)
-    assert everything.shape == (len(first.held_out), T)  # type: ignore[attr-defined]
+    assert everything.shape == (len(first.held_out[0]), T)  # type: ignore[attr-defined]
     assert len({tuple(row) for row in everything.tolist()}) > 5
     assert everything.dtype == torch.int64
 
@@ -169,37 +207,37 @@ def test_shards_are_disjoint_and_cover_every_epoch(
     needed = -(-rows * epochs // shards)
     lists = []
     for shard in range(shards):
-        stream = MemoryStream(array, batch_size, seed, shard, shards)
+        stream = NumberedStream(array, batch_size, seed, shard, shards)
         lists.append(rows_of(stream, -(-needed // batch_size))[:needed])
     dealt = [row for place in range(needed) for row in (one[place] for one in lists)][: rows * epochs]
     for epoch in range(epochs):
-        assert Counter(dealt[epoch * rows : (epoch + 1) * rows]) == Counter(tuple(row) for row in array.tolist())
+        assert Counter(dealt[epoch * rows : (epoch + 1) * rows]) == Counter(tuples(array))
 
 
 def test_epochs_seeds_and_peers_without_shards_have_orders_of_their_own() -> None:
     array = numbered(50)
-    both = rows_of(MemoryStream(array, 50, 0, 0, 1), 2)
-    orders = [both[:50], both[50:], rows_of(MemoryStream(array, 50, 1, 0, 1), 1)]
-    orders += [rows_of(MemoryStream(array, 50, 0, peer, None), 1) for peer in range(2)]
+    both = rows_of(NumberedStream(array, 50, 0, 0, 1), 2)
+    orders = [both[:50], both[50:], rows_of(NumberedStream(array, 50, 1, 0, 1), 1)]
+    orders += [rows_of(NumberedStream(array, 50, 0, peer, None), 1) for peer in range(2)]
     assert len({tuple(order) for order in orders}) == 5
-    assert all(sorted(order) == [tuple(row) for row in array.tolist()] for order in orders)
+    assert all(sorted(order) == tuples(array) for order in orders)
 
 
 @given(before=st.integers(0, 12), shards=st.sampled_from([None, 1, 3]))
 @settings(max_examples=25, deadline=None)
 def test_a_resumed_stream_equals_an_uninterrupted_one(before: int, shards: int | None) -> None:
     array = numbered(17)
-    stream = MemoryStream(array, 3, 5, 0, shards)
+    stream = NumberedStream(array, 3, 5, 0, shards)
     rows_of(stream, before)
     state = json.loads(json.dumps(stream.state()))
-    resumed = MemoryStream(array, 3, 5, 0, shards)
+    resumed = NumberedStream(array, 3, 5, 0, shards)
     rows_of(resumed, 2)
     resumed.restore(state)
     assert rows_of(resumed, 9) == rows_of(stream, 9)
 
 
 def test_resuming_is_quick_however_far_the_stream_was() -> None:
-    stream = MemoryStream(numbered(1000), 8, 0, 0, 1)
+    stream = NumberedStream(numbered(1000), 8, 0, 0, 1)
     stream.restore({**stream.state(), "taken": 10**15})
     started = time.perf_counter()
     next(stream)
@@ -210,25 +248,17 @@ def test_resuming_is_quick_however_far_the_stream_was() -> None:
 @settings(max_examples=25, deadline=None)
 def test_leased_units_in_order_are_the_list_that_shards_are_cut_from(batch_size: int, number: int) -> None:
     array = numbered(17)
-    at = 0
-
-    def take(wanted: int) -> list[tuple[int, int]]:
-        nonlocal at
-        at += wanted
-        return [(at - wanted, at - wanted // 2), (at - wanted // 2, at)]
-
-    leased = LeasedStream(array, batch_size, 5, 3, take)
-    assert rows_of(leased, number) == rows_of(MemoryStream(array, batch_size, 5, 0, 1), number)
+    leased = LeasedStream(array, batch_size, 5, 3, EveryOne())
+    assert rows_of(leased, number) == rows_of(NumberedStream(array, batch_size, 5, 0, 1), number)
 
 
 def test_without_units_training_goes_on_in_an_order_of_its_own_which_resumes() -> None:
     array, units = numbered(17), [None, [(40, 43)], None, None]
 
     def stream(units: list[list[tuple[int, int]] | None]) -> LeasedStream:
-        left = iter(units)
-        return LeasedStream(array, 3, 5, 8, lambda wanted: next(left))
+        return LeasedStream(array, 3, 5, 8, Dealt(*units))
 
-    own, common = rows_of(MemoryStream(array, 3, 5, 8, None), 3), rows_of(MemoryStream(array, 1, 5, 0, 1), 43)
+    own, common = rows_of(NumberedStream(array, 3, 5, 8, None), 3), rows_of(NumberedStream(array, 1, 5, 0, 1), 43)
     one = stream(units)
     assert rows_of(one, 2) == own[:3] + common[40:]
     resumed = stream(units[2:])
@@ -238,28 +268,28 @@ def test_without_units_training_goes_on_in_an_order_of_its_own_which_resumes() -
 
 def test_fewer_peers_go_on_where_all_of_them_stopped() -> None:
     array = numbered(100)
-    four = [MemoryStream(array, 5, 0, shard, 4) for shard in range(4)]
+    four = [NumberedStream(array, 5, 0, shard, 4) for shard in range(4)]
     before = [row for stream in four for row in rows_of(stream, 3)]
     after = []
     for shard in range(2):
-        stream = MemoryStream(array, 5, 0, shard, 2)
+        stream = NumberedStream(array, 5, 0, shard, 2)
         stream.restore(four[shard].state())
         after += rows_of(stream, 4)
-    assert sorted(before + after) == [tuple(row) for row in array.tolist()]
+    assert sorted(before + after) == tuples(array)
 
 
 def test_a_resume_on_changed_data_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    state = MemoryStream(numbered(20), 2, 0, 0, 1).state()
-    MemoryStream(numbered(20), 2, 0, 0, 1).restore(state)
+    state = NumberedStream(numbered(20), 2, 0, 0, 1).state()
+    NumberedStream(numbered(20), 2, 0, 0, 1).restore(state)
     assert not caplog.records
-    MemoryStream(numbered(21), 2, 0, 0, 1).restore(state)
+    NumberedStream(numbered(21), 2, 0, 0, 1).restore(state)
     assert "the training data changed since the checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("state", [{}, {"taken": "x", "stride": 1, "digest": ""}, {"kind": "hub", "epoch": 1}])
 def test_a_position_of_another_source_is_refused(state: dict[str, Any], hub: Path) -> None:
     with pytest.raises(CheckpointError, match=r"data: the checkpoint holds no position for this data\.source; use the"):
-        MemoryStream(numbered(20), 2, 0, 0, 1).restore(state)
+        NumberedStream(numbered(20), 2, 0, 0, 1).restore(state)
     with pytest.raises(CheckpointError, match=r"data: the checkpoint holds no position for this data\.source; use the"):
         data.load(config("hub", name=str(hub)), 0).batches(1).restore(state)
 
@@ -272,7 +302,7 @@ def test_the_standard_library_is_real_text_and_loads_in_a_moment() -> None:
     opened = data.load(DataConfig(source="stdlib", sequence_length=128), seed=0)
     assert time.perf_counter() - started < 3  # 0.12 s on an idle machine
     assert len(opened.training) > 30_000  # type: ignore[attr-defined]
-    assert opened.training.dtype == np.uint8  # type: ignore[attr-defined]
+    assert opened.training.rows.dtype == np.uint8  # type: ignore[attr-defined]
     assert opened.holdout(64).shape == (64, 128)
     batch = next(opened.batches(4))
     assert (batch.shape, batch.dtype) == ((4, 128), torch.int64)
@@ -431,9 +461,9 @@ def test_a_transformers_tokenizer_packs_its_tokens_and_end_tokens(word_tokenizer
     written(tmp_path, {f"{number}.txt": f"w{number} w{number}" for number in range(400)})
     opened = data.load(config("text", tmp_path, tokenizer=word_tokenizer, sequence_length=3), seed=0)
     assert opened.tokenizer.vocab_size == 402
-    assert opened.training.dtype == np.uint16  # type: ignore[attr-defined]
-    for first, second, end in next(opened.batches(50)).tolist():
-        assert (first, end) == (second, opened.tokenizer.end) == (second, 1)
+    assert opened.training.rows.dtype == np.uint16  # type: ignore[attr-defined]
+    for one, second, end in next(opened.batches(50)).tolist():
+        assert (one, end) == (second, opened.tokenizer.end) == (second, 1)
     assert opened.tokenizer.decode([2, 3, 1]) == "w0 w1"
     assert opened.tokenizer.num_bytes([2, 3, 1]) == 5
 

@@ -55,7 +55,10 @@ EFFECT = {
     "data.revision": "lt.hspde bqd",
     "data.subset": "lt.hspde bqd",
     "data.split": "lt.hspde bqd",
+    "data.mixture": "lt.hspde bqd",
     "data.path": "ltjhspde bqd",
+    "data.paths": "ltjhspde bqd",
+    "data.cache": "ltj.s..e bqd",
     "data.shard": ".tj..... bq.",
     "data.shards": ".tj..... bq.",
     "inner.optimizer": "lt.hspd. bqd",
@@ -192,9 +195,10 @@ def test_a_simulation_reads_what_it_takes_and_nothing_that_it_refuses(
     monkeypatch.setattr(Settings, "__getattribute__", noting)
     simulate(config, lambda message: None)
     monkeypatch.undo()
-    # These depend on others: the rate of Muon, what late contributions count, how much a trimmed mean leaves out, and a
-    # clip of several contributions.
+    # These depend on others: the rate of Muon, what late contributions count, how much a trimmed mean leaves out, a
+    # clip of several contributions, and where files and their tokens are.
     conditional = {"inner.muon_lr_ratio", "outer.staleness_exponent", "outer.trim", "outer.clip_factor"}
+    conditional |= {"data.mixture", "data.paths", "data.cache"}
     # These it reads after it has given each peer its own, and in order to know that there are no strangers.
     replaced = {"run.name", "run.lead", "run.key", "checkpoint.every", "checkpoint.keep", "train.step_delay_s"}
     replaced |= {"swarm.min_peers", "swarm.token", "swarm.key_path", "swarm.initial_peers"}

@@ -53,7 +53,7 @@ HOMES = {
     "torch.distributed": {"train"},
     "torch": {"outer", "model", "data", "swarm", "rundir", "train", "fit", "sim"},
     "numpy": {"outer", "data", "rundir", "train"},
-    "blake3": {"outer"},
+    "blake3": {"outer", "data"},
     "safetensors": {"model", "rundir"},
     "msgpack": {"protocol", "swarm"},
     "uvloop": {"swarm"},

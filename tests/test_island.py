@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.config import compose
-from diloco.train.island import Island
 from diloco.train.run import run
 from tests.swarm_helpers import ROOT, SMOKE, command, eventually, free_port, json_lines, together
 
@@ -99,11 +98,18 @@ def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: P
     assert losses(two, "loss") == pytest.approx(losses(one, "loss"), rel=0, abs=5e-6)
 
 
-def test_ranks_share_the_rows_of_a_batch() -> None:
-    batch = torch.arange(24).view(6, 4)
-    shares = [Island(torch.device("cpu"), rank, 3).rows(batch) for rank in range(3)]
-    assert [share.shape for share in shares] == [(2, 4)] * 3
-    assert sorted(torch.cat(shares)[:, 0].tolist()) == batch[:, 0].tolist()
+def test_ranks_hear_integers_of_rank_0_however_many_they_are(tmp_path: Path) -> None:
+    script = tmp_path / "share.py"
+    script.write_text(
+        "from diloco.train.island import Island\nisland = Island.from_environment('cpu')\n"
+        "for length in (0, 1, 63, 64, 200):\n"
+        "    sent = [2**62 + number for number in range(length)]\n"
+        "    assert island.share_integers(sent if island.leads else [7]) == sent, length\n"
+        "island.close()\n"
+    )
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
+    with command(*launcher, directory=tmp_path) as started:
+        assert started.wait() == 0, started.stderr
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

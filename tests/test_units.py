@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,10 +21,12 @@ from diloco.protocol.messages.control import Claim, Hello, Published, Status, Vo
 from diloco.protocol.peer import Peer
 from diloco.rundir.checkpoint import Checkpoint
 from diloco.swarm.conversations.units import LeasedData
+from diloco.train.island import Island
+from diloco.train.leases import IslandLeases
 from diloco.train.session import Session
 from tests.crowd_helpers import SEQUENCES_PER_ROUND, story
 from tests.protocol_helpers import MANIFEST, digest_of, record_of
-from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, json_lines
+from tests.swarm_helpers import DEADLINE_S, SMOKE, command, eventually, free_port, json_lines
 
 seeds = st.integers(0, 10**9)
 
@@ -276,6 +278,43 @@ def test_a_data_has_no_more_pieces_than_can_be_told() -> None:
     assert data.take(MAX_UNIT_RANGES) is not None
 
 
+class Ranks:
+    """What `share_integers` does for the ranks of an island that are called one after the other."""
+
+    def __init__(self, leads: bool, said: list[list[int]]) -> None:
+        self.leads, self.said = leads, said
+
+    def share_integers(self, values: list[int]) -> list[int]:
+        if self.leads:
+            self.said.append(values)
+        return self.said[-1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "take"]), st.integers(0, 60), st.integers(1, 6)), max_size=40))
+def test_all_ranks_of_an_island_take_the_units_of_rank_0(steps: list[tuple[str, int, int]]) -> None:
+    data, alone, said = LeasedData(), LeasedData(), list[list[int]]()
+    leads, follows = (IslandLeases(cast(Island, Ranks(first, said)), lambda: data, 3) for first in (True, False))
+    for what, start, size in steps:
+        if what == "add":
+            for units in (data, alone):
+                units.add([(start, start + size)])
+            continue
+        expected = alone.take(size)
+        assert leads.take(size) == expected == follows.take(size)
+        # After a refusal nothing is known of what comes, as it is not enough.
+        coming = [] if expected is None else alone.ahead(3 * size)
+        assert leads.ahead(3 * size) == coming == follows.ahead(3 * size)
+        assert count(follows.ahead(size)) <= size
+    assert data.trained_on == alone.trained_on
+
+
+def test_before_and_after_the_swarm_an_island_has_no_units() -> None:
+    said: list[list[int]] = []
+    for leads in (True, False):
+        leases = IslandLeases(cast(Island, Ranks(leads, said)), lambda: None, 3)
+        assert leases.take(4) is None and leases.ahead(4) == []
+
+
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
@@ -290,24 +329,41 @@ def test_a_checkpoint_brings_the_word_back_and_an_old_one_has_none(known: bool) 
     assert saved is not None and tuple(saved.units) == ((9, [[2, 4]]) if known else (0, ()))
 
 
-def train_two(directory: Path, outer_steps: int) -> None:
-    """Two peers of one run, each a process with a directory of its own, to that outer step."""
-    both = ("-m", "diloco", "train", *SMOKE, f"budget.outer_steps={outer_steps}", "swarm.min_peers=2")
+def starting(ranks: int) -> tuple[str, ...]:
+    """The command of a peer that is one process, or an island of several."""
+    if ranks == 1:
+        return ("-m", "diloco", "train")
+    return (
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        f"--master-port={free_port()}",
+        "-m",
+        "diloco.train",
+    )
+
+
+def train_two(directory: Path, outer_steps: int, ranks: Sequence[int]) -> None:
+    """Two peers of one run, each of so many processes and with a directory of its own, to that outer step."""
+    both = (*SMOKE, f"budget.outer_steps={outer_steps}", "swarm.min_peers=2")
     both = (*both, "checkpoint.every=1", "train.step_delay_s=0.05", "inner.schedule=constant")
     (directory / "a" / "address").unlink(missing_ok=True)
-    with command(*both, "run.dir=a", "run.name=a", directory=directory) as first:
+    with command(*starting(ranks[0]), *both, "run.dir=a", "run.name=a", directory=directory) as first:
         eventually((directory / "a" / "address").exists, "an address")
         joining = ("run.dir=b", "run.name=b", "swarm.initial_peers=@a/address")
-        with command(*both, *joining, directory=directory) as second:
+        with command(*starting(ranks[1]), *both, *joining, directory=directory) as second:
             first.done()
             second.done()
 
 
 @pytest.mark.swarm
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_two_real_peers_learn_from_different_units_and_so_they_do_after_a_restart(tmp_path: Path) -> None:
-    for outer_steps in (4, 8):
-        train_two(tmp_path, outer_steps)
+@pytest.mark.parametrize("ranks", [[(1, 1), (1, 1)], [(2, 1), (1, 2)]], ids=["alone", "islands"])
+def test_two_real_peers_learn_from_different_units_and_so_they_do_after_a_restart(
+    ranks: Sequence[Sequence[int]], tmp_path: Path
+) -> None:
+    for outer_steps, sizes in zip((4, 8), ranks, strict=True):
+        train_two(tmp_path, outer_steps, sizes)
         events = [event for peer in "ab" for event in json_lines(tmp_path / peer / "events.jsonl")]
         told = {peer: [e["units"] for e in events if e["kind"] == "units" and e["peer"] == peer] for peer in "ab"}
         units = [unit for contributions in told.values() for contributed in contributions for unit in contributed]

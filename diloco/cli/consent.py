@@ -64,7 +64,8 @@ def terms(config: Config, parameters: int, memory_bytes: float, device: str) -> 
     if data is None:
         yield "data", "the standard library of Python, which is here"
     elif data.name is None:
-        yield "data", f"YOUR files: {', '.join(config.data.path or ())}"
+        own = [*(config.data.path or ()), *(path for paths in config.data.paths.values() for path in paths)]
+        yield "data", f"YOUR files: {', '.join(own)}"
     else:
         subset = f", {manifest.data.subset}" if manifest.data.subset else ""
         yield (

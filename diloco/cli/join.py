@@ -172,9 +172,9 @@ class _Arrival:
             return  # a guest need not invite others
         if self._stages.name is not None and isinstance(message, Stage):
             self._stages.go_to(message.stage)
-            if message.stage == "state":
-                received = f"{human_bytes(message.received)} received"
-                self._stages.show(received, message.received / max(message.wanted, 1))
+            if message.stage == "state" or message.wanted:
+                done = f"{human_bytes(message.received)} {'received' if message.stage == 'state' else 'tokenised'}"
+                self._stages.show(done, message.received / max(message.wanted, 1))
         if self._stages.name is not None and isinstance(message, Status):
             if message.state in ("training", "leaving", "done", "left"):
                 self._contribute(message)

@@ -109,7 +109,8 @@ def help_text() -> str:
         "Settings (KEY=VALUE), with their defaults; those marked * define the run and are equal on all its peers:",
     ]
     for key, field in leaves(Config):
-        default = show(values[key]) if key in values else "see --cfg job"
+        empty = "[]" if field.default == () else "see --cfg job"  # an empty mixture is in no dump
+        default = show(values[key]) if key in values else empty
         lines.append(f"  {key}={default}{' *' if key in run_owned else ''}")
         lines.append(f"      {field.description} Expects {expected(field)}.")
     return "\n".join(lines)

@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         _ONE_PEER,
         Ignored("swarm.initial_peers", "which is given the ADDRESS or --new"),
         Ignored(
-            f"train checkpoint eval wandb run.lead run.report {_SHARDS} swarm.inner_state",
+            f"train checkpoint eval wandb run.lead run.report {_SHARDS} data.cache swarm.inner_state",
             "which trains nothing",
             "drop it, or use diloco train",
         ),
@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
     "plan": (
         Ignored("sim", "which only computes", "give --step-s, --bandwidth and --latency-ms"),
         Ignored(
-            f"run.dir {_NAMED} {_SHARDS} local.step_delay_s train.parallel train.micro_batch {_LAYERS} "
+            f"run.dir {_NAMED} {_SHARDS} data.cache local.step_delay_s train.parallel train.micro_batch {_LAYERS} "
             "train.step_delay_s train.log_every swarm checkpoint eval wandb",
             "which runs nothing",
         ),
@@ -82,9 +82,9 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         _REAL_TIME,
         _ONE_PEER,
         Ignored(
-            f"{_NAMED} {_SHARDS} train.parallel train.micro_batch train.precision {_LAYERS} train.step_delay_s "
-            "train.log_every checkpoint.every checkpoint.background eval wandb swarm.initial_peers swarm.reachable "
-            "swarm.min_peers swarm.upload_limit swarm.heartbeat_s swarm.inner_state",
+            f"{_NAMED} {_SHARDS} data.cache train.parallel train.micro_batch train.precision {_LAYERS} "
+            "train.step_delay_s train.log_every checkpoint.every checkpoint.background eval wandb swarm.initial_peers "
+            "swarm.reachable swarm.min_peers swarm.upload_limit swarm.heartbeat_s swarm.inner_state",
             "which takes part in no run",
         ),
     ),
@@ -160,6 +160,10 @@ def _beside(config: Config) -> Iterator[Ignored]:
         yield Ignored("inner.muon_lr_ratio", f"with inner.optimizer={optimizer}", "drop it, or choose inner=muon")
     if data.source in ("stdlib", "text"):
         yield Ignored("data.field", f"with data.source={data.source}, which has no columns")
+    if data.source == "mixture":
+        yield Ignored("data.field", "with data.source=mixture", "say it for each source of data.mixture")
+    if data.source in ("stdlib", "hub"):
+        yield Ignored("data.cache", f"with data.source={data.source}, which has no files of this machine")
     if data.source != "hub":
         yield Ignored("data.split", f"with data.source={data.source}, which has no splits", "drop it, or use data=hub")
     if model.path is not None:

@@ -126,7 +126,8 @@ def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, 
     first, *others = error.errors(include_url=False)
     keys = dict(leaves(model))
     key = ".".join(part for part in first["loc"] if isinstance(part, str))  # without the index into a list
-    if first["type"] == "extra_forbidden":
+    below = any(key.startswith(f"{known}.") for known in keys)  # in a setting that is a list
+    if first["type"] == "extra_forbidden" and not below:
         text = unknown_key(key, keys)
     elif first["type"] == "missing":
         text = f"{key} is missing; expected {_wanted(key, keys)}"

@@ -3,7 +3,8 @@
 Whoever gives a volunteer an address chooses what the volunteer's machine reads, trains on and gives away. Therefore a
 run that is joined takes its model, its text and its tokenizer from the Hugging Face hub at a commit that the manifest
 names, or from this package (a model from `model.config`, the standard library, bytes). It never takes them from a path
-of this machine. `data.path` is no exception: the manifest does not have it, the volunteer types it.
+of this machine. `data.path` is no exception, nor is `data.paths`: the manifest does not have them, the volunteer types
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def sources_of(manifest: Manifest) -> Iterator[Source]:
     model, data = manifest.model, manifest.data
     if model.path is not None:
         yield Source("model", "model.path", model.path, model.revision)
-    if data.source != "stdlib":
+    if data.source != "stdlib" and (not data.mixture or any(one.source != "stdlib" for one in data.mixture)):
         yield Source("data", "data.name", data.name, data.revision)
     if data.tokenizer != "bytes":
         yield Source("tokenizer", "data.tokenizer", data.tokenizer, data.tokenizer_revision)
@@ -51,13 +52,21 @@ def sources_of(manifest: Manifest) -> Iterator[Source]:
 def check_foreign(manifest: Manifest) -> None:
     """Raises ConfigError, with one line, if a volunteer must not take this manifest from a swarm."""
     for key, value in flatten(manifest.model_dump(mode="json")):
-        if not key.isprintable() or (isinstance(value, str) and not value.isprintable()):
+        if not all(text.isprintable() for text in (key, *_texts(value))):
             raise ConfigError(
                 f"{show(key)}={show(value)} of the run holds characters that nobody can see; join no such run"
             )
     for source in sources_of(manifest):
         if source.name is not None:
             _check_hub(source, source.name)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yields every text in a value, which may be a list of mappings."""
+    if isinstance(value, str):
+        yield value
+    for part in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        yield from _texts(part)
 
 
 def _check_hub(source: Source, name: str) -> None:

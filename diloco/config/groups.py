@@ -1,8 +1,8 @@
 """The settings that define a run, with type, range and meaning, one class per group; the cross-checks inside a group.
 
-`RunConfig` and `DataConfig` add what each peer decides for itself, from `peer_local.py`. Values that make a preset live
-in `configs/`; a default here is one that suits every preset. Checks across groups are in `schema.py` and, for the
-run-owned half, in `manifest.py`.
+`RunConfig` adds what each peer decides for itself, from `peer_local.py`; the data has a module of its own. Values that
+make a preset live in `configs/`; a default here is one that suits every preset. Checks across groups are in `schema.py`
+and, for the run-owned half, in `manifest.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pydantic_core import PydanticCustomError
 
 from diloco.config.base import Name, Revision, RunOwned, Tuple
 from diloco.config.explain import Expected
-from diloco.config.peer_local import DataPlace, RunPlace
+from diloco.config.peer_local import RunPlace
 
 __all__ = [
-    "BudgetConfig", "DataConfig", "DataRecipe", "InnerConfig", "ModelConfig", "OuterConfig", "RunConfig", "RunIdentity",
+    "BudgetConfig", "InnerConfig", "ModelConfig", "OuterConfig", "RunConfig", "RunIdentity",
 ]  # fmt: skip
 
 # What `diloco/outer` implements. A new codec, merge rule or outer optimizer is a new name in one of these.
@@ -115,54 +115,6 @@ class ModelConfig(RunOwned):
             )
         if self.revision is not None and self.path is None:
             raise ValueError(f"model.revision={self.revision} is a commit of model.path, which is null; drop it")
-        return self
-
-
-class DataRecipe(RunOwned):
-    source: Literal["stdlib", "text", "json", "parquet", "hub"]
-    """stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset."""
-    sequence_length: int = Field(128, ge=2, le=1 << 20, description="Tokens of one packed sequence.")
-    tokenizer: str = Field("bytes", min_length=1, description="'bytes', a directory, or a Hugging Face name.")
-    tokenizer_revision: Revision | None = None
-    """Commit of data.tokenizer on the Hugging Face hub; null: the newest, or a directory."""
-    field: str = Field("text", min_length=1, description="Column that holds the text (json, parquet, hub).")
-    holdout: float = Field(0.02, gt=0, le=0.5, description="Part of the documents kept for evaluation, by hash.")
-    name: str | None = Field(None, min_length=1)
-    """Dataset on the Hugging Face hub, such as allenai/c4 (hub)."""
-    revision: Revision | None = Field(None, description="Commit of data.name on the hub; null: the newest (hub).")
-    subset: str | None = Field(None, min_length=1, description="Configuration of the dataset, such as en (hub).")
-    split: str = Field("train", min_length=1, description="Split of the dataset (hub).")
-
-    @model_validator(mode="after")
-    def _fits_source(self) -> DataRecipe:
-        if self.source == "hub" and self.name is None:
-            raise ValueError("data.source=hub needs a dataset; set data.name=NAME, such as data.name=allenai/c4")
-        if self.tokenizer == "bytes" and self.tokenizer_revision is not None:
-            raise ValueError(
-                f"data.tokenizer_revision={self.tokenizer_revision} has no effect with data.tokenizer=bytes; drop it"
-            )
-        for key in ("name", "revision", "subset"):
-            if self.source != "hub" and getattr(self, key) is not None:
-                raise ValueError(
-                    f"data.{key}={getattr(self, key)} has no effect with data.source={self.source}; "
-                    "drop it, or use data=hub"
-                )
-        return self
-
-
-class DataConfig(DataPlace, DataRecipe):
-    """Which text is trained on, and where this peer finds its part."""
-
-    @model_validator(mode="after")
-    def _path_fits_source(self) -> DataConfig:
-        if self.source in ("text", "json", "parquet") and not self.path:
-            raise ValueError(f"data.source={self.source} needs files; set data.path=FILE_OR_DIRECTORY")
-        if self.source in ("stdlib", "hub") and self.path is not None:
-            shown = self.path[0] if len(self.path) == 1 else f"[{','.join(self.path)}]"
-            raise ValueError(
-                f"data.path={shown} has no effect with data.source={self.source}; "
-                "drop it, or add data=text, data=json or data=parquet"
-            )
         return self
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from diloco.config.base import RunOwned
+from diloco.config.data import DataRecipe
 from diloco.config.explain import explain, show
-from diloco.config.groups import BudgetConfig, DataRecipe, InnerConfig, ModelConfig, OuterConfig, RunIdentity
+from diloco.config.groups import BudgetConfig, InnerConfig, ModelConfig, OuterConfig, RunIdentity
 from diloco.errors import ConfigError
 
 __all__ = [

@@ -40,6 +40,10 @@ class RunPlace(PeerLocal):
 class DataPlace(PeerLocal):
     path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple] | None = None
     """File, directory or list of them with this peer's data (text, json, parquet)."""
+    paths: dict[str, Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple]] = Field(default_factory=dict)
+    """The same for each source of data.mixture that has files, by its name."""
+    cache: str | None = Field("auto", min_length=1)
+    """Directory for the tokens of files; auto: ~/.cache/diloco/tokens; null: none, all tokens are kept in memory."""
     shard: int | None = Field(None, ge=0, description="Which of data.shards parts this peer reads; null derives it.")
     shards: int | None = Field(None, ge=1, description="Parts that the data is cut into; null derives it.")
 

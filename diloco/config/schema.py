@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from diloco.config import groups, peer_local
 from diloco.config.address import scope
 from diloco.config.base import RunOwned, Settings
+from diloco.config.data import DataConfig, DataRecipe
 from diloco.config.explain import explain
 from diloco.config.foreign import check_foreign
 from diloco.config.manifest import Manifest, check_model_fits_data, check_warmup_ends
@@ -31,7 +32,7 @@ class Config(Settings):
     budget: groups.BudgetConfig
     local: peer_local.LocalConfig = Field(default_factory=peer_local.LocalConfig)
     model: groups.ModelConfig
-    data: groups.DataConfig
+    data: DataConfig
     inner: groups.InnerConfig
     outer: groups.OuterConfig
     swarm: peer_local.SwarmConfig = Field(default_factory=peer_local.SwarmConfig)
@@ -65,7 +66,7 @@ class Config(Settings):
             run=_half(groups.RunIdentity, self.run),
             budget=self.budget,
             model=self.model,
-            data=_half(groups.DataRecipe, self.data),
+            data=_half(DataRecipe, self.data),
             inner=self.inner,
             outer=self.outer,
         )

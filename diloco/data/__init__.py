@@ -2,12 +2,14 @@
 
 1. A source yields documents, UTF-8 bytes in a fixed order (`sources`): the standard library, files, or a hub stream.
 2. The hash of a document decides whether it is training text or held-out text, equally on every peer (`packing`).
-3. A tokenizer turns the document into integers and adds its end token (`tokenizers`).
+3. A tokenizer turns the document into integers and adds its end token (`tokenizers`, `tokenise`), for large files of
+   this machine once (`token_files`).
 4. The tokens are concatenated and cut into sequences of T = `data.sequence_length` tokens. No token is repeated, and
    only a last piece shorter than T is dropped. A sequence may hold the end of one document and the start of the next;
    attention is not masked between them, as usual in pretraining.
-5. A stream yields endless batches (B, T) of this peer's part, in a seeded order (`memory`, `streaming`). Its `state()`
-   is small JSON; `restore()` continues with the very next sequence.
+5. A stream yields endless batches (B, T) of this peer's part, in a seeded order (`numbered`, `streaming`), drawn from
+   one source or several (`mixture`). Its `state()` is small JSON; `restore()` continues with the very next sequence.
+6. A thread makes batches before their turn (`prefetch`).
 
 A sequence counts as T tokens everywhere, although the model reads its first token and does not predict it.
 """
@@ -20,12 +22,16 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.memory import MemoryDataset, TakeUnits
-from diloco.data.sources import documents
+from diloco.data.local import LocalDataset
+from diloco.data.numbered import Leases
+from diloco.data.prefetch import AHEAD, Planned, Prefetched
 from diloco.data.streaming import HubDataset
+from diloco.data.token_files import OnProgress
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
 
-__all__ = ["Dataset", "Stream", "TakeUnits", "Tokenizer", "load", "load_tokenizer"]
+__all__ = [
+    "AHEAD", "Dataset", "Leases", "PlannedStream", "Prefetched", "Stream", "Tokenizer", "load", "load_tokenizer",
+]  # fmt: skip
 
 
 class Stream(Protocol):
@@ -46,6 +52,10 @@ class Stream(Protocol):
         """
 
 
+class PlannedStream(Stream, Planned, Protocol):
+    """One that `Prefetched` takes."""
+
+
 class Dataset(Protocol):
     """Text of one source, tokenised and split."""
 
@@ -53,15 +63,22 @@ class Dataset(Protocol):
     sequence_length: int
     description: str  # one line for the log: the source and its size
 
-    def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> Stream:
+    def batches(
+        self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)
+    ) -> PlannedStream:
         """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and cover the data.
 
         With `shards=None` the number of peers is unknown: every `shard` number then has its own order over all data,
         and two peers may train on the same sequence.
+
+        `rows` is (rank, size) of a process in an island: its batches are the rows rank, rank + size, ... of the peer's,
+        (B / size, T), and its state is the peer's. Other rows of numbered sequences are not read.
         """
 
-    def leased(self, batch_size: int, take: TakeUnits, *, shard: int = 0) -> Stream:
-        """Training batches of the ranges that `take` returns, from the numbered list that all peers of the run share.
+    def leased(
+        self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)
+    ) -> PlannedStream:
+        """Training batches of the ranges that are leased, from the numbered list that all peers of the run share.
 
         A source without numbered sequences (a hub stream) behaves like `batches` with `shards=None`.
         """
@@ -79,12 +96,13 @@ class Dataset(Protocol):
         """
 
 
-def load(settings: DataConfig, seed: int) -> Dataset:
+def load(settings: DataConfig, seed: int, on_progress: OnProgress = lambda done, total: None) -> Dataset:
     """Opens the data of a run: reads and tokenises local text, or connects to the hub.
 
-    Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
+    `on_progress` is called with bytes of text that are tokenised and of all, while files of tokens are made. Raises
+    DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
     """
     tokenizer = load_tokenizer(settings.tokenizer, settings.tokenizer_revision)
     if settings.source == "hub":
         return HubDataset(settings, tokenizer, seed)
-    return MemoryDataset(settings, tokenizer, seed, documents(settings))
+    return LocalDataset(settings, tokenizer, seed, on_progress)

@@ -62,10 +62,9 @@ class Packer:
         del taken[cut:]
         return np.frombuffer(taken, self._dtype).reshape(rows, self.sequence_length)
 
-    def waiting(self) -> list[int]:
-        """The tokens that were added and not yet taken."""
-        tokens: list[int] = np.frombuffer(bytes(self._waiting), self._dtype).tolist()
-        return tokens
+    def waiting(self) -> NDArray[Any]:
+        """A copy of the tokens that were added and not yet taken."""
+        return np.frombuffer(bytes(self._waiting), self._dtype)
 
     def restore(self, waiting: list[int]) -> None:
         """Puts back what `waiting` returned."""

@@ -18,7 +18,7 @@ from diloco.config import DataConfig
 from diloco.config.explain import show
 from diloco.errors import DataError, DilocoError
 
-__all__ = ["documents", "open_pinned", "open_stream", "reading", "text_of"]
+__all__ = ["documents", "files_of", "open_pinned", "open_stream", "reading", "text_of"]
 
 # Generated tables and machine-specific constants, tests, and packages that are not part of the library.
 _STDLIB_SKIPPED = frozenset(
@@ -39,8 +39,13 @@ def documents(settings: DataConfig) -> Iterator[bytes]:
     if settings.source == "stdlib":
         return _stdlib()
     if settings.source == "text":
-        return _text(_files(settings.path or (), suffixes=()))
+        return _text(files_of(settings))
     return _table(settings)
+
+
+def files_of(settings: DataConfig) -> list[Path]:
+    """The files of a local source in their order. Raises DataError if one is missing."""
+    return _files(settings.path or (), _SUFFIXES.get(settings.source, ()))
 
 
 def open_stream(builder: str, **options: Any) -> Any:
@@ -170,7 +175,7 @@ def _last_character(block: bytes) -> int:
 
 
 def _table(settings: DataConfig) -> Iterator[bytes]:
-    files = [str(file) for file in _files(settings.path or (), _SUFFIXES[settings.source])]
+    files = [str(file) for file in files_of(settings)]
     what = f"data.path: {', '.join(settings.path or ())} cannot be read as {settings.source}"
     with reading(what, "repair the file, or set data.source to its format"):
         for row in open_stream(settings.source, data_files=files, split="train"):

@@ -8,6 +8,12 @@
 Documents are not shuffled inside a file: the shuffle buffer of `datasets` loses its content at a resume, and our resume
 is exact. The state is the position in the current file (`IterableDataset.state_dict`) and the tokens that wait in the
 packer.
+
+The sequences of a stream have no numbers, so no work units of it are leased. Which text a number stands for is known
+only after everything before it was read and tokenised: compressed files cannot be entered in the middle, nobody says
+how many documents a file has, and where a sequence begins depends on the tokens before it. A whole file would be a unit
+that can be entered, and is too large for one: a file of C4 has 150 million tokens, more than a peer trains on in a
+round. For the same reason each rank of an island reads and tokenises the peer's whole batch, and keeps its own rows.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import DataConfig
-from diloco.data.memory import TakeUnits
+from diloco.data.numbered import Leases
 from diloco.data.packing import Packer, is_held_out, permuted
 from diloco.data.sources import open_pinned, open_stream, reading, text_of
 from diloco.data.tokenizers import Tokenizer
@@ -34,6 +40,8 @@ from diloco.hub import check_reachable
 __all__ = ["HubDataset", "HubStream"]
 
 logger = logging.getLogger(__name__)
+
+_DOCUMENTS_AT_ONCE = 256  # per call of the tokenizer, at most
 
 
 class HubDataset:
@@ -71,11 +79,13 @@ class HubDataset:
             f"hub {settings.name}: {files:,} files, streamed in sequences of {self.sequence_length} tokens"
         )
 
-    def batches(self, batch_size: int, *, shard: int = 0, shards: int | None = 1) -> HubStream:
-        return HubStream(self, batch_size, shard, shards)
+    def batches(
+        self, batch_size: int, *, shard: int = 0, shards: int | None = 1, rows: tuple[int, int] = (0, 1)
+    ) -> HubStream:
+        return HubStream(self, batch_size, shard, shards, rows)
 
-    def leased(self, batch_size: int, take: TakeUnits, *, shard: int = 0) -> HubStream:
-        return self.batches(batch_size, shard=shard, shards=None)
+    def leased(self, batch_size: int, leases: Leases, *, shard: int = 0, rows: tuple[int, int] = (0, 1)) -> HubStream:
+        return self.batches(batch_size, shard=shard, shards=None, rows=rows)
 
     def sequences(self, numbers: Sequence[int]) -> None:
         return None
@@ -99,14 +109,21 @@ class HubDataset:
 
 
 class HubStream:
-    """One shard's endless batches of a streaming dataset."""
+    """One shard's endless batches of a streaming dataset.
 
-    def __init__(self, dataset: HubDataset, batch_size: int, shard: int, shards: int | None) -> None:
+    The plan of a batch is its number since the start. A position is kept with every batch that was made, because that
+    of the batch that was handed out last is the stream's (see `prefetch`).
+    """
+
+    def __init__(
+        self, dataset: HubDataset, batch_size: int, shard: int, shards: int | None, rows: tuple[int, int] = (0, 1)
+    ) -> None:
         assert batch_size > 0 and shard >= 0 and (shards is None or shard < shards), (batch_size, shard, shards)
         self._rows = dataset.rows
         self._settings = settings = dataset.settings
         self._tokenizer = dataset.tokenizer
         self._batch_size = batch_size
+        self._rank, self._size = rows
         self._packer = Packer(settings.sequence_length, self._tokenizer)
         self._files: int = self._rows.num_shards
         self._shard, self._shards = shard, shards
@@ -123,16 +140,52 @@ class HubStream:
         self._documents_in_epoch = 0
         self._file: Any = None
         self._iterator: Iterator[dict[str, Any]] | None = None
+        self._bytes_per_token = 1.0  # of the last documents
+        self._begin()
+
+    def _begin(self) -> None:
+        self._planned = self._made = 0
+        self._positions = {0: self._position()}  # by batch: where the stream is after it
 
     def __iter__(self) -> HubStream:
         return self
 
     def __next__(self) -> Tensor:
-        while len(self._packer) < self._batch_size:
-            self._packer.add(self._tokenizer.encode([self._next_document()])[0])
-        return torch.from_numpy(self._packer.take(self._batch_size).astype(np.int64))  # (B, T)
+        return self.make(self.plan())
+
+    def plan(self) -> int:
+        """The number of the next batch."""
+        self._positions.pop(self._planned - 1, None)
+        self._planned += 1
+        return self._planned
+
+    def ahead(self, batches: int) -> list[int]:
+        """The numbers of those after it."""
+        return list(range(self._planned + 1, self._planned + 1 + batches))
+
+    def make(self, plan: int) -> Tensor:
+        """The next batch: (B / size, T) int64. They are made in order, each once."""
+        assert plan == self._made + 1, (plan, self._made)
+        while (rows := self._batch_size - len(self._packer)) > 0:
+            # About as many as are missing: the tokenizer is faster with several, and nobody is to wait for more.
+            wanted = rows * self._settings.sequence_length * self._bytes_per_token
+            documents, num_bytes = [self._next_document()], 0
+            while (num_bytes := num_bytes + len(documents[-1])) < wanted and len(documents) < _DOCUMENTS_AT_ONCE:
+                documents.append(self._next_document())
+            encoded = self._tokenizer.encode(documents)
+            self._bytes_per_token = num_bytes / max(1, sum(map(len, encoded)))
+            for one in encoded:
+                self._packer.add(one)
+        batch = self._packer.take(self._batch_size)[self._rank :: self._size]
+        self._made = plan
+        self._positions[plan] = self._position()
+        return torch.from_numpy(batch.astype(np.int64))
 
     def state(self) -> dict[str, Any]:
+        position = self._positions[self._planned]
+        return {**position, "waiting": position["waiting"].tolist()}
+
+    def _position(self) -> dict[str, Any]:
         return {
             "kind": "hub", "epoch": self._epoch, "visit": self._visit, "document": self._document,
             "documents_in_epoch": self._documents_in_epoch,
@@ -157,11 +210,12 @@ class HubStream:
         self._packer = Packer(self._settings.sequence_length, self._tokenizer)
         if not same_shard:
             logger.warning("data.shards changed since the checkpoint: reading the current file from its beginning")
-            return
-        self._packer.restore(waiting)
-        self._document = document
-        if file is not None:
-            self._open(file)
+        else:
+            self._packer.restore(waiting)
+            self._document = document
+            if file is not None:
+                self._open(file)
+        self._begin()
 
     def _next_document(self) -> bytes:
         """The next training document of this shard."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.errors import DataError, DilocoError
@@ -31,6 +34,10 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int | None:
         """The token after every document; None if the vocabulary has no such token, and then none is inserted."""
+
+    @property
+    def digest(self) -> str:
+        """Equal for tokenizers that make the same tokens of the same text."""
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 becomes U+FFFD or stays as it is."""
@@ -67,6 +74,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     end = 0
+    digest = "bytes"
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
@@ -127,6 +135,17 @@ class HubTokenizer:
         end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
         self.end: int | None = end
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
+
+    @functools.cached_property
+    def digest(self) -> str:
+        # What `save` writes is everything that the tokenizer is made of.
+        with TemporaryDirectory(prefix="diloco-") as directory:
+            self.save(Path(directory))
+            files = [(file.name, file.read_bytes()) for file in sorted(Path(directory).iterdir()) if file.is_file()]
+        content = blake3(f"{self.end}".encode())
+        for name, text in files:
+            content.update(f" {name} {len(text)} ".encode() + text)
+        return content.hexdigest()
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         texts = [document.decode("utf-8", errors="replace") for document in documents]

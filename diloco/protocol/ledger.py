@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from diloco.protocol.limits import MAX_PEERS
 from diloco.protocol.numbers import MAX_TOKENS
 
-__all__ = ["DataCursor", "Dealer", "Ledger", "Units", "count", "difference", "intersection", "union"]
+__all__ = ["DataCursor", "Dealer", "Ledger", "Units", "count", "difference", "first", "intersection", "union"]
 
 KEPT_VERSIONS = 3  # newest versions whose data cursors are kept
 MOST_WANTED = 4  # times what others ask for: data ahead, under way, and sent
@@ -74,7 +74,7 @@ def count(units: Iterable[Sequence[int]]) -> int:
     return sum(stop - start for start, stop in units)
 
 
-def _first(units: Units, number: int) -> Units:
+def first(units: Units, number: int) -> Units:
     """So many of these sequences, from the lowest on."""
     kept: Units = []
     for start, stop in units:
@@ -224,7 +224,7 @@ class Dealer:
         ledger = self.ledger
         if ledger is None or not units:
             return
-        units = _first(intersection(units, [(0, ledger.cursor + LEAP)]), self._most(peer))
+        units = first(intersection(units, [(0, ledger.cursor + LEAP)]), self._most(peer))
         newest = max((stop for _, stop in units), default=0)
         if newest > ledger.cursor:
             ledger.open = union(ledger.open, [(ledger.cursor, newest)])

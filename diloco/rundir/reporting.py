@@ -48,7 +48,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Stage(Message):
-    """A peer prepares to train. `stage` is "data" or "state"; the latter says how many bytes of how many came in."""
+    """A peer prepares to train. `stage` is "data", with bytes of text that are tokenised of how many (0: none is now),
+    or "state", with bytes that came in.
+    """
 
     t = "stage"
     stage: str = ""

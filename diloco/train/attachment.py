@@ -22,7 +22,6 @@ from diloco.config import OuterConfig
 from diloco.outer.fragments import Fragment, partition
 from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
-from diloco.protocol.ledger import Units
 from diloco.protocol.schedule import Due, Schedule
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.node import Node, OnEvent
@@ -34,6 +33,7 @@ from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
+from diloco.train.leases import IslandLeases
 from diloco.train.parameters import Trained
 from diloco.train.progress import Progress, Unsent
 from diloco.train.rows import kept
@@ -215,15 +215,15 @@ class Attachment:
         """Tokens of inner steps that are in no contribution yet."""
         return self._unsent.counts([CONTROL_FRAGMENT], self.steps, self.tokens)[CONTROL_FRAGMENT][1]
 
-    def lease_units(self, sequences_per_round: int) -> Callable[[int], Units | None]:
+    def lease_units(self, sequences_per_round: int, batches_ahead: int = 0) -> IslandLeases:
         """Take part in the run's common list of sequences, so many in a round; call it before entering.
 
-        Returns a function that gives the next ranges of that list to train on, or None while there are not enough.
-        Every sequence is leased to one peer at a time; other peers get those of a peer that dies, or whose contribution
-        is discarded.
+        Returns what gives the next ranges of that list to train on, or None while there are not enough (`take`, which
+        all ranks call), and says what comes after them, for so many batches. Every sequence is leased to one peer at a
+        time; other peers get those of a peer that dies, or whose contribution is discarded.
         """
         self._sequences_per_round = sequences_per_round
-        return lambda number: None if self.node is None else self.node.leased.take(number)
+        return IslandLeases(self.island, lambda: None if self.node is None else self.node.leased, batches_ahead)
 
     def check_contributions(self, loss: Loss) -> None:
         """As syncer, compute this loss before and after others' contributions (`outer.spot_check`); without it they are

@@ -27,6 +27,7 @@ __all__ = ["Island"]
 BROKEN = ("Connection closed by peer", "Connection reset by peer")  # what gloo says when another rank has ended
 # Other ranks wait for a word of rank 0 while it waits for the swarm, which has deadlines of its own.
 WORD_TIMEOUT = timedelta(hours=12)
+SHORT = 64  # integers that one message carries
 
 
 class Island:
@@ -102,9 +103,10 @@ class Island:
             return wrapped.no_sync()
         return _without_reduction(wrapped) if hasattr(wrapped, "set_requires_gradient_sync") else nullcontext()
 
-    def rows(self, batch: Tensor) -> Tensor:
-        """This rank's sequences of the peer's batch (B, T)."""
-        return batch[self.rank :: self.size]
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Which sequences of the peer's batch (B, T) are this rank's: batch[rank::size], as (rank, size)."""
+        return self.rank, self.size
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raise `ConfigError` on rank 0 unless the ranks can share the peer's batch evenly."""
@@ -149,6 +151,25 @@ class Island:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.broadcast(tensor, src=0, group=self._words)
         return [float(value) for value in tensor.tolist()]
+
+    def share_integers(self, values: Sequence[int]) -> list[int]:
+        """Rank 0's list of integers, on every rank; the others' lists may have any length. Exact below 2**63."""
+        if self.size == 1:
+            return list(values)
+        head = torch.zeros(SHORT, dtype=torch.int64)  # the length, and in nearly all cases everything
+        if self.leads:
+            head[0] = len(values)
+            head[1 : 1 + len(values)] = torch.tensor(values[: SHORT - 1], dtype=torch.int64)
+        dist.broadcast(head, src=0, group=self._words)
+        length = int(head[0])
+        found: list[int] = head[1 : 1 + length].tolist()
+        if length > len(found):
+            rest = torch.zeros(length - len(found), dtype=torch.int64)
+            if self.leads:
+                rest.copy_(torch.tensor(values[len(found) :], dtype=torch.int64))
+            dist.broadcast(rest, src=0, group=self._words)
+            found += rest.tolist()
+        return found
 
     def least(self, value: int) -> int:
         """The least of all ranks' numbers."""

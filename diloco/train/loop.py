@@ -90,7 +90,7 @@ class Trainer:
             lr = learning_rate(sync, config.inner, config.budget, config.outer.sync_every)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            batch = next(self.stream)  # (B, T), the whole peer's
+            batch = next(self.stream)  # (B / ranks, T), this rank's part of the peer's
             self._inner_step(batch)
             self._report(lr)
             if sync.exchanged:
@@ -100,14 +100,14 @@ class Trainer:
 
     def _inner_step(self, batch: Tensor) -> None:
         """All ranks: forward, backward, clip, step. The optimizer's hook exchanges with the swarm."""
-        rows = batch if self.config.outer.method == "data_parallel" else self.island.rows(batch)
-        loss = self._gradients(rows)
+        loss = self._gradients(batch)
         self._scale.unscale_(self.model)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip)
         if self._scale.skips(norm):
             self._skip_step()
         self._losses.append(loss)
-        self.sync.count(batch.numel())
+        ranks = 1 if self.config.outer.method == "data_parallel" else self.island.size
+        self.sync.count(batch.numel() * ranks)
         done = self.sync.inner_step + 1
         if done % self.config.train.log_every == 0 or done >= self.sync.target_steps:
             self._check_losses()

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -90,7 +90,9 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
     tell(Stage(stage="data"))
-    dataset = data.load(config.data, config.run.seed)
+    dataset = data.load(
+        config.data, config.run.seed, lambda done, total: tell(Stage(stage="data", received=done, wanted=total))
+    )
     holdout = dataset.holdout(config.eval.sequences)
     tokenizer = dataset.tokenizer
     build = partial(
@@ -125,7 +127,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
                 write_atomic(config.run.dir / "config.yaml", config.to_yaml())
             write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         tell(trainer.status("waiting"))
-        with _signals(sync, island):
+        with _signals(sync, island), closing(stream):
             with ExitStack() as stack:
                 with _arriving(sync, model, tell):
                     stack.enter_context(sync)
@@ -313,15 +315,17 @@ def _shard(config: Config, island: Island) -> int:
     return int(island.agree([own])[0])
 
 
-def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, sync: Sync) -> data.Stream:
+def _stream(config: Config, dataset: data.Dataset, shard: int, island: Island, sync: Sync) -> data.Prefetched:
     """Leased units, where several peers share one list of sequences and nobody has cut it into shards.
 
-    A hub stream has no numbered sequences. The ranks of an island each need a part of every batch, and only the first
-    one has a node, so an island goes on in an order of its own.
+    A hub stream has no numbered sequences. Each rank of an island reads its own rows of the peer's batch.
     """
     batch_size, settings = config.inner.batch_size, config.data
     if isinstance(sync, DataParallel):
-        return dataset.batches(batch_size, shard=island.rank, shards=island.size)
-    if settings.shard is not None or settings.source == "hub" or island.size > 1:
-        return dataset.batches(batch_size, shard=shard, shards=settings.shards)
-    return dataset.leased(batch_size, sync.lease_units(batch_size * config.outer.sync_every), shard=shard)
+        stream = dataset.batches(batch_size, shard=island.rank, shards=island.size)
+    elif settings.shard is not None or settings.source == "hub":
+        stream = dataset.batches(batch_size, shard=shard, shards=settings.shards, rows=island.rows)
+    else:
+        leases = sync.lease_units(batch_size * config.outer.sync_every, data.AHEAD)
+        stream = dataset.leased(batch_size, leases, shard=shard, rows=island.rows)
+    return data.Prefetched(stream, island.device)

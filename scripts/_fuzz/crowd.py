@@ -261,7 +261,7 @@ class Crowd:
         if life.checkpoint is not None:
             sync.steps, sync.tokens, sync.discarded_tokens = life.checkpoint.counters
             optimizer.load_state_dict(dict(life.checkpoint.inner))
-        take = sync.lease_units(SEQUENCES_PER_STEP * self.outer["sync_every"]) if self._units else None
+        leases = sync.lease_units(SEQUENCES_PER_STEP * self.outer["sync_every"]) if self._units else None
         if life.leaving:
             return
         with sync:
@@ -269,8 +269,8 @@ class Crowd:
                 life.checkpoint = life.checkpoint or self._checkpoint(sync, live, optimizer)
             while not sync.interrupted and sync.version < self.goal:
                 life.lockstep.call(asyncio.sleep(member.step_s * r.uniform(0.9, 1.1)))
-                if take is not None:
-                    take(SEQUENCES_PER_STEP)
+                if leases is not None:
+                    leases.take(SEQUENCES_PER_STEP)
                 w = model["w"]
                 w.grad = self.gradient(life, w, r)
                 sync.count(TOKENS_PER_STEP)

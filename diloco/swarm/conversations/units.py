@@ -11,7 +11,7 @@ import threading
 
 from diloco.errors import PayloadError
 from diloco.protocol.fragment import CONTROL_FRAGMENT
-from diloco.protocol.ledger import Units, count, difference, union
+from diloco.protocol.ledger import Units, count, difference, first, union
 from diloco.protocol.messages import expect
 from diloco.protocol.messages.base import MAX_RANGES, MAX_UNIT_RANGES
 from diloco.protocol.messages.bulk import MAX_UNITS_WANTED, UnitGrant, UnitRequest
@@ -135,15 +135,17 @@ class LeasedData:
     def take(self, number: int) -> Units | None:
         """The next sequences to train on; None when there are not enough."""
         with self._lock:
-            taken: Units = []
-            for start, stop in self._ahead:
-                if count(taken) < number:
-                    taken.append((start, min(stop, start + number - count(taken))))
+            taken = first(self._ahead, number)
             if count(taken) < number:
                 return None
             self._ahead = difference(self._ahead, taken)
             self._used = union(self._used, taken)
             return taken
+
+    def ahead(self, number: int) -> Units:
+        """Up to `number` sequences that would be taken next, as it looks now."""
+        with self._lock:
+            return first(self._ahead, number)
 
     def send(self) -> Units:
         """What a contribution that is made now was learned from: everything trained on and not settled yet."""

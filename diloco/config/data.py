@@ -1,0 +1,122 @@
+"""The settings of the data: what text is trained on, and where this peer finds its part. Like `groups.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from diloco.config.base import Name, Revision, RunOwned, Tuple
+from diloco.config.explain import Expected
+from diloco.config.peer_local import DataPlace
+
+__all__ = ["DataConfig", "DataRecipe", "MixedSource"]
+
+MIXTURE_BLOCK = 10_000  # sequences; a weight counts to this part of the whole
+
+LocalSource = Literal["stdlib", "text", "json", "parquet"]
+
+
+class MixedSource(RunOwned):
+    """One source of a mixture. Where its files are each peer says itself, in `data.paths`."""
+
+    name: Name
+    source: LocalSource
+    weight: float = Field(gt=0, le=1e9)
+    field: str = Field("text", min_length=1)
+
+
+class DataRecipe(RunOwned):
+    source: Literal[LocalSource, "hub", "mixture"]
+    """stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset; mixture: several."""
+    sequence_length: int = Field(128, ge=2, le=1 << 20, description="Tokens of one packed sequence.")
+    tokenizer: str = Field("bytes", min_length=1, description="'bytes', a directory, or a Hugging Face name.")
+    tokenizer_revision: Revision | None = None
+    """Commit of data.tokenizer on the Hugging Face hub; null: the newest, or a directory."""
+    field: str = Field("text", min_length=1, description="Column that holds the text (json, parquet, hub).")
+    holdout: float = Field(0.02, gt=0, le=0.5, description="Part of the documents kept for evaluation, by hash.")
+    name: str | None = Field(None, min_length=1)
+    """Dataset on the Hugging Face hub, such as allenai/c4 (hub)."""
+    revision: Revision | None = Field(None, description="Commit of data.name on the hub; null: the newest (hub).")
+    subset: str | None = Field(None, min_length=1, description="Configuration of the dataset, such as en (hub).")
+    split: str = Field("train", min_length=1, description="Split of the dataset (hub).")
+    mixture: Annotated[
+        tuple[MixedSource, ...],
+        Tuple,
+        Expected("a list, each {name: NAME, source: stdlib, text, json or parquet, weight: A NUMBER, field: COLUMN}"),
+    ] = ()
+    """Sources and how much of each: weights of sequences, of any sum (mixture). Their files are in data.paths."""
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _without_empty_mixture(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A run without one has the hash that it had before there were mixtures.
+        content: dict[str, Any] = handler(self)
+        if not self.mixture:
+            content.pop("mixture", None)
+        return content
+
+    @model_validator(mode="after")
+    def _fits_source(self) -> DataRecipe:
+        if self.source == "hub" and self.name is None:
+            raise ValueError("data.source=hub needs a dataset; set data.name=NAME, such as data.name=allenai/c4")
+        if self.tokenizer == "bytes" and self.tokenizer_revision is not None:
+            raise ValueError(
+                f"data.tokenizer_revision={self.tokenizer_revision} has no effect with data.tokenizer=bytes; drop it"
+            )
+        for key in ("name", "revision", "subset"):
+            if self.source != "hub" and getattr(self, key) is not None:
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)} has no effect with data.source={self.source}; "
+                    "drop it, or use data=hub"
+                )
+        if self.source == "mixture":
+            self._check_mixture()
+        elif self.mixture:
+            raise ValueError(
+                f"data.mixture has no effect with data.source={self.source}; drop it, or set data.source=mixture"
+            )
+        return self
+
+    def _check_mixture(self) -> None:
+        if not self.mixture:
+            raise ValueError(
+                "data.source=mixture needs sources; set data.mixture=[{name: NAME, source: text, weight: 1}, ...]"
+            )
+        total = sum(one.weight for one in self.mixture)
+        for one in self.mixture:
+            if one.weight * MIXTURE_BLOCK < total:
+                raise ValueError(
+                    f"data.mixture: the weight {one.weight:g} of {one.name} is less than 1/{MIXTURE_BLOCK} of all; "
+                    "raise it, or leave it out"
+                )
+            if one.source in ("stdlib", "text") and one.field != "text":
+                raise ValueError(
+                    f"data.mixture: field={one.field} of {one.name} has no effect with source={one.source}; drop it"
+                )
+        (name, times), *_ = Counter(one.name for one in self.mixture).most_common()
+        if times > 1:
+            raise ValueError(f"data.mixture has {times} sources called {name}; give each a name of its own")
+
+
+class DataConfig(DataPlace, DataRecipe):
+    """Which text is trained on, and where this peer finds its part."""
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> DataConfig:
+        if self.source in ("text", "json", "parquet") and not self.path:
+            raise ValueError(f"data.source={self.source} needs files; set data.path=FILE_OR_DIRECTORY")
+        if self.source in ("stdlib", "hub", "mixture") and self.path is not None:
+            shown = self.path[0] if len(self.path) == 1 else f"[{','.join(self.path)}]"
+            mixed = self.source == "mixture"
+            remedy = "set data.paths.NAME" if mixed else "drop it, or add data=text, data=json or data=parquet"
+            raise ValueError(f"data.path={shown} has no effect with data.source={self.source}; {remedy}")
+        with_files = [one.name for one in self.mixture if one.source != "stdlib"]
+        for name in with_files:
+            if not self.paths.get(name):
+                raise ValueError(f"data.mixture: {name} needs files; set data.paths.{name}=FILE_OR_DIRECTORY")
+        for name in self.paths:
+            if name not in with_files:
+                known = f"those are {', '.join(with_files)}" if with_files else "there is none"
+                raise ValueError(f"data.paths.{name} belongs to no source of data.mixture with files: {known}; drop it")
+        return self

@@ -1,0 +1,88 @@
+"""Several sources as one endless list, so much of each.
+
+The list is made of blocks of `MIXTURE_BLOCK` sequences. In every block each source has its part, to one sequence, in a
+seeded order, and continues where it stopped in the block before. So a number alone says which source a sequence is from
+and how many of that source come before it: shards, leases and positions are those of a single source. Each source
+begins its next epoch when it is used up, at its own pace.
+
+The order in a block is a random one. If sources took turns, a shard with a stride that fits their turns would read one
+source only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.config import MIXTURE_BLOCK
+from diloco.data.numbered import EndlessList
+from diloco.data.packing import permuted
+
+__all__ = ["Mixture", "counts_of", "places"]
+
+
+class Mixture:
+    """Sources with counts (sequences in a block), as one `EndlessList`. All have sequences of the same length."""
+
+    def __init__(self, names: Sequence[str], sources: Sequence[EndlessList], weights: Sequence[float]) -> None:
+        self.names = names
+        self.sources = sources
+        self.counts = counts_of(weights)
+        content = [f"{name}/{count}/{one.digest}" for name, count, one in zip(names, self.counts, sources, strict=True)]
+        self.digest = blake3(" ".join(content).encode()).hexdigest()[:16]
+
+    def read(self, numbers: NDArray[np.int64], order: str) -> NDArray[Any]:
+        sources, ranks = places(numbers, order, self.counts)
+        found: NDArray[Any] | None = None
+        for index, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
+            here = sources == index
+            if here.any():
+                rows = source.read(ranks[here], f"{order}/{name}")
+                if found is None:
+                    found = np.empty((len(numbers), rows.shape[1]), rows.dtype)  # one tokenizer, so one type
+                found[here] = rows
+        assert found is not None, "no numbers"
+        return found
+
+
+def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Sequences of each source in a block, which are as near to the weights as whole numbers can be."""
+    exact = np.asarray(weights, dtype=np.float64) * (MIXTURE_BLOCK / sum(weights))
+    counts = np.floor(exact).astype(int)
+    missing = MIXTURE_BLOCK - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+    return tuple(counts.tolist())
+
+
+def places(
+    numbers: NDArray[np.int64], order: str, counts: tuple[int, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each number, (N,), the index of its source, and how many sequences of that source come before it: two (N,)."""
+    blocks, positions = np.divmod(numbers, MIXTURE_BLOCK)
+    sources, ranks = np.empty_like(positions), np.empty_like(positions)
+    for block in np.unique(blocks):
+        here = blocks == block
+        pattern = _pattern(f"{order}/mixture/{block}", counts)
+        sources[here] = pattern.sources[positions[here]]
+        ranks[here] = block * np.asarray(counts)[sources[here]] + pattern.ranks[positions[here]]
+    return sources, ranks
+
+
+class _Pattern(NamedTuple):
+    sources: NDArray[np.int64]  # (MIXTURE_BLOCK,): which source each position has
+    ranks: NDArray[np.int64]  # (MIXTURE_BLOCK,): how many positions before it have the same one
+
+
+@functools.lru_cache(maxsize=16)
+def _pattern(key: str, counts: tuple[int, ...]) -> _Pattern:
+    numbers = permuted(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, key)
+    sources = np.searchsorted(np.cumsum(counts), numbers, side="right")
+    ranks = np.empty_like(sources)
+    for index, count in enumerate(counts):
+        ranks[sources == index] = np.arange(count)
+    return _Pattern(sources, ranks)

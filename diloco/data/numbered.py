@@ -1,0 +1,192 @@
+"""Data with a number for every sequence: the run has one endless list of sequences 0, 1, 2, ... in a seeded order.
+
+A permutation that all peers share puts the sequences of an epoch in order, and epochs follow each other. Shard s of S
+takes s, s + S, s + 2S, ... Shards never share a sequence within an epoch, and the state of a stream is the number of
+sequences that it has taken. Any sequence can be read at any time, so a rank of an island reads its own rows only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diloco.data.packing import permuted
+from diloco.errors import CheckpointError
+
+__all__ = ["EndlessList", "LeasedStream", "Leases", "NumberedStream", "Ranges", "Rows"]
+
+Ranges = Sequence[tuple[int, int]]
+"""Ranges (start, stop) of sequences of the run's list."""
+
+logger = logging.getLogger(__name__)
+
+
+class EndlessList(Protocol):
+    """Sequences 0, 1, 2, ... without an end, in as many orders as there are names for one."""
+
+    digest: str  # names the content; a checkpoint holds it
+
+    def read(self, numbers: NDArray[np.int64], order: str) -> NDArray[Any]:
+        """The sequences with these numbers, (N,), in the order of that name: (N, T), in any integer type."""
+
+
+class Leases(Protocol):
+    """Work units that the swarm leases to this peer. Called by the training loop's thread only."""
+
+    def take(self, number: int) -> Ranges | None:
+        """The next `number` sequences, which count as trained on from now on; None while so many are not leased."""
+
+    def ahead(self, number: int) -> Ranges:
+        """Up to `number` sequences that would be taken after the last ones, as it looks now; nothing is taken."""
+
+
+class Rows:
+    """The endless list of an array of sequences, (N, T), in memory or in a file that is mapped into it."""
+
+    def __init__(self, rows: NDArray[Any], digest: str) -> None:
+        self.rows = rows
+        self.digest = f"{digest}-{len(rows)}x{rows.shape[1]}"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, numbers: NDArray[np.int64], order: str) -> NDArray[Any]:
+        epochs, positions = np.divmod(numbers, len(self.rows))
+        chosen = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            chosen[here] = permuted(positions[here], len(self.rows), f"{order}/{epoch}")
+        found: NDArray[Any] = np.asarray(self.rows[chosen])
+        return found
+
+
+class Plan(NamedTuple):
+    """What a batch is made of: numbers of sequences, and the order that they count in."""
+
+    order: str
+    numbers: tuple[range, ...]
+
+
+class NumberedStream:
+    """One shard's endless batches of a numbered list.
+
+    `plan` says what the next batch holds and moves the position, `make` reads it: `Prefetched` has batches made before
+    their turn, and the position stays that of the batches that were handed out.
+
+    Args:
+        source: the sequences.
+        batch_size: sequences in the peer's batch, B.
+        seed: names the order.
+        shard, shards: this peer's part; with `shards=None` every shard has the whole list, in an order of its own.
+        rows: (rank, size): of the peer's batch only the rows rank, rank + size, ... are read.
+    """
+
+    def __init__(
+        self,
+        source: EndlessList,
+        batch_size: int,
+        seed: int,
+        shard: int,
+        shards: int | None,
+        rows: tuple[int, int] = (0, 1),
+    ) -> None:
+        assert batch_size > 0 and shard >= 0 and (shards is None or shard < shards), (batch_size, shard, shards)
+        self._source = source
+        self._batch_size = batch_size
+        self._order = f"{seed}" if shards is not None else f"{seed}/{shard}"
+        self._first, self._stride = (shard, shards) if shards is not None else (0, 1)
+        self._rank, self._size = rows
+        self._taken = 0
+
+    def __iter__(self) -> NumberedStream:
+        return self
+
+    def __next__(self) -> Tensor:
+        return self.make(self.plan())
+
+    def plan(self) -> Plan:
+        """What the next batch is made of; the position moves behind it."""
+        plan = self._own(self._taken)
+        self._taken += self._batch_size
+        return plan
+
+    def ahead(self, batches: int) -> list[Plan]:
+        """The plans of the next batches, as it looks now."""
+        return [self._own(self._taken + batch * self._batch_size) for batch in range(batches)]
+
+    def make(self, plan: Plan) -> Tensor:
+        """The rows of a batch that this rank trains on: (B / size, T) int64. In any thread, in any order."""
+        numbers = np.concatenate([np.arange(one.start, one.stop, one.step, dtype=np.int64) for one in plan.numbers])
+        return torch.from_numpy(self._source.read(numbers[self._rank :: self._size], plan.order).astype(np.int64))
+
+    def _own(self, taken: int) -> Plan:
+        start = self._first + self._stride * taken
+        return Plan(self._order, (range(start, start + self._stride * self._batch_size, self._stride),))
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "memory", "taken": self._taken, "stride": self._stride, "digest": self._source.digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        try:
+            taken, stride, digest = int(state["taken"]), int(state["stride"]), state["digest"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "data: the checkpoint holds no position for this data.source; use the source it was made with"
+            ) from error
+        if digest != self._source.digest:
+            logger.warning("the training data changed since the checkpoint: continuing at the same position in it")
+        # If the number of shards has changed, continue after everything that all shards together have taken.
+        self._taken = taken if stride == self._stride else -(-taken * stride // self._stride)
+
+
+class LeasedStream(NumberedStream):
+    """Batches of the work units that the swarm leases to this peer.
+
+    A unit is taken when its batch is handed out. While none are leased (the peer that hands out units has died, for
+    example) training does not wait: the batch comes from this peer's own order over all data. Leased units are not
+    part of the state, because a peer that stops gives them back.
+    """
+
+    def __init__(
+        self,
+        source: EndlessList,
+        batch_size: int,
+        seed: int,
+        shard: int,
+        leases: Leases,
+        rows: tuple[int, int] = (0, 1),
+    ) -> None:
+        super().__init__(source, batch_size, seed, shard, None, rows)
+        self._common_order, self._leases = f"{seed}", leases
+
+    def plan(self) -> Plan:
+        ranges = self._leases.take(self._batch_size)
+        return super().plan() if ranges is None else self._common(ranges)
+
+    def ahead(self, batches: int) -> list[Plan]:
+        leased = list(_cut(self._leases.ahead(batches * self._batch_size), self._batch_size))
+        return [self._common(ranges) for ranges in leased] + super().ahead(batches - len(leased))
+
+    def _common(self, ranges: Ranges) -> Plan:
+        return Plan(self._common_order, tuple(range(start, stop) for start, stop in ranges))
+
+
+def _cut(ranges: Ranges, size: int) -> Iterator[Ranges]:
+    """Yields ranges of `size` sequences in all, one such list after the other, as far as they are full."""
+    part: list[tuple[int, int]] = []
+    missing = size
+    for start, stop in ranges:
+        while start < stop:
+            end = min(stop, start + missing)
+            part.append((start, end))
+            missing -= end - start
+            start = end
+            if not missing:
+                yield part
+                part, missing = [], size

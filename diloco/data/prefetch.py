@@ -1,0 +1,133 @@
+"""Makes batches before their turn, in a thread beside the training loop.
+
+    training thread   plan -> is it the batch that was made first? -> hand it out; else make it now -> foresee the next
+    worker thread     make, pin -> the next plan
+
+A stream decides in two steps. Its `plan` runs in the training thread when a batch is handed out, exactly as without
+prefetching: it moves the position and takes leased units, so state, units and batches are the same with and without.
+What is made ahead is a forecast, `ahead`. A wrong one (units came back from a peer that died) costs the time to make
+that batch, and nothing else.
+
+Why a thread and not a process: numpy, tokenizers, pyarrow and the network let other threads run meanwhile (of the time
+that a BPE tokenizer takes, all but some 5 %), and a stream with an open connection cannot be handed to another process.
+`scripts/bench_data` measures whether training waits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Hashable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["AHEAD", "Planned", "Prefetched"]
+
+AHEAD = 8  # batches
+END_S = 1.0  # A worker that waits for the network longer than that is left to the end of the process.
+
+
+class Planned(Protocol):
+    """A stream whose batches can be made by another thread."""
+
+    def plan(self) -> Hashable:
+        """What the next batch is made of; the position moves behind it."""
+
+    def ahead(self, batches: int) -> list[Any]:
+        """The plans of the next batches, as it looks now."""
+
+    def make(self, plan: Any) -> Tensor:
+        """The batch of a plan: (B, T) int64. The worker makes them in the order of the plans."""
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Prefetched:
+    """The batches of a stream, of which up to `depth` are made ahead; for a CUDA device they lie in pinned memory.
+
+    An exception of the worker is raised, as itself, by the `next` whose batch it was. Use it with
+    `contextlib.closing`: `close` ends the worker, and drops what it has made.
+    """
+
+    def __init__(self, stream: Planned, device: torch.device | None = None, depth: int = AHEAD) -> None:
+        assert depth > 0, depth
+        self._stream = stream
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._depth = depth
+        self._foreseen: deque[tuple[Hashable, Future[Tensor]]] = deque()
+        self._jobs: queue.SimpleQueue[tuple[Hashable, Future[Tensor]] | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+
+    def __iter__(self) -> Prefetched:
+        return self
+
+    def __next__(self) -> Tensor:
+        """The next batch, (B, T) int64. Raises what reading the data raises."""
+        plan = self._stream.plan()
+        if not self._foreseen or self._foreseen[0][0] != plan:
+            self._drop(0)
+            self._order(plan)
+        _, batch = self._foreseen.popleft()
+        coming = self._stream.ahead(self._depth)
+        right = 0
+        for (foreseen, _), actual in zip(self._foreseen, coming, strict=False):
+            if foreseen != actual:
+                break
+            right += 1
+        self._drop(right)
+        for one in coming[right:]:
+            self._order(one)
+        return batch.result()
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last batch that was handed out."""
+        return self._stream.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue after that batch; call it before the first `next`."""
+        assert self._worker is None, "batches were made already"
+        self._stream.restore(state)
+
+    @property
+    def ready(self) -> int:
+        """How many batches are made and wait."""
+        return sum(batch.done() for _, batch in self._foreseen)
+
+    def close(self) -> None:
+        """End the worker. Can be called twice."""
+        self._drop(0)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._jobs.put(None)
+            worker.join(END_S)
+
+    def _order(self, plan: Hashable) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="diloco-data", daemon=True)
+            self._worker.start()
+        job = plan, Future[Tensor]()
+        self._foreseen.append(job)
+        self._jobs.put(job)
+
+    def _drop(self, kept: int) -> None:
+        while len(self._foreseen) > kept:
+            self._foreseen.pop()[1].cancel()
+
+    def _work(self) -> None:
+        if self._device is not None:  # or pinned memory would belong to the first device, whichever this process has
+            torch.cuda.set_device(self._device)
+        while (job := self._jobs.get()) is not None:
+            plan, batch = job
+            if not batch.set_running_or_notify_cancel():
+                continue
+            try:
+                made = self._stream.make(plan)
+                batch.set_result(made if self._device is None else made.pin_memory())
+            except BaseException as error:  # it is the training thread's
+                batch.set_exception(error)
+            del job, batch

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from diloco import model as models
 from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.errors import ConfigError
-from diloco.train.island import Island
+from diloco.train import devices
 from diloco.train.loop import autocast
 
 __all__ = ["GIB", "Machine", "fit_micro_batch", "inspect_machine", "memory_need", "parameters_of", "step_seconds"]
@@ -56,7 +56,7 @@ class Machine:
     @property
     def shared(self) -> bool:
         """Whether the device uses main memory."""
-        return self.device.type == "cpu"
+        return self.device.type in ("cpu", "mps")
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,12 @@ def inspect_machine(device: str, threads: int | None = None) -> Machine:
     """This machine with its present load; `device` is the value of train.device. Raises `ConfigError` if this machine
     has no such device.
     """
-    chosen = Island.from_environment(device).device
+    chosen = devices.claim(device)
     cores = _cores()
     main = _free_memory()
-    if chosen.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(chosen)
-        name, bf16 = torch.cuda.get_device_name(chosen), torch.cuda.is_bf16_supported(including_emulation=False)
-        return Machine(chosen, name, cores, threads or cores, float(free), main, bf16)
+    if chosen.type != "cpu":
+        free = devices.free_bytes(chosen)
+        return Machine(chosen, devices.name_of(chosen), cores, threads or cores, free, main, devices.has_bf16(chosen))
     idle = max(1, cores // 2, round(cores - os.getloadavg()[0]))
     return Machine(chosen, "CPU", cores, threads or min(cores, idle), main, main, False)
 
@@ -209,10 +208,10 @@ def step_seconds(
     With a `micro_batch` only that part of a batch is measured, and a step counts as so many parts. Takes the memory of
     training: weights, gradients, AdamW's two moments and the activations of what is measured.
     """
-    island = Island.from_environment(config.train.device)
+    device = devices.claim(config.train.device)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    model = models.build(config.model, config.run.seed, sequence_length=config.data.sequence_length).to(island.device)
+    model = models.build(config.model, config.run.seed, sequence_length=config.data.sequence_length).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     vocabulary = 256 if config.data.tokenizer == "bytes" else model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(config.run.seed)
@@ -221,16 +220,15 @@ def step_seconds(
     shape = (measured, config.data.sequence_length)
     seconds = []
     for _ in range(warmup + timed):
-        tokens = torch.randint(vocabulary, shape, generator=generator).to(island.device)  # (B, T)
+        tokens = torch.randint(vocabulary, shape, generator=generator).to(device)  # (B, T)
         began_at = time.perf_counter()
-        with autocast(config, island.device):
+        with autocast(config, device):
             loss = models.loss(model, tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.inner.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         float(loss.detach())  # waits for the device
-        if island.device.type == "cuda":
-            torch.cuda.synchronize(island.device)
+        devices.synchronize(device)
         seconds.append(time.perf_counter() - began_at)
     return statistics.median(seconds[warmup:]) * math.ceil(batch_size / measured)

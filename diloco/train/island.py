@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigError, DilocoError
+from diloco.train import devices
 
 __all__ = ["Island"]
 
@@ -34,8 +35,18 @@ class Island:
     If a rank dies, torchrun ends the others, and the swarm sees one peer vanish.
     """
 
-    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+        sharded: bool = False,
+        backend: str = "gloo",
+        store: dist.Store | None = None,
+    ) -> None:
         self.device = device
+        self.backend = backend  # of collectives of parameters
+        self._store = store
         self.rank = rank
         self.size = size
         self.sharded = sharded
@@ -46,25 +57,19 @@ class Island:
     def from_environment(cls, device: str, parallel: str = "ddp") -> Island:
         """The island that torchrun's environment describes; one process without it.
 
-        `device` is `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU. With `parallel` fsdp
-        each rank has rows of every parameter. Raises `ConfigError` if train.device names a device that is not there.
+        `device` is the value of train.device, as `devices.claim` reads it. With `parallel` fsdp each rank has rows of
+        every parameter. Raises `ConfigError` if train.device names a device that is not there.
         """
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0') if size > 1 else 0}"
-        count = torch.cuda.device_count()
-        if device.startswith("cuda") and int(device.removeprefix("cuda:")) >= count:
-            raise ConfigError(
-                f"train.device={device} is not there: this machine has {count} CUDA devices; use auto or cpu"
-            )
-        chosen = torch.device(device)
-        if size > 1:
-            if chosen.type == "cuda":
-                torch.cuda.set_device(chosen)
-            dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
-        return cls(chosen, rank, size, sharded=size > 1 and parallel == "fsdp")
+        chosen = devices.claim(device)
+        if size == 1:
+            return cls(chosen)
+        backend = devices.backend_of(chosen, devices.shares_device(device))
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, size)))
+        # torchrun keeps one store for all its restarts, where the addresses of ranks that have ended are still found.
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        return cls(chosen, rank, size, parallel == "fsdp", backend, store)
 
     def new_group(self, backend: str) -> Any:
         """A process group of all ranks, for collectives of a thread or a kind of their own. All ranks call it."""
@@ -78,7 +83,7 @@ class Island:
     @property
     def device_name(self) -> str:
         """The hardware that it trains on, in a few words."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        name = devices.name_of(self.device)
         return name if self.size == 1 else f"{self.size} x {name}"
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -103,6 +103,28 @@ def test_one_rank_says_what_is_not_there_and_the_others_wait_for_its_end(monkeyp
     assert waited == [devices.REFUSED_S] * 2
 
 
+def test_peers_on_one_machine_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    there(monkeypatch, "cuda", 8, 9)
+    taken = []
+    for number in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+        taken.append(str(claim("auto")))
+    assert taken == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert str(claim("cuda:1")) == "cuda:1" and str(claim("cpu")) == "cpu"
+    there(monkeypatch, "cpu")
+    assert str(claim("auto")) == "cpu"
+
+
+def test_an_island_sees_its_own_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cuda = [Accelerator("cuda", index, "A", 0.0) for index in (2, 0)]
+    assert devices.only(cuda) == {"CUDA_VISIBLE_DEVICES": "2,0"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert devices.only(cuda) == {"CUDA_VISIBLE_DEVICES": "7,4"}
+    assert devices.only([Accelerator("xpu", 1, "A", 0.0)]) == {"ZE_AFFINITY_MASK": "1"}
+    assert devices.only([Accelerator("mps", 0, "A", 0.0)]) == {}
+
+
 def test_collectives_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "is_xccl_available", lambda: False)

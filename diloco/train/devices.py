@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from diloco.errors import ConfigError
 
 __all__ = [
     "Accelerator", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "has_bf16",
-    "name_of", "random_states", "restore_random", "seed_random", "shares_device", "survey", "synchronize",
+    "name_of", "only", "place", "random_states", "restore_random", "seed_random", "shares_device", "survey",
+    "synchronize",
 ]  # fmt: skip
 
 KINDS = ("cuda", "xpu", "mps")
@@ -34,17 +35,23 @@ REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A device, and the bytes of its memory that are free."""
+    """A device, the bytes of its memory that are free, and whether it computes in bf16."""
 
     kind: str
     index: int
     name: str
     free_bytes: float
+    bf16: bool = False
 
     @property
     def setting(self) -> str:
         """The value of train.device that means it."""
-        return f"{self.kind}:{self.index}" if self.kind in ("cuda", "xpu") else self.kind
+        return place(self.kind, self.index)
+
+
+def place(kind: str, index: int) -> str:
+    """The value of train.device that means a device."""
+    return f"{kind}:{index}" if kind in ("cuda", "xpu") else kind
 
 
 def counted() -> tuple[str, int]:
@@ -77,11 +84,11 @@ def survey() -> list[Accelerator]:
 
 def _asked(kind: str, count: int) -> list[Accelerator]:
     devices = [_device(kind, index) for index in range(count)]
-    return [Accelerator(kind, index, name_of(one), free_bytes(one)) for index, one in enumerate(devices)]
+    return [Accelerator(kind, at, name_of(one), free_bytes(one), has_bf16(one)) for at, one in enumerate(devices)]
 
 
 def _device(kind: str, index: int) -> torch.device:
-    return torch.device(kind) if kind in ("mps", "cpu") else torch.device(kind, index)
+    return torch.device(place(kind, index))
 
 
 def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> torch.device:
@@ -117,14 +124,20 @@ def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> 
 def claim(setting: str) -> torch.device:
     """The device of this process, by torchrun's environment where there is one; it becomes the current one.
 
-    Where it is not there, one rank of this machine raises `ConfigError`. The others wait to be ended, because torchrun
+    With LOCAL_RANK alone a process is one of several peers on this machine, which take the devices in turn. Where the
+    device is not there, one rank of this machine raises `ConfigError`. The others wait to be ended, because torchrun
     ends all as soon as one has ended, even before it could say why.
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
     try:
-        device = choose(setting) if alone else choose(setting, local_rank, local_size)
+        if not alone:
+            device = choose(setting, local_rank, local_size)
+        elif "LOCAL_RANK" in os.environ:
+            device = choose(setting, local_rank % max(1, counted()[1]))
+        else:
+            device = choose(setting)
     except ConfigError:
         if alone or local_rank == 0:
             raise
@@ -151,6 +164,15 @@ def backend_of(device: torch.device, shared: bool = False) -> str:
     return "gloo"
 
 
+def only(accelerators: Sequence[Accelerator]) -> dict[str, str]:
+    """Variables of the environment with which a process sees these accelerators and no others."""
+    name = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(accelerators[0].kind)
+    if name is None:
+        return {}
+    seen = [one for one in os.environ.get(name, "").split(",") if one]  # by this process; the indices refer to these
+    return {name: ",".join(seen[one.index] if seen else str(one.index) for one in accelerators)}
+
+
 def shares_device(setting: str) -> bool:
     """Whether several ranks of this machine were given numbers of devices, which may be equal."""
     return ":" in setting and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
@@ -173,7 +195,7 @@ def free_bytes(device: torch.device) -> float:
 def has_bf16(device: torch.device) -> bool:
     """Whether the device computes in bf16, faster than in fp32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type == "xpu"
 
 

@@ -127,6 +127,14 @@ class Island:
                 f"use a multiple of {self.size}"
             )
 
+    def check_none_complains(self, complaint: str) -> None:
+        """Raise `ConfigError` on rank 0 with the first rank's complaint, if there is any."""
+        complaints: list[str] = [complaint] * self.size
+        if self.size > 1:
+            dist.all_gather_object(complaints, complaint, group=self._words)
+        if found := next(filter(None, complaints), None):
+            self._refuse(found)
+
     def check_same(self, settings: Mapping[str, object]) -> None:
         """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
         if self.size == 1:

@@ -42,6 +42,7 @@ from diloco.train.evaluate import loss_of
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
+from diloco.train.memory import fitted
 from diloco.train.planning import Exchange, Link, predict
 from diloco.train.rows import whole
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
@@ -85,6 +86,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     def tell(message: Message) -> None:
         listen(to_wire(replace(message, peer=name, time=time.time())))
 
+    config = fitted(config, island)
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
     tell(Stage(stage="data"))

@@ -23,9 +23,9 @@ from torch import Tensor
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Accelerator", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes", "has_bf16",
-    "name_of", "only", "place", "random_states", "restore_random", "seed_random", "shares_device", "survey",
-    "synchronize",
+    "Accelerator", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random", "free_bytes",
+    "has_bf16", "name_of", "only", "peak_bytes", "place", "random_states", "restore_random", "seed_random",
+    "shares_device", "survey", "synchronize",
 ]  # fmt: skip
 
 KINDS = ("cuda", "xpu", "mps")
@@ -190,6 +190,11 @@ def free_bytes(device: torch.device) -> float:
         return float(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     free, _ = torch.accelerator.get_memory_info(device)
     return float(free)
+
+
+def peak_bytes(device: torch.device) -> float:
+    """The most bytes of an accelerator's memory that tensors of this process have taken; 0 on the CPU and with MPS."""
+    return 0.0 if device.type in ("cpu", "mps") else float(torch.accelerator.max_memory_allocated(device))
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -118,7 +118,7 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
     held = -(-fragments // peers) / fragments
     up, down = (codec(name).nbytes(CHUNK) / CHUNK for name in (outer.codec_up, outer.codec_down))
     yield "anchors", FP32
-    if outer.round_late or not outer.barrier:
+    if not outer.lockstep:  # the anchor moves while this peer trains on from an older one
         yield "anchors of the round under way", FP32 * (2 if outer.eager else 1)
     if not outer.lockstep:
         yield "payloads that are sent while training goes on", up / (fragments if outer.staggered else 1)

@@ -64,7 +64,7 @@ def test_what_cannot_run_is_listed_with_its_reason(bench: ModuleType, monkeypatc
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "diloco", "streaming"])
-@pytest.mark.parametrize(("model", "steps"), [("smoke", 9), ("150m", 60)])
+@pytest.mark.parametrize(("model", "steps"), [("smoke", 24), ("150m", 60), ("150m", 120)])
 def test_every_row_is_a_valid_run(bench: ModuleType, model: str, steps: int, mode: str, tmp_path: Path) -> None:
     options = {"model": model, "mode": mode, "steps": steps, "devices": ["cpu", "cpu"], "overrides": []}
     config = bench.config_of(1, options, tmp_path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco.cli.local import _shared_device
 from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.fit.whole import BUSY, Layout, lay_out, layout_of, utilization_of
@@ -105,6 +106,17 @@ def test_the_model_the_invitation_and_the_link_decide_between_peers_and_an_islan
     assert thin is not None and thin.peers == 1 and thin.why.startswith("2 peers would share the link")
     wide = layout_of(compose(), (), 1, Link(1e12), [10.0])
     assert wide is not None and wide.peers == 2
+
+
+def test_processes_of_data_parallel_share_devices_where_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["outer=data_parallel"])
+    stubs(monkeypatch, 8, 8)
+    assert [_shared_device(config, index, 2) for index in range(2)] == [[], []], "NCCL, and each its own"
+    shared = [_shared_device(config, index, 3) for index in range(3)]
+    assert shared == [["train.device=cuda:0"], ["train.device=cuda:1"], ["train.device=cuda:0"]]
+    assert _shared_device(compose(["train.device=cuda:1"]), 0, 3) == []
+    stubs(monkeypatch)
+    assert _shared_device(config, 0, 3) == []
 
 
 def test_peers_that_share_a_link_train_less() -> None:

@@ -112,8 +112,12 @@ def _complain(text: str) -> None:
 
 @contextmanager
 def on_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Calls `handler` for Ctrl+C and SIGTERM inside the block; it may be used in the main thread only."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Calls `handler` for Ctrl+C, SIGTERM and SIGUSR1 inside the block; it may be used in the main thread only.
+
+    SLURM announces with SIGUSR1 that a job will be ended, if it is asked to (--signal=USR1@120).
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

@@ -302,7 +302,7 @@ def test_every_setting_is_owned_by_the_run_or_by_the_peer_by_type() -> None:
             "sim.events=[crash]",
             "sim.events=[crash] is not valid; expected a list, each crash:PEER@SECOND, leave:... or join:...",
         ),
-        ("train.device=gpu", "train.device=gpu is not valid; expected auto, cpu, cuda or cuda:N"),
+        ("train.device=gpu", "train.device=gpu is not valid; expected auto, cpu, cuda[:N], xpu[:N] or mps"),
         ("train.threads=0", "train.threads=0 is out of range; expected a whole number >= 1 and <= 1024, or null"),
         ("inner.betas=[1,2,3]", "inner.betas=[1,2,3] is not valid; expected a list of 2, each a number >= 0 and < 1"),
         ("run.dir=", 'run.dir="" is not valid; expected a directory'),

@@ -17,12 +17,12 @@ from diloco.config import Config, compose
 from diloco.errors import ConfigError, SwarmError
 from diloco.fit import doctor as module
 from diloco.fit.doctor import Check, Doctor
-from diloco.fit.machine import GIB, inspect_machine
 from diloco.fit.volunteer import PeerDirectory
 from diloco.protocol.messages.watching import ProbeReply
 from diloco.swarm.conversations.probe import Probed
 from diloco.swarm.visit.look import Found
 from diloco.swarm.visit.rehearse import Rehearsal
+from diloco.train.machine import GIB, inspect_machine
 from diloco.train.planning import Figures, read_figures
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
@@ -40,7 +40,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     config = compose(["experiment=smoke", f"run.dir={tmp_path / 'not' / 'yet'}", "train.device=cpu"])
     monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(config.manifest().to_json()))
     monkeypatch.setattr(module, "try_to_listen", lambda *_: Rehearsal([PLACE], True, ""))
-    monkeypatch.setattr(module, "step_seconds", lambda config: 0.25)
+    monkeypatch.setattr(module, "step_seconds", lambda *_: 0.25)
     return Doctor(config, PeerDirectory(0, tmp_path, tmp_path / "identity.key"), [PLACE])
 
 

@@ -17,8 +17,9 @@ from diloco.cli.stages import Stages
 from diloco.config import Config, Manifest, compose
 from diloco.config.foreign import check_foreign, sources_of
 from diloco.errors import ConfigError, DataError
-from diloco.fit.machine import fit_micro_batch, inspect_machine, memory_need
 from diloco.swarm.visit.look import parse_manifest
+from diloco.train.machine import inspect_machine
+from diloco.train.memory import fit_micro_batch, memory_need
 
 COMMIT = "a1" * 20
 ON_THE_HUB = [

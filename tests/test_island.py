@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,18 @@ NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuG
 EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.shards=1", "train.threads=1")
 
 
-def torchrun(run_dir: Path, *overrides: str, ranks: int = 2) -> Any:
+def torchrun(run_dir: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> Any:
     """The ranks of an island, started."""
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}")
-    arguments = (*launcher, "-m", "diloco.train", *SMOKE, f"run.dir={run_dir}", *overrides)
+    arguments = (
+        *launcher,
+        f"--max-restarts={restarts}",
+        "-m",
+        "diloco.train",
+        *SMOKE,
+        f"run.dir={run_dir}",
+        *overrides,
+    )
     return command(*arguments, directory=run_dir.parent)
 
 
@@ -182,6 +191,51 @@ def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) 
     for said in ("diloco: leaving the swarm", "diloco: open run, on this machine only"):
         assert started.stderr.count(said) == 1, "two ranks are one peer"
     assert "diloco: error" not in started.stderr and "RuntimeError" not in started.stderr
+
+
+def rank_of(process: int) -> str | None:
+    """The rank of a process that trains; None for any other."""
+    place = Path("/proc") / str(process)
+    variables = dict(one.partition(b"=")[::2] for one in (place / "environ").read_bytes().split(b"\0"))
+    return variables.get(b"RANK", b"").decode() if b"diloco.train" in (place / "cmdline").read_bytes() else None
+
+
+def test_an_island_that_loses_a_rank_comes_back_as_the_same_peer_and_goes_on(tmp_path: Path) -> None:
+    place, run_dir = tmp_path / "host", tmp_path / "run"
+    host = ("-m", "diloco", "host", "--new", *SMOKE, f"run.dir={place}", "budget.outer_steps=6")
+    with command(*host, directory=tmp_path) as keeper:
+        joining = ("budget.outer_steps=6", f"swarm.initial_peers=['@{place / 'address'}']", "train.threads=1")
+        with torchrun(run_dir, *joining, "train.step_delay_s=0.05", restarts=1) as started:
+            lines = run_dir / "metrics.jsonl"
+            eventually(lambda: any(line["version"] >= 2 for line in json_lines(lines)), "outer step 2")
+            [lost] = [process for process in started.family() if rank_of(process) == "1"]
+            os.kill(lost, signal.SIGKILL)
+            assert started.wait() == 0, started.stderr
+            assert started.family() == []
+        keeper.process.send_signal(signal.SIGINT)
+        keeper.done()
+    said = [line for line in started.stderr.splitlines() if line.startswith("diloco: error")]
+    assert len(said) == 1 and said[0].startswith("diloco: error: rank 1 of 2 ended without a word; the last checkpoint")
+    assert "RuntimeError" not in started.stderr
+    resumed = [line for line in json_lines(run_dir / "events.jsonl") if line["kind"] == "resume"]
+    assert len(resumed) == 1 and resumed[0]["version"] >= 1
+    summary = summary_of(run_dir)
+    assert summary["outer_steps"] == 6 and summary["tokens"]["applied"] == 6 * 256
+    contributors = (run_dir / "contributions.csv").read_text().splitlines()[1:]
+    assert len(contributors) == 1 and summary["peers"][0]["peer_id"] in contributors[0]
+
+
+def test_a_machine_that_will_be_taken_away_is_left_with_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    endless = ("budget.outer_steps=100000", "train.step_delay_s=0.02")
+    with command("-m", "diloco.train", *SMOKE, *endless, f"run.dir={run_dir}", directory=tmp_path) as started:
+        eventually(lambda: any(line["version"] >= 1 for line in json_lines(run_dir / "metrics.jsonl")), "outer step 1")
+        for notice in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # of a scheduler, and of torchrun
+            started.process.send_signal(notice)
+        started.done()
+    steps = summary_of(run_dir)["outer_steps"]
+    newest = sorted(place.name for place in (run_dir / "checkpoints" / "peer").iterdir())[-1]
+    assert newest == f"step-{steps:08d}" and started.stderr.count("diloco: leaving the swarm") == 1
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,13 +19,14 @@ import torch
 from rich.console import Console
 from swarm_helpers import SMOKE, Crowd, command, diloco, eventually, free_port, together
 
+from diloco.admission.invitation import issue
 from diloco.admission.keys import RunKey
 from diloco.cli.main import main
 from diloco.cli.stages import Stages
 from diloco.cli.table import invitation
+from diloco.cli.volunteers import _command as start_of
 from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
-from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need, sequence_bytes
 from diloco.fit.volunteer import (
     fit_to_machine,
     known_addresses,
@@ -32,13 +34,18 @@ from diloco.fit.volunteer import (
     move_aside,
     remember_addresses,
     volunteer_config,
+    with_settings,
 )
+from diloco.fit.whole import Layout
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
 from diloco.swarm.conversations.probe import Probed, ProbeServer, _callable
 from diloco.swarm.visit.look import Found, check_clock, look, parse_manifest
 from diloco.swarm.wire.dialing import best_first
+from diloco.train.devices import Accelerator
 from diloco.train.loop import Trainer
+from diloco.train.machine import GIB, Machine, inspect_machine
+from diloco.train.memory import MemoryNeed, Split, fit_micro_batch, memory_need, sequence_bytes
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
@@ -268,7 +275,7 @@ def test_measuring_is_limited_per_asker_and_minute_but_asking_is_not() -> None:
 
 # -- what the machine can do ------------------------------------------------------------------------------------------
 
-ROOMY = Machine(torch.device("cpu"), "CPU", 2, 2, 8 * GIB, 8 * GIB, False)
+ROOMY = Machine(torch.device("cpu"), "CPU", 2, 2, 8 * GIB, 8 * GIB, "fp32")
 
 
 def test_a_machine_that_is_too_small_is_told_by_how_much() -> None:
@@ -300,9 +307,24 @@ def test_the_machine_is_looked_at_and_what_was_typed_wins() -> None:
     machine = inspect_machine("cpu")
     assert 1 <= machine.threads <= machine.cores and machine.main_bytes > 0
     config = compose(["train.threads=7"])
-    chosen = fit_to_machine(config, replace(machine, threads=2, bf16=True), 3, {"train.threads"})
-    assert (chosen.train.threads, chosen.train.precision, chosen.train.micro_batch) == (7, "bf16", 3)
-    assert fit_to_machine(config, machine, config.inner.batch_size, set()).train.micro_batch is None
+    chosen, need = fit_to_machine(config, replace(machine, threads=2, precision="bf16"), {"train.threads"})
+    assert (chosen.train.threads, chosen.train.precision, chosen.train.micro_batch) == (7, "bf16", None)
+    least = need.device_bytes + need.main_bytes
+    small = replace(machine, precision="bf16", main_bytes=least + 3.5 * sequence_bytes(chosen))
+    assert fit_to_machine(config, small)[0].train.micro_batch == 3
+    config = compose(["train.threads=7", "train.micro_batch=2"])
+    assert fit_to_machine(config, small, {"train.micro_batch"})[0].train.micro_batch == 2
+
+
+def test_the_micro_batch_is_found_with_the_precision_that_will_be_used() -> None:
+    config = compose(["model=60m", "data.sequence_length=1024"])
+    fp32, bf16 = (sequence_bytes(with_settings(config, {"train.precision": one})) for one in ("fp32", "bf16"))
+    assert 0.4 * fp32 < bf16 < 0.9 * fp32
+    machine = replace(ROOMY, device=torch.device("cuda"), precision="bf16")
+    need = memory_need(with_settings(config, {"train.precision": "bf16"}), machine)
+    machine = replace(machine, device_bytes=need.device_bytes + 8.2 * bf16)
+    assert fit_to_machine(config, machine)[0].train.micro_batch is None
+    assert fit_to_machine(config, replace(machine, precision="fp32"))[0].train.micro_batch == 4
 
 
 def trainer(micro_batch: int | None) -> Trainer:
@@ -351,6 +373,38 @@ def test_a_part_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.Mo
     monkeypatch.setattr(one, "_accumulate", never)
     with pytest.raises(ConfigError, match="not even one sequence fits"):
         one._gradients(rows)
+
+
+# -- several accelerators ---------------------------------------------------------------------------------------------
+
+
+def several(peers: int, split: Split) -> Layout:
+    devices = tuple(Accelerator("cuda", index, "A100", 8.0 * GIB) for index in range(max(peers, split.ranks)))
+    return Layout(devices, peers, split, MemoryNeed(10, 1.0, 1.0, 1.0), "of a test")
+
+
+def test_each_peer_of_a_machine_is_started_on_a_device_of_its_own(tmp_path: Path) -> None:
+    token = issue(RunKey.create(tmp_path / "run.key"), "mine", "worker", 2**33).to_text()
+    config = compose([f"run.dir={tmp_path}", "run.name=me", f"swarm.token={token}", "train.threads=2"])
+    commands = [start_of(config, several(2, Split()), number) for number in range(2)]
+    settings = [compose(arguments[4:], base=tmp_path / "config.yaml") for arguments, _ in commands]
+    assert settings[1].train.device == "cuda:1" and settings[1].run.report and settings[1].train.threads == 2
+    for arguments, environment in commands:
+        assert arguments[:3] == ["-m", "diloco.train", "--config"] and environment == {}
+        assert not any(token in argument for argument in arguments), "anybody on this machine could read it"
+    assert (tmp_path / "token").stat().st_mode & 0o77 == 0 and (tmp_path / "token").read_text() == f"{token}\n"
+
+
+def test_an_island_of_a_machine_is_started_by_torchrun_on_the_devices_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = compose([f"run.dir={tmp_path}", "run.name=me", "train.parallel=fsdp"])
+    arguments, environment = start_of(config, several(1, Split(2, sharded=True)), 0)
+    assert arguments[:3] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert "--max-restarts=3" in arguments and environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    started = compose([], base=tmp_path / "config.yaml")
+    assert (started.train.device, started.train.parallel) == ("cuda", "fsdp")
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
@@ -485,6 +539,48 @@ def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
     [run_dir] = (tmp_path / "home" / "diloco" / "peer-0" / "runs").iterdir()
     [mine] = json.loads((run_dir / "summary.json").read_text())["peers"]
     assert mine["tokens"] > 0
+
+
+STUBS = """
+import sys
+from diloco.train import devices
+found = [devices.Accelerator("cpu", index, "stub", 8e9) for index in range(2)]
+devices.counted, devices.survey = lambda: ("cpu", len(found)), lambda: found
+from diloco.cli.main import main
+main(["join", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.swarm
+def test_a_volunteer_with_two_devices_joins_as_two_peers_or_as_one_on_both(tmp_path: Path) -> None:
+    (tmp_path / "join.py").write_text(STUBS)
+    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=40000", "eval.every=0"]
+    said = {}
+    with command(*begin, "train.step_delay_s=0.1", directory=tmp_path) as starter:
+        lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
+        for parallel in ("auto", "ddp"):
+            arguments = (lines[0].split()[2], f"train.parallel={parallel}", "train.threads=1")
+            with command("join.py", *arguments, directory=tmp_path) as guest:
+                trained = 2 if parallel == "auto" else 1
+                eventually(lambda: len(peers_of(guest.stdout)) == trained, "a version with it", 45)  # noqa: B023
+                guest.process.send_signal(signal.SIGINT)
+                guest.done()
+                assert guest.family() == []
+            said[parallel] = guest.stdout
+        starter.process.send_signal(signal.SIGINT)
+        starter.done()
+    assert "machine: 2 x stub: one peer on each, because" in said["auto"]
+    assert "tokens from 2 peers of this machine" in said["auto"]
+    assert "machine: 2 x stub: one peer on all of them, each has the whole model, because train.par" in said["ddp"]
+    assert "tokens from this peer" in said["ddp"]
+    rows = (tmp_path / "starter" / "contributions.csv").read_text().splitlines()[1:]
+    assert len(rows) == 3, "the starter, and two identities of the volunteer, of which one came twice"
+
+
+def peers_of(shown: str) -> set[str]:
+    """Names of peers that a table without a terminal shows with a loss."""
+    found = [re.match(r"\[ *[\d.]+s\] (\w+) v\d+\S* loss \d", line) for line in shown.splitlines()]
+    return {one[1] for one in found if one}
 
 
 @pytest.mark.swarm

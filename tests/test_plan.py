@@ -16,9 +16,10 @@ from diloco import model as models
 from diloco.cli.main import main
 from diloco.config import OuterConfig, compose
 from diloco.errors import ConfigError
-from diloco.fit.machine import parameters_of, step_seconds
+from diloco.fit.speed import step_seconds
 from diloco.outer.codecs import codec
 from diloco.sim.run import simulate
+from diloco.train.memory import parameters_of
 from diloco.train.planning import (
     TRIPS,
     Exchange,

@@ -2,19 +2,22 @@
 
 1. connect: call the addresses, and if no peer answers, the addresses that this user's peers remember of the run.
 2. manifest: fetch the run's settings, check wire version and clock; import torch's slower half meanwhile.
-3. machine: choose device, precision, threads, and the part of a batch that fits its memory. Then ask (`consent.py`).
-4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table.
+3. machine: choose device, precision, threads, and the part of a batch that fits its memory. With several accelerators
+   choose how they take part (`fit/whole.py`). Then ask (`consent.py`).
+4. data, state, first contribution: as any peer, by `diloco.train.run`; then its live table. With several accelerators
+   the peers are processes of their own (`volunteers.py`).
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import statistics
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -28,8 +31,14 @@ from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
 from diloco.swarm.visit.visitor import light_hivemind
 from diloco.text import human_bytes, human_count
 
+if TYPE_CHECKING:  # these bring torch
+    from diloco.fit.whole import Layout
+    from diloco.swarm.visit.look import Found
+    from diloco.train.planning import Link
+
 __all__ = ["run"]
 
+PROBE_BYTES = 2**20  # each way, where peers would share the link
 STAGES = ["connect", "manifest", "machine", "data", "state", "first contribution"]
 
 
@@ -45,8 +54,14 @@ def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> 
             stages = stack.enter_context(Stages(console, STAGES))
             stages.go_to("connect")
             stages.show("loading libraries")
-            config = _prepare(config, address, typed, yes, stages, stack)
-            return _train(config, stages, stack, console)
+            config, layout = _prepare(config, address, typed, yes, stages, stack)
+            if layout is None:
+                return _train(config, stages, stack, console)
+            from diloco.cli.volunteers import train_on_all
+
+            stages.advance()
+            stages.close()  # the table of the peers follows
+            return train_on_all(config, layout, typed, stack, console)
     except KeyboardInterrupt:  # from here on the training loop listens for it
         console.print("stopped before this peer took part", highlight=False)
         return 0
@@ -54,8 +69,11 @@ def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> 
 
 def _prepare(
     config: Config, address: Address, typed: Collection[str], yes: bool, stages: Stages, stack: ExitStack
-) -> Config:
-    """Checks everything that can be wrong, and asks, before anything big is fetched."""
+) -> tuple[Config, Layout | None]:
+    """Checks everything that can be wrong, and asks, before anything big is fetched.
+
+    Returns a layout if there are several accelerators to train on.
+    """
     light_hivemind(["hivemind"])
     from diloco.fit import volunteer
     from diloco.swarm.visit.look import check_clock, parse_manifest
@@ -74,13 +92,24 @@ def _prepare(
     stages.go_to("machine")
     stages.show("loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
-    from diloco.fit.machine import fit_micro_batch, inspect_machine, memory_need
     from diloco.fit.prospects import prospects_of
+    from diloco.fit.whole import layout_of
+    from diloco.train.machine import inspect_machine
 
+    layout = layout_of(config, typed, len(found.peers), _link(found), found.paces)
+    if layout is not None:
+        stages.show(layout.text)
+        config = layout.fit(config, typed)
+        _warn(warning)
+        if needs_consent(config):
+            with stages.paused():
+                consent(stages.console, config, layout.need.parameters, layout.nbytes, layout.text, yes)
+        volunteer.move_aside(config)
+        return config, layout
     machine = inspect_machine(config.train.device, config.train.threads)
-    need, batch_size = memory_need(config, machine), config.inner.batch_size
-    micro_batch = fit_micro_batch(need, machine, batch_size)
-    config = volunteer.fit_to_machine(config, machine, micro_batch, typed)
+    config, need = volunteer.fit_to_machine(config, machine, typed, len(found.peers) + 1)
+    batch_size = config.inner.batch_size
+    micro_batch = config.train.micro_batch or batch_size
     parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
     second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
     text = (
@@ -89,18 +118,34 @@ def _prepare(
     )
     stages.show(text)
     stages.show("; ".join([text, *prospects_of(config, micro_batch, found.paces)]))
-    if warning is not None:
-        Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
+    _warn(warning)
     if needs_consent(config):
         used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
         with stages.paused():
             consent(stages.console, config, need.parameters, used_bytes, machine.name, yes)
     volunteer.move_aside(config)
-    return config
+    return config, None
 
 
-def _look(config: Config, address: Address, identity: Path, stages: Stages) -> Any:
+def _warn(warning: str | None) -> None:
+    if warning is not None:
+        Console(stderr=True).print(f"diloco: warning: {warning}", highlight=False, soft_wrap=True)
+
+
+def _link(found: Found) -> Link | None:
+    """This machine's link, as peers of the swarm have measured it with it."""
+    from diloco.train.planning import Link
+
+    rated = [peer for peer in found.peers if peer.up_bytes_per_s]
+    if not rated:
+        return None
+    up = statistics.median(8 * (peer.up_bytes_per_s or 0) for peer in rated)
+    return Link(up, statistics.median(peer.round_trip_s for peer in rated) / 2)
+
+
+def _look(config: Config, address: Address, identity: Path, stages: Stages) -> Found:
     from diloco.fit.volunteer import known_addresses
+    from diloco.fit.whole import has_several
     from diloco.swarm.visit.look import look
     from diloco.swarm.wire.gate import watching
 
@@ -110,15 +155,16 @@ def _look(config: Config, address: Address, identity: Path, stages: Stages) -> A
 
     gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
     stages.show(f"calling {len(address.peers)} peers" if len(address.peers) > 1 else f"calling {address.peers[0]}")
+    measured = PROBE_BYTES if has_several(config.train.device) else 0
     try:
-        return look(address.peers, identity, on_connected=connected, gate=gate)
+        return look(address.peers, identity, measured, connected, gate)
     except SwarmError as error:
         others = known_addresses(address.peers)
         if stages.name != "connect" or not others:
             raise
         stages.show(f"nobody answers there; calling {len(others)} more that were in this run before")
         try:
-            return look(others, identity, on_connected=connected, gate=gate)
+            return look(others, identity, measured, connected, gate)
         except SwarmError:
             raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
 

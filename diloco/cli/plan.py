@@ -10,9 +10,11 @@ from typing import Any
 import click
 
 from diloco.config import Config
-from diloco.fit.machine import parameters_of, step_seconds
+from diloco.fit.speed import step_seconds
 from diloco.outer.codecs import codec
 from diloco.train import planning
+from diloco.train.machine import GIB
+from diloco.train.memory import memory_rows, parameters_of, sequence_bytes
 from diloco.train.planning import Exchange, Link, Recommendation, arithmetic, needed_bits_per_s, predict
 
 __all__ = ["run"]
@@ -35,11 +37,13 @@ def run(
     if not parallel and predict(exchange, link, step_s).utilization < target:
         advice = planning.recommend(exchange, codecs, lambda name: codec(name).nbytes(numel), link, step_s, target)
     needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
+    rows = memory_rows(config, exchange.peers)
     report = {
         "model": config.model.name, "parameters": numel, "peers": exchange.peers,
         "step_s": step_s, "step_measured": measured, "link": asdict(link), "target": target,
         "exchange": asdict(exchange), "predicted": asdict(predict(exchange, link, step_s)),
         "needed_bits_per_s": needed if math.isfinite(needed) else None,
+        "memory": [row._asdict() for row in rows], "sequence_bytes": sequence_bytes(config),
         "recommended": None if advice is None else {"settings": _settings(advice), **asdict(advice)},
     }  # fmt: skip
     click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_text(report, codecs, exchange, link)))
@@ -51,6 +55,25 @@ def _settings(advice: Recommendation) -> list[str]:
     settings = [f"outer.{name}={getattr(exchange, name)}" for name in ("sync_every", "fragments", "overlap")]
     settings += [f"outer.codec_up={advice.codec_up}", f"outer.codec_down={advice.codec_down}"]
     return [*settings, "outer.staggered=true"] if exchange.staggered else settings
+
+
+def _memory(report: dict[str, Any]) -> list[str]:
+    """The table of what a peer takes, with sums."""
+    rows = [(row["what"], row["where"], row["per_parameter"], row["nbytes"]) for row in report["memory"]]
+    lines = [f"memory of a peer{'':29}bytes per parameter{'':9}GiB"]
+    for where in ("device", "main"):
+        name = {"device": "device", "main": "main memory"}[where]
+        mine = [row for row in rows if row[1] == where]
+        for what, _, each, nbytes in [*mine, ("in all", where, None, sum(row[3] for row in mine))]:
+            per = f"{each:.3g}" if each is not None else ""
+            lines.append(f"  {name:<12}{what:<45}{per:>5}{nbytes / GIB:>12.3f}")
+    for what, where, each, nbytes in rows:
+        if where == "spare":
+            lines.append(f"  {'if free':<12}{what:<45}{each:>5.3g}{nbytes / GIB:>12.3f}")
+    lines.append(
+        f"  {'device':<12}{'activations of one sequence, about':<45}{'':>5}{report['sequence_bytes'] / GIB:>12.3f}"
+    )
+    return lines
 
 
 def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, link: Link) -> list[str]:
@@ -82,4 +105,4 @@ def _text(report: dict[str, Any], codecs: tuple[str, str], exchange: Exchange, l
             text.append(f"so many inner steps between exchanges cost loss: DiLoCo uses {planning.HIGHEST_H}")
     else:
         text += ["", f"reaches {target:.4g}" if reached else f"does not reach {target:.4g}; choose outer=diloco"]
-    return text
+    return [*text, "", *_memory(report)]

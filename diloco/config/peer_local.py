@@ -21,6 +21,9 @@ Seconds = Annotated[float, Field(ge=0, le=86400)]
 TokenText = Annotated[
     str, Field(pattern=r"^(@.+|[A-Za-z0-9_-]{1,1024})$"), Expected("the token of an invitation, or @FILE with it")
 ]
+Device = Annotated[
+    str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d{1,3})?)$"), Expected("auto, cpu, cuda[:N], xpu[:N] or mps")
+]
 SimEvent = Annotated[
     str, Field(pattern=r"^(crash|leave|join):\d+@\d+(\.\d+)?$"), Expected("crash:PEER@SECOND, leave:... or join:...")
 ]
@@ -127,11 +130,10 @@ class SwarmConfig(PeerLocal):
 class TrainConfig(PeerLocal):
     """The hardware of this peer."""
 
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$"), Expected("auto, cpu, cuda or cuda:N")] = (
-        Field("auto", description="auto takes the first free accelerator, else the CPU.")
-    )
+    device: Device = "auto"
+    """auto is the accelerator with most free memory, or each process's own under torchrun, else the CPU."""
     parallel: Literal["auto", "ddp", "fsdp"] = Field("auto")
-    """Under torchrun, whether each process has the whole model (ddp) or rows of all parameters (fsdp); auto is ddp."""
+    """Of an island, the whole model in each process (ddp) or rows of it (fsdp); auto is ddp, in `join` what fits."""
     micro_batch: int | None = Field(None, ge=1, le=1 << 20)
     """Sequences computed at a time; null takes the batch whole, or what fits."""
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the trainer; null shares the cores.")

@@ -18,12 +18,15 @@ import torch
 from diloco.config import WIRE_VERSION, Config
 from diloco.config.address import scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.fit.machine import GIB, Machine, fit_micro_batch, inspect_machine, memory_need, parameters_of, step_seconds
+from diloco.fit.speed import step_seconds
 from diloco.fit.volunteer import PeerDirectory, fit_to_machine
+from diloco.fit.whole import Layout, layout_of
 from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
 from diloco.swarm.visit.rehearse import try_to_listen
 from diloco.swarm.wire.gate import Gate, watching
 from diloco.text import one_line
+from diloco.train.machine import GIB, Machine, inspect_machine
+from diloco.train.memory import parameters_of
 
 __all__ = ["Check", "Doctor"]
 
@@ -60,6 +63,7 @@ class Doctor:
     figures: dict[str, Any] = field(default_factory=dict)
     _found: Found | None = None
     _machine: Machine | None = None
+    _layout: Layout | None = None
 
     def checks(self) -> Iterator[Check]:
         """Yields each result as soon as it is known."""
@@ -110,14 +114,20 @@ class Doctor:
         if machine.shared:
             text = f"none: trains on the CPU, with {machine.threads} of {machine.cores} cores, those idle now"
             return Check("accelerator", "ok", text)
-        precision = "bf16" if machine.bf16 else "fp32"
-        return Check("accelerator", "ok", f"{machine.name}, {machine.device_bytes / GIB:.1f} GiB free, {precision}")
+        free = f"{machine.device_bytes / GIB:.1f} GiB free"
+        return Check("accelerator", "ok", f"{machine.name}, {free}, {machine.precision}")
 
     def _memory(self) -> Check | None:
         if self._machine is None:
             return None
-        need, batch_size = memory_need(self.config, self._machine), self.config.inner.batch_size
-        micro_batch = fit_micro_batch(need, self._machine, batch_size)
+        peers = len(self._found.peers) if self._found else 0
+        layout = self._layout = layout_of(self.config, self.typed, peers, None, ())
+        if layout is not None:
+            text = f"{self.config.model.name}, {layout.need.parameters / 1e6:.4g}M parameters, on {layout.text}"
+            return Check("memory", "ok", text)
+        batch_size = self.config.inner.batch_size
+        config, need = fit_to_machine(self.config, self._machine)
+        micro_batch = config.train.micro_batch or batch_size
         text = (
             f"{self.config.model.name}, {need.parameters / 1e6:.4g}M parameters: {need.device_bytes / GIB:.2f} GiB to "
             f"train, {need.main_bytes / GIB:.2f} GiB to take part, {self._machine.main_bytes / GIB:.1f} GiB free"
@@ -144,10 +154,10 @@ class Doctor:
         return Check("port", "ok", f"{', '.join(listen)} can be listened on, for example as {best} ({scope(best)})")
 
     def _speed(self) -> Check | None:
-        if self._machine is None:
+        if self._machine is None or (self._layout is not None and self._layout.split.sharded):
             return None
-        config = fit_to_machine(self.config, self._machine, self.config.inner.batch_size, ())
-        step_s = self.figures["step_s"] = step_seconds(config)
+        config, _ = fit_to_machine(self.config, self._machine)
+        step_s = self.figures["step_s"] = step_seconds(config, config.train.micro_batch)
         tokens = self.config.inner.batch_size * self.config.data.sequence_length
         return Check("speed", "ok", f"{step_s:.3g} s per inner step, {tokens / step_s:.4g} tokens per second")
 

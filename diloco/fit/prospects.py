@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from diloco.config import Config, OuterConfig
-from diloco.fit.machine import step_seconds
+from diloco.fit.speed import step_seconds
 from diloco.protocol.patience import ROUNDS
 from diloco.protocol.schedule import dylu_steps
 from diloco.train.progress import DYLU_FLOOR

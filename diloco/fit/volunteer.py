@@ -21,10 +21,10 @@ from pathlib import Path
 from diloco.config import Config, Manifest
 from diloco.config.address import scope
 from diloco.errors import ConfigError
-from diloco.fit.machine import Machine
 from diloco.rundir.files import exclusive, write_atomic
 from diloco.swarm.wire.libp2p import own_id, peer_id_of
-from diloco.train.precision import native_precision
+from diloco.train.machine import Machine
+from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need
 from diloco.train.session import checkpoints_name
 
 __all__ = [
@@ -117,14 +117,24 @@ def with_settings(config: Config, settings: dict[str, object]) -> Config:
     return Config.model_validate(values)
 
 
-def fit_to_machine(config: Config, machine: Machine, micro_batch: int, typed: Collection[str]) -> Config:
-    """The configuration with this machine's precision and threads and with the micro-batch, except for `typed` keys."""
+def fit_to_machine(
+    config: Config, machine: Machine, typed: Collection[str] = (), peers: int | None = None
+) -> tuple[Config, MemoryNeed]:
+    """The configuration with this machine's precision and threads, and with the micro-batch that fits then, except for
+    `typed` keys; and the memory that this takes in a swarm of so many peers.
+
+    Raises `ConfigError` if not even one sequence fits.
+    """
     chosen: dict[str, object] = {
-        "train.precision": "bf16" if machine.bf16 else native_precision(machine.device),
+        "train.precision": machine.precision,
         "train.threads": machine.threads,
-        "train.micro_batch": None if micro_batch >= config.inner.batch_size else micro_batch,
     }
-    return with_settings(config, {key: value for key, value in chosen.items() if key not in typed})
+    config = with_settings(config, {key: value for key, value in chosen.items() if key not in typed})
+    need, batch_size = memory_need(config, machine, peers), config.inner.batch_size
+    micro_batch = fit_micro_batch(need, machine, batch_size)
+    if "train.micro_batch" not in typed:
+        config = with_settings(config, {"train.micro_batch": micro_batch if micro_batch < batch_size else None})
+    return config, need
 
 
 def move_aside(config: Config) -> None:

@@ -44,9 +44,10 @@ def _leave_with_supervisor() -> None:
 
 if __name__ == "__main__":
     code = guard(lambda: _main(sys.argv[1:]))
-    if int(os.environ.get("RANK", "0")):
-        # What follows rank 0 has nothing left to do, and the usual end of a process now and then aborts it: a thread
-        # of torch's process group outlives what it belongs to.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Nothing is left to do, and the usual end of a process now and then aborts a rank, or waits for one that is
+        # gone: a thread of torch's process group outlives what it belongs to.
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, default_generator, nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from diloco import model as models
 from diloco.data import Dataset, Tokenizer
 from diloco.errors import ConfigError, DivergedError
 from diloco.swarm.node.spot import SEQUENCES, Loss
+from diloco.train.devices import forked_random, seed_random
 from diloco.train.island import Island
 
 __all__ = ["EvalResult", "evaluate", "generate", "loss_of"]
@@ -97,10 +98,8 @@ def generate(
     device = next(model.parameters()).device
     prompt_tokens = torch.tensor([tokens], device=device)  # (1, P)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    with _evaluating(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+    with _evaluating(model), forked_random(device):
+        seed_random(device, seed)
         output = model_any.generate(
             prompt_tokens,
             attention_mask=torch.ones_like(prompt_tokens),

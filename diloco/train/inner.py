@@ -22,7 +22,8 @@ from diloco.train.island import Island
 from diloco.train.rows import is_sharded, load_rows_
 
 __all__ = [
-    "InnerStart", "Pair", "bound_moments_", "inner_optimizer", "layout_of", "load_moments_", "snapshot",
+    "InnerStart", "Pair", "bound_moments_", "inner_optimizer", "layout_of", "load_moments_", "moment_numel",
+    "snapshot",
 ]  # fmt: skip
 
 TORN = 2.0  # A donor's moments are copied while it trains, so a first moment may be a step ahead of its second one.
@@ -33,7 +34,7 @@ def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimiz
     is made for the devices where the parameters are now.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if p.ndim == 2 and "embed" not in name and "head" not in name]
+    hidden = _hidden(named)
     if inner.optimizer == "muon" and hidden:
         ids = {id(p) for p in hidden}
         muon = torch.optim.Muon(
@@ -41,6 +42,18 @@ def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimiz
         )
         return Pair(muon, _adamw([p for _, p in named if id(p) not in ids], inner))
     return _adamw([p for _, p in named], inner)
+
+
+def _hidden(named: list[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+    """The matrices inside the model, which Muon is for."""
+    return [p for name, p in named if p.ndim == 2 and "embed" not in name and "head" not in name]
+
+
+def moment_numel(model: nn.Module, inner: InnerConfig) -> int:
+    """Elements that the optimizer's state will have: two for each parameter with AdamW, one with Muon."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    muon = _hidden(named) if inner.optimizer == "muon" else []
+    return 2 * sum(p.numel() for _, p in named) - sum(p.numel() for p in muon)
 
 
 def _adamw(parameters: list[nn.Parameter], inner: InnerConfig) -> torch.optim.AdamW:

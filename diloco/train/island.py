@@ -9,8 +9,9 @@ and every method here does nothing.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -19,12 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import ConfigError, DilocoError, UnsavedError
 from diloco.model.forward import layers_of
+from diloco.train import devices
 
 __all__ = ["Island"]
 
-BROKEN = ("Connection closed by peer", "Connection reset by peer")  # what gloo says when another rank has ended
+# What gloo and NCCL say when another rank has ended.
+BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+LOST_S = 2.0  # after which a rank that has not said that it ends is lost
 # Other ranks wait for a word of rank 0 while it waits for the swarm, which has deadlines of its own.
 WORD_TIMEOUT = timedelta(hours=12)
 SHORT = 64  # integers that one message carries
@@ -33,11 +37,26 @@ SHORT = 64  # integers that one message carries
 class Island:
     """Rank, size and device of this process, and the collectives that keep the ranks alike.
 
-    If a rank dies, torchrun ends the others, and the swarm sees one peer vanish.
+    If a rank dies, the collectives of the others fail, they end, and the swarm sees one peer leave. torchrun starts all
+    of them again if it is told to (--max-restarts); the peer then goes on from its checkpoint.
+
+    Attributes:
+        broken: whether a rank was lost, so that nothing can be agreed on any more.
     """
 
-    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+        sharded: bool = False,
+        backend: str = "gloo",
+        store: Any = None,
+    ) -> None:
         self.device = device
+        self.backend = backend  # of collectives of parameters
+        self.broken = False
+        self._store = store
         self.rank = rank
         self.size = size
         self.sharded = sharded
@@ -48,25 +67,20 @@ class Island:
     def from_environment(cls, device: str, parallel: str = "ddp") -> Island:
         """The island that torchrun's environment describes; one process without it.
 
-        `device` is `auto`, `cpu`, `cuda` or `cuda:N`; with several ranks each takes its own GPU. With `parallel` fsdp
-        each rank has rows of every parameter. Raises `ConfigError` if train.device names a device that is not there.
+        `device` is the value of train.device, as `devices.claim` reads it. With `parallel` fsdp each rank has rows of
+        every parameter. Raises `ConfigError` if train.device names a device that is not there.
         """
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0') if size > 1 else 0}"
-        count = torch.cuda.device_count()
-        if device.startswith("cuda") and int(device.removeprefix("cuda:")) >= count:
-            raise ConfigError(
-                f"train.device={device} is not there: this machine has {count} CUDA devices; use auto or cpu"
-            )
-        chosen = torch.device(device)
-        if size > 1:
-            if chosen.type == "cuda":
-                torch.cuda.set_device(chosen)
-            dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
-        return cls(chosen, rank, size, sharded=size > 1 and parallel == "fsdp")
+        chosen = devices.claim(device)
+        if size == 1:
+            return cls(chosen)
+        backend = devices.backend_of(chosen, devices.shares_device(device))
+        stores: Any = dist  # whose names of stores have no types
+        store, _, _ = next(iter(stores.rendezvous("env://", rank, size)))
+        # torchrun keeps one store for all its restarts, where the addresses of ranks that have ended are still found.
+        store = stores.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        return cls(chosen, rank, size, parallel == "fsdp", backend, store)
 
     def new_group(self, backend: str) -> Any:
         """A process group of all ranks, for collectives of a thread or a kind of their own. All ranks call it."""
@@ -80,7 +94,7 @@ class Island:
     @property
     def device_name(self) -> str:
         """The hardware that it trains on, in a few words."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        name = devices.name_of(self.device)
         return name if self.size == 1 else f"{self.size} x {name}"
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -116,6 +130,14 @@ class Island:
                 f"use a multiple of {self.size}"
             )
 
+    def check_none_complains(self, complaint: str) -> None:
+        """Raise `ConfigError` on rank 0 with the first rank's complaint, if there is any."""
+        complaints: list[str] = [complaint] * self.size
+        if self.size > 1:
+            dist.all_gather_object(complaints, complaint, group=self._words)
+        if found := next(filter(None, complaints), None):
+            self._refuse(found)
+
     def check_same(self, settings: Mapping[str, object]) -> None:
         """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
         if self.size == 1:
@@ -131,18 +153,49 @@ class Island:
     def _refuse(self, why: str) -> NoReturn:
         """`ConfigError` on rank 0. The others wait for its end, because torchrun ends it as soon as one has ended."""
         if not self.leads:
-            self.agree([0])
+            self.agree([0])  # which never comes
         raise ConfigError(why)
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Ranks other than 0 end in silence when the connection to rank 0 breaks: it has said why it failed."""
+        """When connections between ranks break, rank 0 says who was lost, and the others end in silence.
+
+        1. A rank dies, or ends with an error. One that can writes into torchrun's store first that it has ended.
+        2. The collectives of the others fail. They write that they have ended, too.
+        3. Rank 0 reads who has written nothing, and raises `UnsavedError`. If all have written, one of them has said
+           what its error was. If rank 0 itself was lost, torchrun says so.
+        """
         try:
             yield
-        except RuntimeError as error:
-            if self.leads or not any(broken in str(error) for broken in BROKEN):
+        except BaseException as error:
+            if self.size == 1:
                 raise
-            raise SystemExit(DilocoError.exit_code) from None
+            self._write_ended()
+            torn = isinstance(error, RuntimeError) and any(broken in str(error) for broken in BROKEN)
+            if not torn or self.broken:
+                raise
+            self.broken = True
+            lost = self._lost() if self.leads else []
+            if not lost:
+                raise SystemExit(DilocoError.exit_code) from None
+            ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+            raise UnsavedError(
+                f"{ranks} of {self.size} ended without a word; the last checkpoint is good, and torchrun "
+                "--max-restarts=9 goes on from it by itself"
+            ) from None
+
+    def _write_ended(self) -> None:
+        with suppress(RuntimeError):  # the store may have ended, too
+            self._store.set(f"ended {self.rank}", "")
+
+    def _lost(self) -> list[int]:
+        """The ranks that have not written that they ended."""
+        silent, until = set(range(self.size)) - {self.rank}, time.monotonic() + LOST_S
+        with suppress(RuntimeError):
+            while silent and time.monotonic() < until:
+                silent = {rank for rank in silent if not self._store.check([f"ended {rank}"])}
+                time.sleep(0.02)
+        return sorted(silent)
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Rank 0's numbers, on every rank."""
@@ -196,7 +249,7 @@ class Island:
 
     def close(self) -> None:
         """Leave the process group."""
-        if self.size > 1 and dist.is_initialized():
+        if self.size > 1 and dist.is_initialized() and not self.broken:
             dist.destroy_process_group()
 
 

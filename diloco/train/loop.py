@@ -28,6 +28,7 @@ from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Message, Status
 from diloco.rundir.summary import PhaseTimer, write_contributions
+from diloco.train.devices import empty_cache, forked_random
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast
@@ -157,8 +158,7 @@ class Trainer:
             )
         self._micro_batch = part // 2
         self.optimizer.zero_grad(set_to_none=True)
-        if self.island.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.island.device)
         if self.island.leads:
             self.log.event("micro_batch", sequences=self._micro_batch)
 
@@ -167,8 +167,8 @@ class Trainer:
 
         Sharded layers are gathered from all ranks, so where memory is short there, the run ends.
         """
-        fits, device = True, self.island.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        fits = True
+        with forked_random(self.island.device):
             try:
                 with self.island.accumulating(self.wrapped):
                     self._backward(self.model, rows, 1.0)  # DistributedDataParallel has collectives going forward, too

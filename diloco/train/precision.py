@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,12 @@ from torch import Tensor, nn
 from diloco.config import Config
 from diloco.errors import ConfigError, DivergedError
 from diloco.model.forward import choose_attention_, compile_layers_, never_wait_for_masks, recompute_layers_
+from diloco.train.devices import Precision, native_precision
 from diloco.train.island import Island
 
-__all__ = ["LossScale", "Precision", "autocast", "native_precision", "precision_of", "prepare_"]
-
-Precision = Literal["fp32", "bf16", "fp16"]
+__all__ = ["LossScale", "autocast", "precision_of", "prepare_"]
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler
-
-
-def native_precision(device: torch.device) -> Precision:
-    """The fastest precision that the device computes natively and that trains well."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return "fp32"
 
 
 def precision_of(config: Config, device: torch.device) -> Precision:

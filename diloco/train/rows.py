@@ -126,7 +126,7 @@ class Rows(Local):
         self._lock = threading.Lock()  # the exchanges of several fragments ask from threads of their own
         # Of their own, because the ranks' other collectives run in another thread.
         self._words = island.new_group("gloo")
-        self._values = island.new_group("nccl") if island.device.type == "cuda" else self._words
+        self._values = self._words if island.backend == "gloo" else island.new_group(island.backend)
         self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(island.size)]
         dist.all_gather_object(self._rows, self._own, group=self._words)
         self.is_whole = self._own == {name: (0, parameter.numel()) for name, parameter in parameters.items()}

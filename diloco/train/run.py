@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -41,6 +42,7 @@ from diloco.train.evaluate import loss_of
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
+from diloco.train.memory import fitted
 from diloco.train.planning import Exchange, Link, predict
 from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
@@ -87,6 +89,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     def tell(message: Message) -> None:
         listen(to_wire(replace(message, peer=name, time=time.time())))
 
+    config = fitted(config, island)
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
     tell(Stage(stage="data"))
@@ -131,7 +134,8 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             with ExitStack() as stack:
                 with _arriving(sync, model, tell):
                     stack.enter_context(sync)
-                trainer.train()
+                with island.following():  # before the swarm is left, which takes longer than torchrun waits
+                    trainer.train()
                 if island.leads:
                     tell(trainer.status("leaving"))
                 if sync.version > 0:
@@ -200,7 +204,10 @@ def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Message], None]) -> 
 
 @contextmanager
 def _signals(sync: Sync, island: Island) -> Iterator[None]:
-    """Ctrl+C or SIGTERM once: leave cleanly, and rank 0 says so. Twice: end at once (the daemon ends with it)."""
+    """Ctrl+C, SIGTERM or SIGUSR1: leave cleanly, and rank 0 says so. Ctrl+C twice: end at once (as does the daemon).
+
+    The notice of a scheduler may come several times, as SIGUSR1 and SIGTERM, from it and from torchrun.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -208,10 +215,10 @@ def _signals(sync: Sync, island: Island) -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         received.append(number)
-        if len(received) > 1:
+        if received.count(signal.SIGINT) > 1:
             os._exit(UnsavedError.exit_code)
-        if island.leads:
-            sys.stderr.write("diloco: leaving the swarm; once more ends at once\n")
+        if len(received) == 1 and island.leads and not island.broken:
+            sys.stderr.write("diloco: leaving the swarm; Ctrl+C once more ends at once\n")
         sync.interrupt()
 
     with on_signals(stop):

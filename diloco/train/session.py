@@ -33,6 +33,7 @@ from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import check_same_run
 from diloco.train.api import Attachment, Saved
 from diloco.train.baseline import DataParallel
+from diloco.train.devices import random_states, restore_random
 from diloco.train.inner import Pair
 from diloco.train.rows import load_rows_, sharded_like, whole
 
@@ -279,30 +280,26 @@ def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of the global generators of torch (CPU; every CUDA device once CUDA is in use), Python and numpy."""
+    """State of the global generators of torch (CPU; every accelerator once they are in use), Python and numpy."""
     tensors = {"torch": torch.get_rng_state()}  # (5056,) uint8
     version, words, gauss = random.getstate()
     tensors["python"] = torch.tensor(words)  # (625,) int64
     legacy: dict[str, Any] = dict(numpy.random.get_state(legacy=False))
     twister = legacy.pop("state")
     tensors["numpy"] = torch.tensor(twister["key"].astype(numpy.int64))  # (624,), torch supports little of uint32
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index, state in enumerate(torch.cuda.get_rng_state_all()):
-            tensors[f"cuda.{index}"] = state
+    tensors |= random_states()
     return tensors, {"python": {"version": version, "gauss": gauss}, "numpy": {**legacy, "position": twister["pos"]}}
 
 
 def restore_rng(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """The inverse of `rng_state`; ignores the state of CUDA devices that this machine lacks."""
+    """The inverse of `rng_state`; ignores the state of devices that this machine lacks."""
     torch.set_rng_state(tensors["torch"])
     python, legacy = saved["python"], saved["numpy"]
     random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
     keys = tensors["numpy"].numpy().astype(numpy.uint32)
     twister = {"key": keys, "pos": legacy["position"]}
     numpy.random.set_state({**{key: legacy[key] for key in ("bit_generator", "has_gauss", "gauss")}, "state": twister})
-    for index in range(torch.cuda.device_count()):
-        if f"cuda.{index}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
+    restore_random(tensors)
 
 
 def _shapes(optimizer: Optimizer) -> list[list[int]]:

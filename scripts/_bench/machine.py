@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
+from diloco.train import devices
+
 __all__ = ["cpu_seconds", "describe"]
 
 
 def describe() -> dict[str, Any]:
     """This machine: processor, cores, memory in GiB, torch's build, and the load of the last minute."""
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    kind, count = devices.counted()
+    accelerator = devices.name_of(torch.device(kind)) if count else "none"
+    if count > 1:
+        accelerator = f"{count} x {accelerator}"
     return {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

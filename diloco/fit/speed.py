@@ -1,0 +1,52 @@
+"""Seconds of an inner step on this machine."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+
+import torch
+
+from diloco import model as models
+from diloco.config import Config
+from diloco.train import devices
+from diloco.train.precision import autocast
+
+__all__ = ["step_seconds"]
+
+WARMUP_STEPS, TIMED_STEPS = 2, 5
+
+
+def step_seconds(
+    config: Config, micro_batch: int | None = None, warmup: int = WARMUP_STEPS, timed: int = TIMED_STEPS
+) -> float:
+    """Median seconds of an inner step of this configuration on this machine, on random tokens.
+
+    With a `micro_batch` only that part of a batch is measured, and a step counts as so many parts. Takes the memory of
+    training: weights, gradients, AdamW's two moments and the activations of what is measured.
+    """
+    device = devices.claim(config.train.device)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    model = models.build(config.model, config.run.seed, sequence_length=config.data.sequence_length).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    vocabulary = 256 if config.data.tokenizer == "bytes" else model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(config.run.seed)
+    batch_size = config.inner.batch_size
+    measured = min(batch_size, micro_batch or batch_size)
+    shape = (measured, config.data.sequence_length)
+    seconds = []
+    for _ in range(warmup + timed):
+        tokens = torch.randint(vocabulary, shape, generator=generator).to(device)  # (B, T)
+        began_at = time.perf_counter()
+        with autocast(config, device):
+            loss = models.loss(model, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.inner.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        float(loss.detach())  # waits for the device
+        devices.synchronize(device)
+        seconds.append(time.perf_counter() - began_at)
+    return statistics.median(seconds[warmup:]) * math.ceil(batch_size / measured)

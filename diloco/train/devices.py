@@ -1,0 +1,265 @@
+"""Accelerators of this machine: which there are, which one a process takes, and what differs between their kinds.
+
+The kinds are those of torch: `cuda` (NVIDIA's, and AMD's with ROCm), `xpu` (Intel's) and `mps` (Apple's). A build of
+torch knows one of them. Nothing else in this package asks torch for devices, for their memory, or to wait for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.errors import ConfigError
+
+__all__ = [
+    "Accelerator", "Precision", "backend_of", "choose", "claim", "counted", "empty_cache", "forked_random",
+    "free_bytes", "name_of", "native_precision", "only", "peak_bytes", "place", "random_states", "restore_random",
+    "seed_random", "shares_device", "survey", "synchronize",
+]  # fmt: skip
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+KINDS = ("cuda", "xpu", "mps")
+PROBE_TIMEOUT_S = 120.0
+REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device, the bytes of its memory that are free, and its native precision."""
+
+    kind: str
+    index: int
+    name: str
+    free_bytes: float
+    precision: Precision = "fp32"
+
+    @property
+    def setting(self) -> str:
+        """The value of train.device that means it."""
+        return place(self.kind, self.index)
+
+
+def place(kind: str, index: int) -> str:
+    """The value of train.device that means a device."""
+    return f"{kind}:{index}" if kind in ("cuda", "xpu") else kind
+
+
+def counted() -> tuple[str, int]:
+    """The kind of the accelerators that are here, and how many there are; `("cpu", 0)` without any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type not in KINDS:
+        return "cpu", 0
+    return found.type, torch.accelerator.device_count()
+
+
+def survey() -> list[Accelerator]:
+    """All accelerators with their free memory.
+
+    To ask a device costs some of its memory for as long as this process lives. So where there are several, a process
+    that ends at once asks. Raises `ConfigError` if that one fails, for example because a driver is too old.
+    """
+    kind, count = counted()
+    if count <= 1:
+        return _asked(kind, count)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "diloco.train.devices"],
+            capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True,
+        )  # fmt: skip
+        return [Accelerator(**one) for one in json.loads(done.stdout)]
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
+        last = (str(getattr(error, "stderr", None) or error).strip().splitlines() or [""])[-1]
+        raise ConfigError(f"the {count} {kind} devices cannot be asked: {last}; name one with train.device") from None
+
+
+def _asked(kind: str, count: int) -> list[Accelerator]:
+    return [_described(kind, index, _device(kind, index)) for index in range(count)]
+
+
+def _described(kind: str, index: int, device: torch.device) -> Accelerator:
+    return Accelerator(kind, index, name_of(device), free_bytes(device), native_precision(device))
+
+
+def _device(kind: str, index: int) -> torch.device:
+    return torch.device(place(kind, index))
+
+
+def choose(setting: str, local_rank: int | None = None, local_size: int = 1) -> torch.device:
+    """The device that train.device means for a process alone, or for a rank, one of `local_size` on this machine.
+
+    `auto` is an accelerator, else the CPU. Without a number a process alone takes the device with most free memory, and
+    a rank takes the one of its own number. Raises `ConfigError` if that is not there.
+    """
+    if setting == "cpu":
+        return torch.device("cpu")
+    kind, count = counted()
+    wanted, _, number = setting.partition(":")
+    if wanted == "auto":
+        if not count:
+            return torch.device("cpu")
+        wanted = kind
+    if wanted != kind or (number and int(number) >= count):
+        raise ConfigError(
+            f"train.device={setting} is not there: this machine has {_words(kind, count)}; use auto or cpu"
+        )
+    if number:
+        return _device(kind, int(number))
+    if local_size > count:
+        raise ConfigError(
+            f"train.device={setting}: {local_size} processes on this machine, which has {_words(kind, count)}; start "
+            f"{count}, or use train.device=cpu"
+        )
+    if local_rank is not None or count == 1:
+        return _device(kind, local_rank or 0)
+    return _device(kind, max(survey(), key=lambda one: one.free_bytes).index)
+
+
+def claim(setting: str) -> torch.device:
+    """The device of this process, by torchrun's environment where there is one; it becomes the current one.
+
+    With LOCAL_RANK alone a process is one of several peers on this machine, which take the devices in turn. Where the
+    device is not there, one rank of this machine raises `ConfigError`. The others wait to be ended, because torchrun
+    ends all as soon as one has ended, even before it could say why.
+    """
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
+    try:
+        if not alone:
+            device = choose(setting, local_rank, local_size)
+        elif "LOCAL_RANK" in os.environ:
+            device = choose(setting, local_rank % max(1, counted()[1]))
+        else:
+            device = choose(setting)
+    except ConfigError:
+        if alone or local_rank == 0:
+            raise
+        time.sleep(REFUSED_S)
+        raise SystemExit(ConfigError.exit_code) from None
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)  # or libraries would take memory of the first one
+    return device
+
+
+def _words(kind: str, count: int) -> str:
+    if not count:
+        return "no accelerator that torch can use"
+    names = [str(_device(kind, index)) for index in range(count)]
+    return names[0] if count == 1 else f"{names[0]} to {names[-1]}"
+
+
+def backend_of(device: torch.device, shared: bool = False) -> str:
+    """The backend of torch.distributed for tensors of a device; `shared` says that several ranks may use that one."""
+    if device.type == "cuda" and not shared and dist.is_nccl_available():  # NCCL refuses two ranks of one device
+        return "nccl"
+    if device.type == "xpu" and not shared and dist.is_xccl_available():
+        return "xccl"
+    return "gloo"
+
+
+def only(accelerators: Sequence[Accelerator]) -> dict[str, str]:
+    """Variables of the environment with which a process sees these accelerators and no others."""
+    name = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(accelerators[0].kind)
+    if name is None:
+        return {}
+    seen = [one for one in os.environ.get(name, "").split(",") if one]  # by this process; the indices refer to these
+    return {name: ",".join(seen[one.index] if seen else str(one.index) for one in accelerators)}
+
+
+def shares_device(setting: str) -> bool:
+    """Whether several ranks of this machine were given numbers of devices, which may be equal."""
+    return ":" in setting and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+
+
+def name_of(device: torch.device) -> str:
+    """The hardware in a few words."""
+    module: Any = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if device.type in ("cuda", "xpu") else device.type.upper()
+
+
+def free_bytes(device: torch.device) -> float:
+    """Bytes of an accelerator's memory that no process uses."""
+    if device.type == "mps":  # which shares the memory of the machine
+        return float(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    free, _ = torch.accelerator.get_memory_info(device)
+    return float(free)
+
+
+def peak_bytes(device: torch.device) -> float:
+    """The most bytes of an accelerator's memory that tensors of this process have taken; 0 on the CPU and with MPS."""
+    return 0.0 if device.type in ("cpu", "mps") else float(torch.accelerator.max_memory_allocated(device))
+
+
+def native_precision(device: torch.device) -> Precision:
+    """The fastest precision that the device computes natively and that trains well."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if device.type == "xpu" else "fp32"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give unused memory of the device back to it."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def forked_random(device: torch.device) -> AbstractContextManager[None]:
+    """A context after which the generators of the CPU and of the device go on as if nothing had been drawn inside."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def seed_random(device: torch.device, seed: int) -> None:
+    """Begin the generators of the CPU and of the device at this seed."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        module.manual_seed(seed)
+
+
+def random_states() -> dict[str, Tensor]:
+    """States of the generators of all accelerators by name, such as `cuda.0`; none before one is in use."""
+    kind, count = counted()
+    module: Any = torch.get_device_module(kind) if count else None
+    if kind == "mps":
+        return {"mps.0": module.get_rng_state()}
+    if module is None or not module.is_initialized():
+        return {}
+    return {f"{kind}.{index}": state for index, state in enumerate(module.get_rng_state_all())}
+
+
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    """The inverse of `random_states`; ignores those of devices that this machine lacks."""
+    kind, count = counted()
+    for name, state in states.items():
+        its_kind, _, index = name.partition(".")
+        if its_kind == kind and index.isdigit() and int(index) < count:
+            module: Any = torch.get_device_module(kind)
+            module.set_rng_state(state, _device(kind, int(index)))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps([asdict(one) for one in _asked(*counted())]))

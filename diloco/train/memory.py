@@ -1,0 +1,330 @@
+"""What training a model takes of the memory of a device and of the machine, before anything is allocated.
+
+Per parameter, with n peers that share F fragments, of which the busiest holds h = ceil(F/n) and backs up as many:
+
+    device   weights 4, gradients 4, AdamW's moments 8 (Muon's 4), a copy in bf16 2; with fsdp a part of each, and one
+             layer whole
+    main     anchors 4; in h/F of the model: master 4, momentum 4, what others contribute, and what audits may ask for
+
+Each sequence that is computed at a time adds the activations that autograd keeps: a forward pass over tensors without
+values adds them up. `memory_rows` is the table, `memory_need` its sum, `fit_micro_batch` what fits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from diloco import model as models
+from diloco.config import Config, ModelConfig, OuterConfig
+from diloco.errors import ConfigError
+from diloco.model.cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES
+from diloco.model.forward import layers_of, recompute_layers_
+from diloco.outer.codecs import codec
+from diloco.outer.fragments import CHUNK
+from diloco.outer.optimizer import OPTIMIZERS
+from diloco.outer.shown import VERSIONS
+from diloco.train import devices
+from diloco.train.inner import moment_numel
+from diloco.train.island import Island
+from diloco.train.machine import GIB, Machine, machine_at
+from diloco.train.precision import autocast
+
+__all__ = ["MemoryNeed", "Row", "Split", "fit_micro_batch", "fitted", "memory_need", "memory_rows", "parameters_of"]
+
+FP32 = 4
+TOKEN_BYTES = 8  # of a batch, which lies in main memory whole
+LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
+CHUNK_COPIES = 2.5  # of a chunk's logits: themselves, their gradient and its copy in a narrower dtype
+ACTIVATION_SLACK = 1.5  # for gradients of activations and for the allocator's fragmentation
+STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
+
+logger = logging.getLogger(__name__)
+
+
+class Row(NamedTuple):
+    """A line of the table: bytes `where`, in all and for each parameter.
+
+    That is on the `device`, in `main` memory, or in main memory that is `spare`: without it training goes on, slower.
+
+    A line without `per_parameter` does not depend on the size of the model.
+    """
+
+    what: str
+    where: str
+    nbytes: float
+    per_parameter: float | None
+
+
+class Split(NamedTuple):
+    """How many processes are one peer, and whether each has rows of all parameters (fsdp), or all of them (ddp)."""
+
+    ranks: int = 1
+    sharded: bool = False
+
+
+ALONE = Split()
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that training a model needs: on each device without activations, in main memory, and per sequence; and
+    those of main memory that it takes if there are as many.
+    """
+
+    parameters: int
+    device_bytes: float
+    main_bytes: float
+    sequence_bytes: float
+    spare_bytes: float = 0.0
+
+
+class _Sizes(NamedTuple):
+    """Numbers of a model: parameters, values of the inner optimizer's state, parameters of the largest layer, tokens
+    that it knows.
+    """
+
+    parameters: int
+    moments: int
+    layer: int
+    vocabulary: int
+
+
+def memory_rows(config: Config, peers: int, split: Split = ALONE) -> list[Row]:
+    """The table for a peer of a swarm of so many, without activations; `train.precision=auto` is that of most
+    accelerators, if there is one. Raises `ConfigError` as `diloco.model.build`.
+    """
+    config = _resolved(config, "bf16" if devices.counted()[1] else "fp32")
+    return list(_rows(config, _sizes(config), peers, split))
+
+
+def _resolved(config: Config, native: devices.Precision) -> Config:
+    if config.train.precision != "auto":
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": native})})
+
+
+def _rows(config: Config, sizes: _Sizes, peers: int, split: Split) -> Iterator[Row]:
+    numel = sizes.parameters
+    part = 1 / split.ranks if split.sharded else 1.0
+
+    def row(what: str, where: str, per_parameter: float) -> Row:
+        return Row(what, where, per_parameter * numel, per_parameter)
+
+    yield row("weights", "device", FP32 * part)
+    yield row("gradients", "device", FP32 * part)
+    yield row("inner optimizer", "device", FP32 * part * sizes.moments / max(numel, 1))
+    if split.sharded:
+        yield row("layers that are gathered", "device", 2 * FP32 * sizes.layer / max(numel, 1))
+    elif config.train.precision != "fp32":
+        yield row(f"weights in {config.train.precision}", "device", 2)
+    logits = FP32 * config.inner.batch_size * config.data.sequence_length * sizes.vocabulary
+    if logits > CPU_CHUNK_BYTES:
+        yield Row("logits of a chunk", "device", CHUNK_COPIES * min(logits, CHUNK_BYTES), None)
+    if config.outer.method == "diloco":
+        yield from (row(what, "main", nbytes) for what, nbytes in _outer_rows(config.outer, peers) if nbytes)
+        streams = max(1, 2 * config.outer.fragments)
+        yield Row("blocks of streams", "main", STREAM_BLOCKS * FP32 * CHUNK * streams, None)
+    yield Row("batch", "main", TOKEN_BYTES * config.inner.batch_size * config.data.sequence_length, None)
+    yield Row("libraries", "main", LIBRARIES_BYTES * split.ranks, None)
+    if config.checkpoint.background:
+        outer = _outer_bytes(config.outer, peers) if config.outer.method == "diloco" else FP32
+        yield row("a checkpoint, copied before it is written", "spare", outer + FP32 * sizes.moments / max(numel, 1))
+
+
+def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
+    """Bytes per parameter of the whole model that the outer step takes of a peer's main memory."""
+    fragments, vectors = outer.fragments, 1 + OPTIMIZERS[outer.optimizer].num_buffers
+    held = -(-fragments // peers) / fragments
+    up, down = (codec(name).nbytes(CHUNK) / CHUNK for name in (outer.codec_up, outer.codec_down))
+    yield "anchors", FP32
+    if not outer.lockstep:  # the anchor moves while this peer trains on from an older one
+        yield "anchors of the round under way", FP32 * (2 if outer.eager else 1)
+    if not outer.lockstep:
+        yield "payloads that are sent while training goes on", up / (fragments if outer.staggered else 1)
+    yield "what the codec lost", FP32 if outer.error_feedback else 0
+    yield "master and momentum of fragments held", FP32 * (1 + vectors) * held
+    yield "contributions to them", held * (up * peers if outer.judged_together else FP32)
+    yield "updates of them", held * (down if outer.barrier else FP32)
+    yield "contributions kept for audits", held * up * peers * VERSIONS if outer.audited else 0
+    yield "flattening", FP32 / fragments if outer.flatten else 0
+    yield "momentum of fragments backed up", FP32 * vectors * held if peers > 1 else 0
+
+
+def _outer_bytes(outer: OuterConfig, peers: int) -> float:
+    """Bytes per parameter of the outer step's part of a checkpoint."""
+    kept = ("anchors", "what the codec lost", "master and momentum of fragments held")
+    return sum(nbytes for what, nbytes in _outer_rows(outer, peers) if what in kept)
+
+
+def _sizes(config: Config) -> _Sizes:
+    model = _without_values(config.model, "meta")
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [models.num_parameters(layer) for stack in stacks for layer in stack]
+    rest = models.num_parameters(model) - sum(layers)
+    vocabulary = int(models.config_of(config.model).get_text_config().vocab_size)
+    return _Sizes(models.num_parameters(model), moment_numel(model, config.inner), max([rest, *layers]), vocabulary)
+
+
+def parameters_of(settings: ModelConfig) -> int:
+    """The number of parameters; tied ones count once. Raises `ConfigError` as `diloco.model.build` does."""
+    return models.num_parameters(_without_values(settings, "meta"))
+
+
+def _without_values(settings: ModelConfig, device: str) -> nn.Module:
+    """The model without values: on PyTorch's `meta` device, or on any device under `FakeTensorMode`."""
+    with torch.device(device):
+        return models.outline(settings)
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def memory_need(config: Config, machine: Machine, peers: int | None = None, split: Split = ALONE) -> MemoryNeed:
+    """Memory for training this configuration, with its precision. Without `peers` there is one for each fragment.
+
+    Activations are counted exactly only if a rough bound takes half of it. Raises `ConfigError` as
+    `diloco.model.build` does.
+    """
+    config, sizes = _resolved(config, machine.precision), _sizes(config)
+    rows = list(_rows(config, sizes, peers or config.outer.fragments, split))
+    on_device, in_main, spare = (
+        sum(row.nbytes for row in rows if row.where == where) for where in ("device", "main", "spare")
+    )
+    need = MemoryNeed(sizes.parameters, on_device, in_main, _rough_bytes(config), spare)
+    roomy = on_device + in_main + config.inner.batch_size * need.sequence_bytes
+    if roomy < min(machine.device_bytes, machine.main_bytes) / 2:
+        return need
+    return replace(need, sequence_bytes=sequence_bytes(config))
+
+
+def _rough_bytes(config: Config) -> float:
+    """An upper estimate of a sequence's activations: 40 vectors per layer and token, and the logits with gradients."""
+    shape = models.config_of(config.model).get_text_config()
+    layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
+    return float(config.data.sequence_length * (160 * layers * width + 24 * shape.vocab_size) or math.inf)
+
+
+def sequence_bytes(config: Config) -> float:
+    """Bytes of activations that autograd keeps for the backward pass of one more sequence.
+
+    Counted in forward passes over tensors without values; estimated if the model cannot run without values.
+    """
+    try:
+        with FakeTensorMode():
+            model = _without_values(config.model, "cpu")
+            models.prepare_head_(model)
+            whole = _growth(config, model)
+            if config.train.checkpointing:
+                recompute_layers_(model)
+                layers = max(1, len(layers_of(model)))
+                inputs = FP32 * config.data.sequence_length * layers * _width(config)
+                outside = _growth(config, model)
+                whole = outside + inputs + (whole - outside) / layers
+    except Exception as error:  # layers that branch on values raise various types
+        logger.debug("the activations of %s are estimated: %r", config.model.name, error)
+        return _rough_bytes(config)
+    return ACTIVATION_SLACK * whole
+
+
+def _growth(config: Config, model: nn.Module) -> float:
+    # What does not grow with the sequences, such as copies of the weights in bf16, is no part of the result. It grows
+    # less, once, where logits are no more made whole.
+    kept = [_kept_bytes(config, model, sequences) for sequences in (1, 2, 3)]
+    return float(max(kept[1] - kept[0], kept[2] - kept[1]))
+
+
+def _width(config: Config) -> int:
+    return int(getattr(models.config_of(config.model).get_text_config(), "hidden_size", 0))
+
+
+def _kept_bytes(config: Config, model: nn.Module, sequences: int) -> int:
+    kept: list[Tensor] = []  # strong references, or a storage's id could be given out again
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    tokens = torch.zeros(sequences, config.data.sequence_length, dtype=torch.int64)  # (B, T)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        autocast(config, torch.device("cpu")),
+    ):
+        models.loss(model, tokens)
+    # Views share a storage, and a transposed weight is a view of a parameter.
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
+    for parameter in model.parameters():
+        storages.pop(parameter.untyped_storage()._cdata, None)
+    return sum(storages.values())
+
+
+# -- what fits --------------------------------------------------------------------------------------------------------
+
+
+def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
+    """The number of sequences to compute at a time: the batch in the fewest equal parts that fit the memory. Raises
+    `ConfigError` if not even one sequence fits; the text says how much memory is missing, and what would fit.
+    """
+    rooms = [(machine.device_bytes, need.device_bytes, str(machine.device))]
+    if machine.shared:
+        rooms = [(machine.main_bytes, need.device_bytes + need.main_bytes, "main memory")]
+    elif need.main_bytes > machine.main_bytes:
+        raise _too_small(need, need.main_bytes, machine.main_bytes, "main memory")
+    [(free, static, where)] = rooms
+    if static + need.sequence_bytes > free:
+        raise _too_small(need, static + need.sequence_bytes, free, where)
+    most = int((free - static) / max(need.sequence_bytes, 1.0))
+    parts = -(-batch_size // max(1, min(batch_size, most)))
+    return -(-batch_size // parts)
+
+
+def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> ConfigError:
+    fixed = min(LIBRARIES_BYTES, need.main_bytes) if where == "main memory" else 0.0
+    fits = max(0.0, need.parameters * (free - fixed) / max(wanted - fixed, 1.0))
+    return ConfigError(
+        f"this machine is too small for the run's model of {need.parameters / 1e6:.4g}M parameters: it needs "
+        f"{wanted / GIB:.1f} GiB of {where}, and {free / GIB:.1f} GiB are free, {(wanted - free) / GIB:.1f} GiB too "
+        f"little; end other programs, use a larger machine, or join a run of at most some {fits / 1e6:.2g}M parameters"
+    )
+
+
+def fitted(config: Config, island: Island) -> Config:
+    """All ranks: the configuration with a micro-batch that fits the memory of all of them, if none is set. Checkpoints
+    are not written in the background where there is no room for a copy.
+
+    Raises `ConfigError` on rank 0 if one rank has no room for a single sequence.
+    """
+    alone = config.outer.method == "data_parallel"  # with a batch of its own
+    rows = max(1, config.inner.batch_size // (1 if alone else island.size))
+    founds = not config.swarm.initial_peers  # and then holds all fragments, until others come
+    machine, complaint, micro_batch = machine_at(island.device, config.train.threads), "", rows
+    try:
+        split, peers = Split(island.size, island.sharded), config.swarm.min_peers if founds else None
+        need = memory_need(config, machine, peers, split)
+        micro_batch = fit_micro_batch(need, machine, rows)
+        config = _with_checkpoints(config, need, machine, micro_batch)
+    except ConfigError as error:
+        complaint = str(error)
+    island.check_none_complains(complaint)
+    micro_batch = island.least(micro_batch)
+    if config.train.micro_batch is not None or micro_batch >= rows:
+        return config
+    train = config.train.model_copy(update={"micro_batch": micro_batch})
+    return config.model_copy(update={"train": train})
+
+
+def _with_checkpoints(config: Config, need: MemoryNeed, machine: Machine, micro_batch: int) -> Config:
+    """The configuration, without copies of checkpoints if there is no room for them."""
+    used = need.main_bytes + (need.device_bytes + micro_batch * need.sequence_bytes if machine.shared else 0.0)
+    if used + need.spare_bytes <= machine.main_bytes or not config.checkpoint.background:
+        return config
+    logger.warning("training waits for checkpoints: %.1f GiB are not free for a copy", need.spare_bytes / GIB)
+    checkpoint = config.checkpoint.model_copy(update={"background": False})
+    return config.model_copy(update={"checkpoint": checkpoint})

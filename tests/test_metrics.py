@@ -226,6 +226,20 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
     assert phases.seconds().utilization == 4 / 12
 
 
+def test_what_a_device_was_given_counts_in_the_phase_in_which_it_was_given() -> None:
+    now = [0.0]
+
+    def settle() -> None:
+        now[0] += 3.0  # the device is that much behind
+
+    phases = PhaseTimer(clock=lambda: now[0], settle=settle)
+    phases.switch("compute")
+    now[0] += 1.0
+    with phases.during("comm"):
+        now[0] += 10.0
+    assert phases.seconds() == PhaseSeconds(compute=4.0, comm=13.0)
+
+
 def test_a_phase_ends_with_its_block_even_if_that_fails() -> None:
     clock = Clock()
     phases = PhaseTimer(clock=clock)

@@ -32,18 +32,27 @@ __all__ = [
 class PhaseTimer:
     """Counts every second of one thread in exactly one phase.
 
-    Work on a GPU counts in the phase in which the thread waits for it: read the loss before you leave `compute`.
-    `start` holds the seconds of earlier sessions of a resumed run.
+    Args:
+        start: the seconds of earlier sessions of a resumed run.
+        clock: seconds.
+        settle: waits for the device, so that what it was given counts in the phase in which it was given.
     """
 
-    def __init__(self, start: PhaseSeconds | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        start: PhaseSeconds | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._done = start or PhaseSeconds()
         self._clock = clock
+        self._settle = settle
         self._phase: Phase | None = None
         self._since = 0.0
 
     def switch(self, phase: Phase | None) -> Phase | None:
         """Ends the current phase and starts `phase` (None: nothing is timed); returns the phase that ended."""
+        self._settle()
         self._done, previous = self.seconds(), self._phase
         self._phase, self._since = phase, self._clock()
         return previous

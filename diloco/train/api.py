@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,7 @@ from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
+from diloco.train import devices
 from diloco.train.attachment import Attachment
 from diloco.train.island import Island
 from diloco.train.masters import refuse_masters
@@ -199,7 +201,8 @@ class Swarm:
         if island.leads:
             frozen = None if self.manifest is not None else frozen_digest(model)
             options = self.options(parameters, saved, device=island.device_name, frozen=frozen)
-        phases = phases or PhaseTimer(clock=runtime.clock)
+        device = next((one.device for one in parameters.values()), island.device)
+        phases = phases or PhaseTimer(clock=runtime.clock, settle=partial(devices.synchronize, device))
         self.attachment = Attachment(
             parameters, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready
         )

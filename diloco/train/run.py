@@ -36,6 +36,7 @@ from diloco.rundir.summary import (
     write_summary,
 )
 from diloco.swarm.wire.libp2p import identity_number
+from diloco.train import devices
 from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
 from diloco.train.evaluate import loss_of
@@ -113,7 +114,7 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
             log.event("computes", device=island.device_name, **chosen)
         if session.saved_version >= 0 and island.leads:
             log.event("resume", version=session.saved_version, skipped=session.skipped)
-        phases = PhaseTimer(session.seconds)
+        phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, island.device))
         sync = _sync(config, island, model, optimizer, session, phases, log, tell)
         if config.outer.spot_check and island.sharded:
             log.event("spot_checks_left_out", why="train.parallel=fsdp: no process has the whole model; ddp checks")

@@ -110,11 +110,11 @@ def test_all_ranks_halve_the_micro_batch_when_one_runs_out_of_memory(tmp_path: P
 def test_ranks_hear_integers_of_rank_0_however_many_they_are(tmp_path: Path) -> None:
     script = tmp_path / "share.py"
     script.write_text(
-        "from diloco.train.island import Island\nisland = Island.from_environment('cpu')\n"
+        "import os\nfrom diloco.train.island import Island\nisland = Island.from_environment('cpu')\n"
         "for length in (0, 1, 63, 64, 200):\n"
         "    sent = [2**62 + number for number in range(length)]\n"
         "    assert island.share_integers(sent if island.leads else [7]) == sent, length\n"
-        "island.close()\n"
+        "island.close()\nos._exit(0)\n"
     )
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script))
     with command(*launcher, directory=tmp_path) as started:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diloco.config import WIRE_VERSION
@@ -134,6 +134,7 @@ def test_peers_that_are_on_the_other_side_are_not_idle() -> None:
 
 
 @given(some, some, st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 1000)))
+@example(shares(b=4), shares(c=1, a=2), {"a": 1, "c": 1})
 def test_what_is_proved_to_outweigh_also_does_so_as_it_is_said(
     here: dict[str, Share], there: dict[str, Share], signed: dict[str, int]
 ) -> None:

@@ -54,8 +54,14 @@ def outweighs(one: Mapping[str, Share], other: Mapping[str, Share], idle: Collec
 
 
 def proved_heavier(view: View, theirs: Anchor) -> bool:
-    """Whether the work on an anchor that this peer has no other reason to believe outweighs that on the one here."""
+    """Whether the work on an anchor that this peer has no other reason to believe outweighs that on the one here.
+
+    It has to do so also as it is said, because all go by that once it is here. Where less is proved than said, the
+    median is lower, and what one peer did here counts less.
+    """
     here = view.fragments[theirs.fragment]
+    if not outweighs(theirs.shares, here.shares):
+        return False
     shares = _proved(view, theirs, here)
     others = disputants(view, here)
     idle = [one.peer for one in view.members.all() if one.trains and not one.status.gone and one.peer not in others]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diloco import model as models
@@ -148,6 +148,7 @@ def test_the_needed_bandwidth_gives_the_target(
 
 
 @given(exchanges, links, steps_s, targets)
+@example(Exchange(1, 111951, 2, 100, 1, 0, False), Link(1000.0, 0.0), 0.001, 0.9)  # 8,060,544 steps, and none more
 def test_the_needed_interval_is_the_smallest(exchange: Exchange, link: Link, step_s: float, target: float) -> None:
     needed = needed_sync_every(exchange, link, step_s, target)
     assert predict(replace(exchange, sync_every=needed), link, step_s).utilization >= target - 1e-9

@@ -172,7 +172,8 @@ def needed_bits_per_s(exchange: Exchange, latency_s: float, step_s: float, targe
 def needed_sync_every(exchange: Exchange, link: Link, step_s: float, target: float) -> int:
     """The smallest H with a utilization of at least `target` that the overlap and the fragments of `exchange` allow."""
     wait_s = predict(exchange, link, step_s).wait_s / exchange.per_cycle
-    interval = max(exchange.overlap + 1, math.ceil(target / (1 - target) * wait_s / step_s - 1e-9))
+    steps = target / (1 - target) * wait_s / step_s
+    interval = max(exchange.overlap + 1, math.ceil(steps - 1e-9 - 1e-12 * steps))  # a whole number is rounded, too
     return interval * exchange.per_cycle
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from diloco.cli.children import free_port as free_port
 from diloco.config import OuterConfig, SwarmConfig
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import partition
@@ -347,13 +347,6 @@ def diloco(*arguments: str, directory: Path) -> Command:
     with command("-m", "diloco", *arguments, directory=directory) as started:
         started.wait()
     return started
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import Namespace
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,19 +14,15 @@ import torch
 
 from diloco import model as models
 from diloco.config import compose
+from tests.script_helpers import SCRIPTS, script_module
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_gpu"
+SCRIPT = SCRIPTS / "bench_gpu"
 MACHINE = {"date": "2026-11-23", "accelerator": "A", "cores": 2, "cpu": "B", "torch": "2"}
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    loader = SourceFileLoader("bench_gpu", str(SCRIPT))
-    spec = spec_from_loader("bench_gpu", loader)
-    assert spec is not None
-    sys.modules["bench_gpu"] = module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return script_module("bench_gpu")
 
 
 def test_the_flops_of_a_token_are_those_of_its_matrices_and_of_attention(bench: ModuleType) -> None:

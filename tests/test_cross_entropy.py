@@ -12,26 +12,14 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco import model as models
-from diloco.config import ModelConfig
 from diloco.model.cross_entropy import ChunkedHead, cross_entropy
 from diloco.train.evaluate import evaluate
+from tests.small_models import small_model
 
 V, D = 97, 16
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
 # Of the largest value: sums over V = 97 terms and over N = 50 rows are rounded in another order, which costs some units
 # in the last place (6e-8) each; a chunk that is left out, or weighted by its own size, costs 1e-2 and more.
 ROUNDING = 2e-6
-
-
-def small(model_type: str = "llama", **config: Any) -> nn.Module:
-    return models.build(ModelConfig(name="small", model_type=model_type, config={**SMALL, **config}), 0)
 
 
 def inputs(rows: int = 50, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -146,7 +134,7 @@ def test_the_logits_of_all_tokens_never_exist() -> None:
 def test_a_model_has_the_same_gradients_with_a_chunked_head(
     tied: bool, chunked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokens = small(tie_word_embeddings=tied), some_tokens()
+    model, tokens = small_model(tie_word_embeddings=tied), some_tokens()
     loss = models.loss(model, tokens)
     assert type(loss.grad_fn).__name__ == "_ChunkedBackward"
     loss.backward()  # type: ignore[no-untyped-call]
@@ -164,7 +152,7 @@ def test_a_model_has_the_same_gradients_with_a_chunked_head(
 
 
 def test_logits_that_fit_one_chunk_are_computed_whole_and_bit_equal_to_torch() -> None:
-    model, tokens = small(), some_tokens()
+    model, tokens = small_model(), some_tokens()
     targets = torch.cat([tokens[:, 1:], torch.full((len(tokens), 1), -100)], dim=1)
     expected = nn.functional.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
     assert torch.equal(models.loss(model, tokens), expected)
@@ -178,7 +166,7 @@ def test_logits_that_fit_one_chunk_are_computed_whole_and_bit_equal_to_torch() -
     ],
 )
 def test_models_that_change_their_logits_keep_them_whole(model_type: str, config: Any, chunked: None) -> None:
-    model, tokens = small(model_type, **config), some_tokens()
+    model, tokens = small_model(model_type, **config), some_tokens()
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
     assert models.loss(model, tokens).item() == pytest.approx(
         model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6
@@ -186,14 +174,14 @@ def test_models_that_change_their_logits_keep_them_whole(model_type: str, config
 
 
 def test_a_chunked_head_gives_logits_whenever_no_loss_is_asked_for(chunked: None) -> None:
-    model, tokens = small(), some_tokens()
+    model, tokens = small_model(), some_tokens()
     models.loss(model, tokens)
     assert type(model.get_output_embeddings()) is ChunkedHead  # type: ignore[operator]
     assert model(input_ids=tokens).logits.shape == (4, 32, 256)
 
 
 def test_a_copy_of_the_model_computes_with_its_own_head(chunked: None) -> None:
-    model, tokens = small(), some_tokens()
+    model, tokens = small_model(), some_tokens()
     other = copy.deepcopy(model)
     moved = {
         name: parameter + 0.1 * torch.ones_like(parameter).cumsum(0) for name, parameter in other.named_parameters()
@@ -207,7 +195,7 @@ def test_a_copy_of_the_model_computes_with_its_own_head(chunked: None) -> None:
 
 
 def test_evaluation_computes_in_chunks_too(chunked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, holdout = small(), some_tokens(6)
+    model, holdout = small_model(), some_tokens(6)
     with Largest() as parts:
         ours = evaluate(model, holdout, 4, "cpu").loss
     monkeypatch.undo()

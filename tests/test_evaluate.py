@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from diloco import model as models
-from diloco.config import ModelConfig
 from diloco.data import load_tokenizer
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import ConfigError, DivergedError
 from diloco.train.evaluate import evaluate, generate
+from tests.small_models import small_model
 
 BYTES = load_tokenizer("bytes")
 
@@ -36,29 +36,13 @@ class Table(nn.Module):
 
 @pytest.fixture(scope="module")
 def small() -> nn.Module:
-    config = {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    return models.build(ModelConfig(name="small", model_type="llama", path=None, config=config), seed=0)
+    return small_model(vocab_size=300)
 
 
 @pytest.fixture(scope="module")
 def alphabet() -> nn.Module:
     """A model that has learned, by training, to write the alphabet over and over."""
-    config = {
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    model = models.build(ModelConfig(name="small", model_type="llama", path=None, config=config), seed=0)
+    model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.tensor([[97 + (start + place) % 26 for place in range(40)] for start in range(26)])
     for _ in range(60):

@@ -22,21 +22,14 @@ from diloco.train.evaluate import loss_of
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.precision import prepare_
+from tests.small_models import small_model
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
 ALONE = Island(torch.device("cpu"))
 TOKENS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
 def small() -> nn.Module:
-    return models.build(ModelConfig(name="small", model_type="llama", config=SMALL), 0)
+    return small_model(num_hidden_layers=3)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

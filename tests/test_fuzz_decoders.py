@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from diloco.config.address import Address
 from diloco.errors import CheckpointError, ConfigError, PayloadError
 from diloco.protocol.messages import decode
+from tests.script_helpers import script_module
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "fuzz_decoders"
-
-
-def load() -> ModuleType:
-    import sys
-
-    spec = importlib.util.spec_from_loader("fuzz_decoders", SourceFileLoader("fuzz_decoders", str(SCRIPT)))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz_decoders"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzz = load()
+fuzz = script_module("fuzz_decoders")
 
 
 @pytest.mark.parametrize("name", list(fuzz.targets()))

@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,18 +13,14 @@ from typing import Any
 import pytest
 
 from diloco.config import compose
+from tests.script_helpers import SCRIPTS, script_module
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "reproduce"
+SCRIPT = SCRIPTS / "reproduce"
 
 
 @pytest.fixture(scope="module")
 def reproduce() -> ModuleType:
-    loader = SourceFileLoader("reproduce", str(SCRIPT))
-    spec = spec_from_loader("reproduce", loader)
-    assert spec is not None
-    sys.modules["reproduce"] = module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return script_module("reproduce")
 
 
 @pytest.mark.parametrize("size", ["150m", "tiny"])

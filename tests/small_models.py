@@ -1,0 +1,24 @@
+"""Models that are built in a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from diloco import model as models
+from diloco.config import ModelConfig
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def small_model(model_type: str = "llama", **config: Any) -> nn.Module:
+    """A model of `SMALL` with these changes; its weights are always the same."""
+    return models.build(ModelConfig(name="small", model_type=model_type, config={**SMALL, **config}), seed=0)

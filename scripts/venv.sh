@@ -1,7 +1,7 @@
 # Sourced by quickstart and test: makes .venv in the repository root and installs diloco into it.
 #
 #   install_diloco ''        what a run needs
-#   install_diloco '[dev]'   and what the tests need
+#   install_diloco '[test]'  and what the tests need, with every library that diloco works with
 #
 # PYTHON names the interpreter for a new .venv (default: the first suitable one found). TORCH_INDEX_URL names an index for
 # torch alone, such as one with CPU builds. Nothing is done when .venv holds exactly what pyproject.toml and
@@ -73,7 +73,7 @@ install_diloco() {
   make_venv
   stamp=$(wanted)
   stamps=("$VENV/installed$extras")
-  [[ -n $extras ]] || stamps+=("$VENV/installed[dev]")
+  [[ -n $extras ]] || stamps+=("$VENV/installed[test]")
   if grep --quiet --no-messages "$stamp" "${stamps[@]}"; then
     return
   fi

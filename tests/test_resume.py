@@ -181,3 +181,24 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+def test_who_founded_a_run_joins_those_that_went_on_when_it_comes_back(tmp_path: Path) -> None:
+    here, there = tmp_path / "founder", tmp_path / "other"
+    train = ("train", *ALONE, f"run.dir={here}", "train.step_delay_s=0.1", "swarm.min_peers=2")
+    host = ("-m", "diloco", "host", f"@{here / 'address'}", f"run.dir={there}", "swarm.heartbeat_s=0.2")
+    with command("-m", "diloco", *train, directory=tmp_path) as founder:
+        eventually((here / "address").exists, "the founder's address")
+        with command(*host, directory=tmp_path) as other:
+            checkpoints = here / "checkpoints" / "peer"
+            named = "an address of the other in a checkpoint"
+            eventually(lambda: any("/p2p/" in state.read_text() for state in checkpoints.glob("*/state.json")), named)
+            for process in founder.family():
+                os.kill(process, signal.SIGKILL)
+            founder.process.wait()
+            with command("-m", "diloco", *train, directory=tmp_path) as again:
+                again.done()
+            other.process.send_signal(signal.SIGINT)
+            other.done()
+    live = [line["live"] for line in json_lines(here / "metrics.jsonl") if line["version"] == 6 and "live" in line]
+    assert live == [2], "it went on alone"

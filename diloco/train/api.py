@@ -36,6 +36,7 @@ from diloco.train.attachment import Attachment
 from diloco.train.island import Island
 from diloco.train.masters import refuse_masters
 from diloco.train.parameters import Trained, frozen_digest
+from diloco.train.seeds import seeds_again
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 
@@ -191,7 +192,8 @@ class Swarm:
                 all peers. Buffers are left alone, too: each peer has its own running statistics, and a joiner begins
                 with those of its model.
             island: the torchrun job that this process is a rank of (default: this process alone).
-            saved: where to go on (default: the model as it is, version 0).
+            saved: where to go on (default: the model as it is, version 0). If peers that were there then still train,
+                this one joins them.
             phases: where wall time is accounted.
         """
         island = island or Island(torch.device("cpu"))
@@ -232,6 +234,11 @@ class Swarm:
             content = {"run": run, "outer": outer, "parameters": shapes, "frozen_parameters": frozen}
             text = json.dumps(content, sort_keys=True)
             spec = RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
+        if saved is not None and self.runtime is None:  # in a simulation, wires are in memory
+            seeds = seeds_again(self.network, saved.addresses, self._identity, self.run_id, spec.manifest_hash)
+            self.network = self.network.model_copy(update={"initial_peers": seeds})
+            if saved.addresses and not seeds:
+                self.on_event("alone_again", {"called": list(saved.addresses)})
         network = self.network
         gate = gate_for(
             self.run_id, self.key, network.token, network.key_path, trains, spec.manifest_hash, self._memory_path

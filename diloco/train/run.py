@@ -174,9 +174,9 @@ def _sync(
     def ready(address: str) -> None:
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
-        first, addresses, command = not config.swarm.initial_peers, tuple(node.addresses), config.joining_command
+        first, addresses, command = not swarm.network.initial_peers, tuple(node.addresses), config.joining_command
         tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=node.advice))
-        if first:
+        if not config.swarm.initial_peers:  # whoever founded the run, also where it joins the others later
             write_atomic(config.run.dir / "address", address + "\n")
 
     swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)

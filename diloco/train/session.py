@@ -114,6 +114,7 @@ class Session:
             applied={int(base_version): tokens for base_version, tokens in state.get("applied", {}).items()},
             outer={fragment: _outer_state(outer, state, fragment) for fragment in held},
             records=[None if text is None else _record(text) for text in state.get("records", ())],
+            addresses=state.get("addresses", ()),
             residuals={int(name): residual for name, residual in self._checkpoint.tensors["residual"].items()},
         )
 
@@ -233,6 +234,7 @@ def _swarm_state(saved: Saved) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "applied": dict(saved.applied),
         "records": [None if record is None else encode(record).hex() for record in saved.records],
         "windows": windows,
+        "addresses": list(saved.addresses),
     }
 
 

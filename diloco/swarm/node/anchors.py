@@ -42,6 +42,8 @@ from diloco.swarm.wire.streams import BROKEN
 
 __all__ = ["Anchors"]
 
+NAMED = 16  # peers whose addresses a checkpoint has
+
 
 class Anchors:
     """Versions of all fragments, and how they move. A donor that vanishes or lies is an event; the next one is asked.
@@ -136,7 +138,9 @@ class Anchors:
         if copies:
             residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
         applied = self.own_tokens.applied
-        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, applied, records)
+        named = protocol.address_book.all(member.peer for member in protocol.members.all())
+        others = [addresses[0] for addresses in named.values()][:NAMED]
+        return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, applied, records, others)
 
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""

@@ -26,7 +26,7 @@ class Saved:
     `residuals` are what error feedback still has to send, by fragment. `units` is the data cursor: the first sequence
     that nobody was given, and the ranges before it that are not in the anchors. `shares` are, by fragment, who
     contributed how much to the anchor, and `records` its certificate; `applied` are this peer's own tokens in the
-    control fragment's, by base version.
+    control fragment's, by base version. `addresses` are those of other peers, one each.
     """
 
     anchors: Sequence[Tensor]
@@ -39,6 +39,7 @@ class Saved:
     shares: Sequence[Mapping[str, Share]] = ()
     applied: Mapping[int, int] = field(default_factory=dict)
     records: Sequence[Record | None] = ()
+    addresses: Sequence[str] = ()
 
     @property
     def steps(self) -> int:

@@ -50,6 +50,7 @@ def settings(phase: str) -> Names:
 def readme(phase: str) -> Names:
     """Run a code block of the README as one of two peers."""
     code = block(phase).replace('run_id="readme"', 'run_id="readme", **SWARM')
+    code = code.replace("TrainingArguments(", "TrainingArguments(use_cpu=True, output_dir=")
     torch.manual_seed(sum(NAME.encode()))  # other data and another model than the other peer has
     names: Names = {"SWARM": settings(phase), "__name__": "__main__"}
     exec(compile(code, f"README: {phase}", "exec"), names)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from diloco.errors import ConfigError
-from diloco.integrations.membership import FOLDER, load_beside, save_beside
+from diloco.integrations.membership import FOLDER, check_processes, load_beside, save_beside
 from diloco.train.api import Attachment, Swarm
 from diloco.train.peer_state import PeerState
 
@@ -39,6 +39,7 @@ class AccelerateSwarm(Swarm):
         if "identity" not in settings and accelerator.project_dir is not None:
             settings["identity"] = Path(accelerator.project_dir) / FOLDER / "identity.key"
         super().__init__(**settings)
+        self._accelerator = accelerator
         self._loaded: PeerState | None = None
         accelerator.register_save_state_pre_hook(self._save_beside)
         accelerator.register_load_state_pre_hook(self._load_beside)
@@ -47,6 +48,7 @@ class AccelerateSwarm(Swarm):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, schedulers: Iterable[Any] = (), **more: Any
     ) -> Attachment:
         """As `Swarm.attach`, for what `accelerator.prepare` returned."""
+        check_processes(self._accelerator.num_processes)
         saved, self._loaded = self._loaded, None
         return super().attach(model, optimizer, schedulers=schedulers, saved=saved, **more)
 

@@ -76,7 +76,9 @@ class DilocoLightningCallback(Callback):
         saved, self._saved = self._saved, None
         model = trainer.strategy.model or pl_module
         self._steps = _steps(trainer)
-        self._membership.open(model, trainer.optimizers[0], schedulers, Path(trainer.default_root_dir), saved)
+        self._membership.open(
+            model, trainer.optimizers[0], schedulers, Path(trainer.default_root_dir), trainer.world_size, saved
+        )
         self._fits = True
         if self._membership.is_over(self._steps):
             raise ConfigError(

@@ -25,7 +25,7 @@ from diloco.train.island import Island
 from diloco.train.peer_state import PeerState
 from diloco.train.rows import kept
 
-__all__ = ["FOLDER", "Membership", "load_beside", "save_beside"]
+__all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "save_beside"]
 
 FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
 
@@ -53,15 +53,19 @@ class Membership:
         optimizer: torch.optim.Optimizer,
         schedulers: Iterable[Any],
         directory: Path,
+        processes: int,
         saved: PeerState | None = None,
     ) -> Attachment:
-        """Join, as the peer whose key is in `directory` unless the settings name another."""
+        """Join, as the peer whose key is in `directory` unless the settings name another. The trainer averages
+        gradients over so many `processes`.
+        """
         self.abandon()
+        check_processes(processes)
         with ExitStack() as stack:
             settings = self._settings
             if "identity" not in settings:
                 place = directory / FOLDER
-                if Island.here(torch.device("cpu")).leads:
+                if Island.place()[0] == 0:
                     stack.enter_context(exclusive(place, "the directory of the trainer"))
                 settings = {**settings, "identity": place / "identity.key"}
             swarm = stack.enter_context(Swarm(**settings))
@@ -108,6 +112,16 @@ class Membership:
         self._pause.pop_all()
         with suppress(Exception):
             self._open.pop_all().__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+
+def check_processes(processes: int) -> None:
+    """Raise `ConfigError` unless a trainer averages gradients over all ranks of the process group."""
+    _, there = Island.place()
+    if processes != there:
+        raise ConfigError(
+            f"{there} processes were started together, and the trainer averages gradients over {processes}; on CPUs "
+            "tell it so (use_cpu=True in TrainingArguments, cpu=True in Accelerator)"
+        )
 
 
 def save_beside(checkpoint: Path, version: int, groups: Groups, state: dict[str, Any]) -> None:

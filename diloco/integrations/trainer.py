@@ -65,7 +65,12 @@ class DilocoCallback(TrainerCallback):
         self._state = state
         schedulers = [] if args.lr_scheduler_type in FOLLOWS_A_METRIC else [trainer["lr_scheduler"]]
         sync = self._membership.open(
-            trainer["model"], trainer["optimizer"], schedulers, Path(args.output_dir or "."), self._saved(args, state)
+            trainer["model"],
+            trainer["optimizer"],
+            schedulers,
+            Path(args.output_dir or "."),
+            args.world_size,
+            self._saved(args, state),
         )
         if self._membership.is_over(state.max_steps) and not sync.interrupted:
             self._membership.abandon()

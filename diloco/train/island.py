@@ -66,9 +66,13 @@ class Island:
     @classmethod
     def here(cls, device: torch.device) -> Island:
         """The ranks of the process group that somebody has made, who also ends it; without one, this process alone."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls(device)
-        return cls(device, dist.get_rank(), dist.get_world_size(), backend=dist.get_backend())
+        rank, size = cls.place()
+        return cls(device) if size == 1 else cls(device, rank, size, backend=dist.get_backend())
+
+    @staticmethod
+    def place() -> tuple[int, int]:
+        """Rank of this process in the process group that there is, and how many are in it."""
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     @classmethod
     def from_environment(cls, device: str = "auto", parallel: str = "ddp") -> Island:

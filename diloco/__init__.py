@@ -1,24 +1,40 @@
 """Serverless DiLoCo: peers anywhere train one model and synchronise it without a server.
 
-`Swarm` attaches the algorithm to any PyTorch training loop; the `diloco` command uses the same class. Importing this
-package imports neither torch nor hivemind.
+`Swarm` attaches the algorithm to any PyTorch training loop; the `diloco` command uses the same class. The callbacks
+attach it to the trainers of other libraries. Importing this package imports none of them, nor torch, nor hivemind.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from diloco.integrations.accelerate import AccelerateSwarm
+    from diloco.integrations.lightning import DilocoLightningCallback
+    from diloco.integrations.trainer import DilocoCallback
     from diloco.train.api import Swarm
+    from diloco.train.island import Island
 
-__all__ = ["Swarm", "__version__"]
+__all__ = ["AccelerateSwarm", "DilocoCallback", "DilocoLightningCallback", "Island", "Swarm", "__version__"]
 
 __version__ = "0.1.0"
 
+# Where each name is, and for those that need a library which a plain installation lacks, the library and the extra.
+_PLACES = {
+    "AccelerateSwarm": ("diloco.integrations.accelerate", "accelerate", "hf"),
+    "DilocoCallback": ("diloco.integrations.trainer", "accelerate", "hf"),
+    "DilocoLightningCallback": ("diloco.integrations.lightning", "lightning", "lightning"),
+    "Island": ("diloco.train.island", "", ""),
+    "Swarm": ("diloco.train.api", "", ""),
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Swarm":
-        from diloco.train.api import Swarm
-
-        return Swarm
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, library, extra = _PLACES[name]
+    if library and find_spec(library) is None:
+        raise ImportError(f"{name} needs {library}, which is not installed: pip install 'diloco[{extra}]'")
+    return getattr(import_module(module), name)

@@ -24,7 +24,7 @@ from torch import Tensor
 from diloco.errors import CheckpointError
 from diloco.rundir import checkpoint as module
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
-from diloco.train.session import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from diloco.train.flat import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 
 # Every operation through which a save changes the disk (shutil.rmtree included).
 OPERATIONS = ("mkdir", "open", "write", "fsync", "replace", "unlink", "rmdir")

@@ -26,7 +26,7 @@ LAYERS = [
     {"swarm", "model", "data"},
     {"rundir"},
     {"train"},
-    {"fit"},
+    {"fit", "integrations"},
     {"sim"},
     {"dashboard"},
     {"cli"},
@@ -43,7 +43,9 @@ LONGEST_MODULE = 400  # lines
 # Where a package may be imported; anything else that is not in the standard library may not be imported at all.
 HOMES = {
     "hivemind": {"swarm"},
-    "transformers": {"model", "data"},
+    "transformers": {"model", "data", "integrations"},
+    "accelerate": {"integrations"},
+    "lightning": {"integrations"},
     "tokenizers": {"data"},
     "huggingface_hub": {"hub"},
     "datasets": {"data"},
@@ -51,7 +53,7 @@ HOMES = {
     "wandb": {"rundir"},
     "matplotlib": {"rundir"},
     "torch.distributed": {"train"},
-    "torch": {"outer", "model", "data", "swarm", "rundir", "train", "fit", "sim"},
+    "torch": {"outer", "model", "data", "swarm", "rundir", "train", "fit", "sim", "integrations"},
     "numpy": {"outer", "data", "rundir", "train"},
     "blake3": {"outer", "data"},
     "safetensors": {"model", "rundir"},
@@ -232,7 +234,7 @@ def test_no_module_is_too_long_to_read(module: str, file: Path) -> None:
         (
             "diloco.config.schema",
             "import torch",
-            "its home is data or fit or model or outer or rundir or sim or swarm or train",
+            "its home is data or fit or integrations or model or outer or rundir or sim or swarm or train",
         ),
         ("diloco.cli.main", "from pydantic import BaseModel", "its home is config or protocol"),
         ("diloco.train.loop", "import requests", "no part is its home"),
@@ -297,7 +299,7 @@ def test_the_checker_finds_circles() -> None:
     "statement", ["import diloco", "import diloco.cli.main", "import diloco.config, diloco.errors"]
 )
 def test_nothing_heavy_is_imported_before_a_command_runs(statement: str) -> None:
-    heavy = "{'torch', 'transformers', 'hivemind', 'datasets', 'numpy', 'wandb', 'matplotlib'}"
+    heavy = "{'torch', 'transformers', 'hivemind', 'datasets', 'numpy', 'wandb', 'matplotlib', 'lightning'}"
     code = f"import sys; {statement}; print(sorted({heavy} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     assert shown.stdout == "[]\n"

@@ -12,8 +12,8 @@ from torch import nn
 
 from diloco.config import compose
 from diloco.train import inner
+from diloco.train.flat import flatten_optimizer, restore_optimizer
 from diloco.train.inner import Pair, inner_optimizer, load_moments_, snapshot
-from diloco.train.session import flatten_optimizer, restore_optimizer
 
 
 class Net(nn.Module):

@@ -84,8 +84,9 @@ class CheckpointStore:
     checkpoints stay as they are; a crash leaves at most a temporary directory, which the next `save` removes.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, key: str = "run.dir") -> None:
         assert keep >= 1, f"keep={keep}"
+        self._key = key  # the setting that chose the directory
         self.directory = Path(directory)
         self.keep = keep
         self._rejected: set[str] = set()  # unusable ones; they do not count towards `keep`
@@ -121,8 +122,8 @@ class CheckpointStore:
             if not isinstance(error, OSError):
                 raise
             raise CheckpointError(
-                f"run.dir: cannot write the checkpoint of outer step {step} to {self.directory}: "
-                f"{error.strerror or error}; free some space or choose another run.dir "
+                f"{self._key}: cannot write the checkpoint of outer step {step} to {self.directory}: "
+                f"{error.strerror or error}; free some space or choose another {self._key} "
                 f"(older checkpoints are intact)"
             ) from error
         self._prune(target.name)
@@ -154,8 +155,8 @@ class CheckpointStore:
             return Checkpoint(self.directory / name, step, state, tensors, skipped)
         if reasons:
             raise CheckpointError(
-                f"run.dir: no usable checkpoint in {self.directory} ({'; '.join(reasons)}); "
-                f"put a good copy back, or delete that directory or choose another run.dir to start over"
+                f"{self._key}: no usable checkpoint in {self.directory} ({'; '.join(reasons)}); "
+                f"put a good copy back, or delete that directory or choose another {self._key} to start over"
             )
         return None
 
@@ -167,8 +168,8 @@ class CheckpointStore:
             return []
         except OSError as error:
             raise CheckpointError(
-                f"run.dir: cannot read the checkpoints in {self.directory}: {error.strerror}; "
-                f"correct its permissions or choose another run.dir"
+                f"{self._key}: cannot read the checkpoints in {self.directory}: {error.strerror}; "
+                f"correct its permissions or choose another {self._key}"
             ) from error
 
     def _prune(self, saved: str) -> None:

@@ -64,11 +64,11 @@ def check_same_run(config: Config, manifest: str) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(directory: Path) -> Iterator[None]:
+def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
     """Locks a directory for this process, and creates it if it is missing. The lock ends with the process.
 
     Two commands in one run directory would overwrite each other's checkpoints. Without effect on file systems that have
-    no locks. Raises `ConfigError` if another process holds it.
+    no locks. Raises `ConfigError` if another process holds it; `key` is the setting that chose the directory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
@@ -77,7 +77,7 @@ def exclusive(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"run.dir: {directory} is in use by another process; end that process, or choose another run.dir"
+                f"{key}: {directory} is in use by another process; end that process, or choose another {key}"
             ) from None
         except OSError as error:
             logger.debug("%s cannot be locked: %s", directory, error)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -33,10 +33,14 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
 from diloco.train import devices
 from diloco.train.attachment import Attachment
+from diloco.train.checkpoints import Checkpoints
 from diloco.train.island import Island
 from diloco.train.masters import refuse_masters
 from diloco.train.parameters import Trained, frozen_digest
+from diloco.train.peer_state import PeerState
+from diloco.train.schedules import Schedules, is_attached, swarm_steps
 from diloco.train.seeds import seeds_again
+from diloco.train.wrapped import paced, plain_model, plain_optimizer
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 
@@ -73,6 +77,9 @@ class Swarm:
 
     Raises `ConfigError` for settings that cannot be. `attach` raises `SwarmError` when nobody is at the address, or the
     run there is another one. Peers that vanish later are no error: the exchange goes on without them.
+
+    Attributes:
+        state: what `save` was given, in the checkpoint that this peer goes on from; empty without one.
     """
 
     def __init__(
@@ -124,7 +131,10 @@ class Swarm:
         self.on_ready = on_ready or (lambda address: logger.info("this peer can be reached at %s", address))
         self.runtime = runtime
         self._scratch: TemporaryDirectory[str] | None = None
+        self._checkpoints: Checkpoints | None = None
         self.attachment: Attachment | None = None
+        self.run: RunSpec | None = None  # what the run is on the wire, on rank 0, once a model is attached
+        self.state: dict[str, Any] = {}
 
     @classmethod
     def of(
@@ -160,6 +170,8 @@ class Swarm:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._scratch is not None:
             self._scratch.cleanup()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     @property
     def address(self) -> str:
@@ -168,47 +180,102 @@ class Swarm:
             raise ConfigError("Swarm.address: no model is attached yet; read it inside `with swarm.attach(...)`")
         return self.attachment.view.address
 
+    @property
+    def steps(self) -> int:
+        """Inner steps that the swarm has made: H for each outer step, and those of this peer since then. A peer that
+        joins late begins where the others are, and learning rate schedules follow this clock.
+        """
+        return 0 if self.attachment is None else swarm_steps(self.attachment, self.outer.sync_every)
+
     def attach(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        schedulers: Iterable[Any] = (),
+        checkpoints: str | Path | None = None,
         island: Island | None = None,
-        saved: Saved | None = None,
+        saved: Saved | PeerState | None = None,
         phases: PhaseTimer | None = None,
     ) -> Attachment:
         """Keep a model in step with the swarm while the returned context is open.
 
         Raises `ConfigError` for parameters that no outer step can carry: complex ones, parts, and those without values;
-        and for an optimizer that trains copies of its own (masters) instead of the parameters. Values are exchanged as
-        fp32, so those of fp64 parameters are rounded.
+        for an optimizer that trains copies of its own (masters) instead of the parameters; and for the models and
+        optimizers of DeepSpeed and FSDP1. Values are exchanged as fp32, so those of fp64 parameters are rounded. Raises
+        `CheckpointError` for a checkpoint that cannot be used.
 
         On entry the parameters become the swarm's. After every `sync_every`-th `optimizer.step()` the pseudo-gradient
         is exchanged, gradients are freed to make room, and the parameters become the new anchor. On exit the peer
         leaves.
 
         Args:
-            model, optimizer: as in any loop. Parameters that require no gradient are left alone, and must be equal on
-                all peers. Buffers are left alone, too: each peer has its own running statistics, and a joiner begins
-                with those of its model.
-            island: the torchrun job that this process is a rank of (default: this process alone).
-            saved: where to go on (default: the model as it is, version 0). If peers that were there then still train,
-                this one joins them.
+            model, optimizer: as in any loop, or as DistributedDataParallel, torch.compile or Accelerate have wrapped
+                them. Parameters that require no gradient are left alone, and must be equal on all peers. Buffers are
+                left alone, too: each peer has its own running statistics, and a joiner begins with those of its model.
+            schedulers: learning rate schedulers of the optimizer that are stepped once per optimizer step. Before each
+                step they are brought to the inner step that the swarm is at, so a peer that joins late, or that was
+                away, has the learning rate of the others. Stepping them in the loop as well does no harm.
+            checkpoints: directory of this peer's checkpoints (`save`). If there is one, the peer goes on from it: the
+                model, the optimizer, random generators, `state`, and the peer's part of the swarm. Its key is there,
+                too, unless `identity` says another place.
+            island: the torchrun job that this process is a rank of (default: the process group that there is, or this
+                process alone).
+            saved: where to go on without `checkpoints` (default: the model as it is, version 0). If peers that were there
+                when it was written still train, this one joins them.
             phases: where wall time is accounted.
         """
-        island = island or Island(torch.device("cpu"))
+        model, optimizer = plain_model(model), plain_optimizer(optimizer)
+        if is_attached(optimizer):
+            raise ConfigError(
+                f"optimizer={type(optimizer).__name__} is attached to a swarm already; use one callback, or one "
+                "attach, for one optimizer"
+            )
         runtime = self.runtime or NodeThread()
         options, parameters = None, Trained(model)
+        device = next((one.device for one in parameters.values()), torch.device("cpu"))
+        island = island or Island.here(device)
+        schedules = Schedules(paced(one, island.size) for one in schedulers)
         refuse_masters(optimizer, parameters)
+        if checkpoints is not None:
+            saved = self._go_on(Checkpoints(Path(checkpoints), model, optimizer, island), schedules)
         if island.leads:
             frozen = None if self.manifest is not None else frozen_digest(model)
-            options = self.options(parameters, saved, device=island.device_name, frozen=frozen)
-        device = next((one.device for one in parameters.values()), island.device)
+            swarm = saved.saved if isinstance(saved, PeerState) else saved
+            options = self.options(parameters, swarm, device=island.device_name, frozen=frozen)
+            self.run = options.run
+            if isinstance(saved, PeerState):
+                saved.check_same_run(self.run, "saved" if checkpoints is None else f"checkpoints={checkpoints}")
         phases = phases or PhaseTimer(clock=runtime.clock, settle=partial(devices.synchronize, device))
         self.attachment = Attachment(
-            parameters, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready
+            parameters, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready, schedules
         )
+        if isinstance(saved, PeerState):
+            saved.apply(self.attachment)
         return self.attachment
+
+    def _go_on(self, checkpoints: Checkpoints, schedules: Schedules) -> PeerState | None:
+        """From the newest checkpoint, if there is one."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self._checkpoints = checkpoints
+        self._identity = self._identity or checkpoints.directory / "identity.key"
+        found = checkpoints.load(schedules)
+        if found is None:
+            return None
+        state, self.state = found
+        return state
+
+    def save(self, **state: Any) -> Path | None:
+        """All ranks: write a checkpoint, with whatever the loop adds as JSON; returns where, on rank 0.
+
+        After an exchange (`Attachment.exchanged`) it holds everything. In the middle of a round a peer that goes on
+        from it begins at the last exchange. Raises `ConfigError` without `attach(checkpoints=...)`, and
+        `CheckpointError` when there is no space, no permission or the like: the older checkpoints are good then.
+        """
+        if self._checkpoints is None or self.attachment is None:
+            raise ConfigError("Swarm.save: no place for checkpoints; name a directory with attach(checkpoints=...)")
+        return self._checkpoints.save(self.attachment, self.run, state)
 
     def options(
         self,

@@ -37,6 +37,7 @@ from diloco.train.leases import IslandLeases
 from diloco.train.parameters import Trained
 from diloco.train.progress import Progress, Unsent
 from diloco.train.rows import kept
+from diloco.train.schedules import Schedules, StepHooks
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
 
 __all__ = ["Attachment"]
@@ -68,6 +69,7 @@ class Attachment:
         runtime: Runtime,
         on_event: OnEvent,
         on_ready: Callable[[str], None],
+        schedules: Schedules,
     ) -> None:
         saved = None if options is None else options.saved
         self.parameters = parameters
@@ -79,7 +81,7 @@ class Attachment:
         self.exchanged = self.interrupted = self._asked_to_stop = False
         self._link = SwarmLink(island, runtime, phases)
         self._optimizer, self._options = optimizer, options
-        self._on_event, self._on_ready = on_event, on_ready
+        self._on_event, self._on_ready, self.schedules = on_event, on_ready, schedules
         self._hook: Any = None
         self._schedule = Schedule(outer.fragments, outer.sync_every, outer.staggered, outer.overlap)
         self._unsent = Unsent(outer.fragments)
@@ -106,7 +108,7 @@ class Attachment:
         except BaseException:
             self.close()
             raise
-        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._hook = StepHooks(self._optimizer, lambda: self.schedules.follow_(self), self._after_step)
         self.phases.switch("compute")
         return self
 

@@ -64,12 +64,26 @@ class Island:
         self._words = self.new_group("gloo") if size > 1 and dist.is_initialized() else None
 
     @classmethod
-    def from_environment(cls, device: str, parallel: str = "ddp") -> Island:
-        """The island that torchrun's environment describes; one process without it.
+    def here(cls, device: torch.device) -> Island:
+        """The ranks of the process group that somebody has made, who also ends it; without one, this process alone."""
+        rank, size = cls.place()
+        return cls(device) if size == 1 else cls(device, rank, size, backend=dist.get_backend())
+
+    @staticmethod
+    def place() -> tuple[int, int]:
+        """Rank of this process in the process group that there is, and how many are in it."""
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    @classmethod
+    def from_environment(cls, device: str = "auto", parallel: str = "ddp") -> Island:
+        """The island that torchrun's environment describes, with a new process group unless there is one (`here`); one
+        process without torchrun.
 
         `device` is the value of train.device, as `devices.claim` reads it. With `parallel` fsdp each rank has rows of
         every parameter. Raises `ConfigError` if train.device names a device that is not there.
         """
+        if dist.is_initialized():
+            return cls.here(devices.claim(device))
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         chosen = devices.claim(device)
         if size == 1:
@@ -168,7 +182,7 @@ class Island:
         try:
             yield
         except BaseException as error:
-            if self.size == 1:
+            if self._store is None:  # one process, or a group of somebody else
                 raise
             self._write_ended()
             torn = isinstance(error, RuntimeError) and any(broken in str(error) for broken in BROKEN)
@@ -248,8 +262,8 @@ class Island:
         return [float(value) for value in tensor.tolist()]
 
     def close(self) -> None:
-        """Leave the process group."""
-        if self.size > 1 and dist.is_initialized() and not self.broken:
+        """Leave the process group, if the island made it."""
+        if self._store is not None and dist.is_initialized() and not self.broken:
             dist.destroy_process_group()
 
 

@@ -32,6 +32,7 @@ from diloco.train.devices import empty_cache, forked_random
 from diloco.train.evaluate import EvalResult, evaluate
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast
+from diloco.train.schedules import swarm_steps
 from diloco.train.session import Session, Sync
 
 __all__ = ["Trainer", "finished", "learning_rate"]
@@ -344,7 +345,7 @@ def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_ev
     Progress is the largest part of any limit of the budget that is used up. Tokens count when they are applied; during
     the warm-up, which may be over before the first exchange, this peer's own count at once.
     """
-    step, warmup = clock.version * sync_every + clock.inner_step, inner.warmup_steps
+    step, warmup = swarm_steps(clock, sync_every), inner.warmup_steps
     if warmup >= 1:
         risen = (step + 1) / warmup
     else:

@@ -1,0 +1,136 @@
+"""A callback for Lightning's `Trainer`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from diloco.errors import ConfigError
+from diloco.integrations.membership import Membership
+from diloco.rundir.background import copied
+from diloco.train.api import Attachment
+from diloco.train.peer_state import PeerState
+from diloco.train.schedules import Paced
+
+__all__ = ["DilocoLightningCallback"]
+
+KEY = "diloco"  # of what a checkpoint of Lightning holds for this callback
+
+
+class DilocoLightningCallback(Callback):
+    """Makes a Lightning `Trainer` one peer of a swarm while it fits.
+
+        trainer = Trainer(max_steps=1000, callbacks=[DilocoLightningCallback(run_id="mine", sync_every=100)])
+
+    Every `sync_every`-th step of the module's one optimizer ends in an exchange with the swarm, however many
+    micro-batches a step has. Schedulers with `interval="step"` are the swarm's: a peer that joins at the swarm's 300th
+    inner step has the learning rate of step 300, and ends when the swarm has made as many as the Trainer would. Those
+    with `interval="epoch"` are left alone. While the Trainer validates or saves, the other peers wait. When fitting
+    ends, the module is the swarm's last anchor.
+
+    Each checkpoint of Lightning holds the peer's part of the swarm, and `fit(ckpt_path=...)` goes on as the same peer,
+    whose key is in `default_root_dir`. The processes of strategy `ddp` are one peer.
+
+    Args:
+        **settings: as those of `Swarm`; `run_id` and `sync_every` are required.
+
+    Attributes:
+        attachment: the model in step with the swarm; None before fitting begins. Where peers have batches of different
+            sizes, `training_step` tells it how many samples a step is made of (`count`).
+
+    Raises `ConfigError` for settings that cannot be; and when fitting begins, for several optimizers, for a model or an
+    optimizer that cannot be attached (strategies `fsdp` and `deepspeed`), and for a swarm that is further than the
+    Trainer goes. `SwarmError` says that nobody is at the address. If fitting fails, the peer drops out at once.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._membership = Membership(settings)
+        self._saved: PeerState | None = None
+        self._steps = math.inf
+        self._fits = False
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The model in step with the swarm; None before fitting begins."""
+        return self._membership.attachment
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fits:
+            raise ConfigError("callbacks: one DilocoLightningCallback is there twice; name it once")
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                f"configure_optimizers gives {len(trainer.optimizers)} optimizers, and a peer counts the steps of one; "
+                "give one with several groups of parameters"
+            )
+        schedulers = [
+            Paced(one.scheduler, every=math.lcm(one.frequency, trainer.accumulate_grad_batches)
+                  // trainer.accumulate_grad_batches)
+            for one in trainer.lr_scheduler_configs
+            if one.interval == "step" and not one.reduce_on_plateau
+        ]  # fmt: skip
+        saved, self._saved = self._saved, None
+        model = trainer.strategy.model or pl_module
+        self._steps = _steps(trainer)
+        self._membership.open(
+            model, trainer.optimizers[0], schedulers, Path(trainer.default_root_dir), trainer.world_size, saved
+        )
+        self._fits = True
+        if self._membership.is_over(self._steps):
+            raise ConfigError(
+                f"max_steps={self._steps}, and the swarm has made so many inner steps; train for longer, or take "
+                "another run_id"
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._membership.go_on()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._membership.is_over(self._steps):
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fits:
+            self._membership.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._membership.go_on()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._fits:
+            self._membership.pause()  # until the next batch: Lightning writes after this
+            if trainer.is_global_zero:
+                groups, state = self._membership.state()
+                checkpoint[KEY] = {"tensors": copied(groups), "state": json.dumps(state)}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if KEY in checkpoint:
+            self._saved = PeerState.restore(checkpoint[KEY]["tensors"], json.loads(checkpoint[KEY]["state"]))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.attachment is not None:
+            self._membership.go_on()
+            self.attachment.finish()  # what is saved last has everything in it
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fits = False
+        self._membership.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._fits = False
+        self._membership.abandon()
+
+
+def _steps(trainer: Trainer) -> float:
+    """Steps of the optimizer after which the Trainer would end if it began now; infinite where nobody knows."""
+    try:
+        steps = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # a schedule of accumulation
+        steps = trainer.max_steps
+    return steps if steps >= 0 else math.inf

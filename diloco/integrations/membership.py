@@ -1,0 +1,140 @@
+"""What the callbacks for all trainers share: a peer that joins when training begins, and leaves when it ends.
+
+1. Training begins: the optimizer is attached; the peer's key lies in the trainer's directory.
+2. While the trainer evaluates or saves, the peer takes no inner steps, and the others are told so.
+3. Training ends: the last updates are adopted, the peer leaves, and the model is the swarm's.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.errors import CheckpointError, ConfigError
+from diloco.rundir.checkpoint import CheckpointStore
+from diloco.rundir.files import exclusive
+from diloco.train.api import Attachment, Swarm
+from diloco.train.flat import Groups
+from diloco.train.island import Island
+from diloco.train.peer_state import PeerState
+from diloco.train.rows import kept
+
+__all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "save_beside"]
+
+FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
+
+
+class Membership:
+    """A peer that takes part while a trainer trains.
+
+    Raises `ConfigError` for settings that cannot be. If training fails, the others see the peer vanish when the process
+    ends, or when it begins to train again.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        if "run_id" not in settings:
+            raise ConfigError("run_id is missing; peers of one run have the same")
+        Swarm(**settings)  # complains now, and not after the data is there
+        self._settings = settings
+        self.attachment: Attachment | None = None
+        self.swarm: Swarm | None = None
+        self._open = ExitStack()
+        self._pause = ExitStack()
+
+    def open(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedulers: Iterable[Any],
+        directory: Path,
+        processes: int,
+        saved: PeerState | None = None,
+    ) -> Attachment:
+        """Join, as the peer whose key is in `directory` unless the settings name another. The trainer averages
+        gradients over so many `processes`.
+        """
+        self.abandon()
+        check_processes(processes)
+        with ExitStack() as stack:
+            settings = self._settings
+            if "identity" not in settings:
+                place = directory / FOLDER
+                if Island.place()[0] == 0:
+                    stack.enter_context(exclusive(place, "the directory of the trainer"))
+                settings = {**settings, "identity": place / "identity.key"}
+            swarm = stack.enter_context(Swarm(**settings))
+            attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
+            self.attachment = stack.enter_context(attached)
+            self.swarm, self._open = swarm, stack.pop_all()
+        atexit.register(self.abandon)
+        return self.attachment
+
+    def is_over(self, steps: float) -> bool:
+        """Whether the swarm has made so many inner steps, or the peer was told to end."""
+        if self.swarm is None or self.attachment is None:
+            return False
+        return self.attachment.interrupted or self.swarm.steps >= steps
+
+    def pause(self) -> None:
+        """Until `go_on` the peer takes no inner steps, and the others wait for it for a while."""
+        if self.attachment is not None:
+            self._pause.close()
+            self._pause.enter_context(self.attachment.anchored())
+
+    def go_on(self) -> None:
+        """The pause is over."""
+        self._pause.close()
+
+    def state(self) -> tuple[Groups, dict[str, Any]]:
+        """Rank 0: what `PeerState.restore` reads. The tensors are the live ones."""
+        assert self.swarm is not None and self.swarm.run is not None and self.attachment is not None
+        with self.attachment.checkpointing() as saved:
+            return PeerState.of(self.attachment, self.swarm.run, saved).flatten()
+
+    def close(self, keep_model: bool = False) -> None:
+        """Leave the swarm. The model becomes its last anchor, unless `keep_model`: then it stays as it is."""
+        atexit.unregister(self.abandon)
+        with ExitStack() as stack:
+            if keep_model and self.attachment is not None:
+                stack.enter_context(kept(self.attachment.parameters))
+            self.go_on()
+            self._open.pop_all().close()
+
+    def abandon(self) -> None:
+        """Drop out without a goodbye, if the peer takes part: its training has failed."""
+        atexit.unregister(self.abandon)
+        self._pause.pop_all()
+        with suppress(Exception):
+            self._open.pop_all().__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+
+def check_processes(processes: int) -> None:
+    """Raise `ConfigError` unless a trainer averages gradients over all ranks of the process group."""
+    _, there = Island.place()
+    if processes != there:
+        raise ConfigError(
+            f"{there} processes were started together, and the trainer averages gradients over {processes}; on CPUs "
+            "tell it so (use_cpu=True in TrainingArguments, cpu=True in Accelerator)"
+        )
+
+
+def save_beside(checkpoint: Path, version: int, groups: Groups, state: dict[str, Any]) -> None:
+    """Write a peer's state into the directory of another library's checkpoint. Raises `CheckpointError`."""
+    CheckpointStore(checkpoint / FOLDER, 1, "the directory of the trainer").save(version, groups, state)
+
+
+def load_beside(checkpoint: Path) -> PeerState | None:
+    """What `save_beside` wrote; None if there is nothing. Raises `CheckpointError` if it cannot be used."""
+    found = CheckpointStore(checkpoint / FOLDER, 1, "the directory of the trainer").load_latest()
+    if found is None:
+        return None
+    try:
+        return PeerState.restore(found.tensors, found.state)
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint / FOLDER} lacks {error}; choose another checkpoint") from None

@@ -1,0 +1,154 @@
+"""A callback for the Hugging Face `Trainer`, and for those of TRL, which are Trainers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from diloco.errors import CheckpointError, ConfigError
+from diloco.integrations.membership import Membership, load_beside, save_beside
+from diloco.train.api import Attachment
+from diloco.train.peer_state import PeerState
+
+__all__ = ["DilocoCallback"]
+
+logger = logging.getLogger(__name__)
+
+FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+
+class DilocoCallback(TrainerCallback):
+    """Makes a `Trainer` one peer of a swarm while it trains.
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[DilocoCallback(run_id="mine", sync_every=100)])
+
+    Every `sync_every`-th step of the optimizer ends in an exchange with the swarm, however many micro-batches a step
+    has; a step that fp16 skips is none. The learning rate is the swarm's: a peer that joins at the swarm's 300th inner
+    step has that of step 300, and ends when the swarm has made `max_steps` of them. While the Trainer evaluates or
+    saves, the other peers wait. When training ends, the model is the swarm's last anchor (that of
+    `load_best_model_at_end` stays). A contribution weighs as many as the samples of its steps.
+
+    Each checkpoint of the Trainer gets the peer's part of the swarm beside it, and `resume_from_checkpoint` goes on as
+    the same peer. Where the checkpoint is not in `output_dir`, say where with `resume_from`. The ranks of torchrun are
+    one peer.
+
+    Args:
+        resume_from: the checkpoint that `trainer.train` goes on from, where it is not in `args.output_dir`.
+        **settings: as those of `Swarm`; `run_id` and `sync_every` are required.
+
+    Attributes:
+        attachment: the model in step with the swarm; None before training begins.
+
+    Raises `ConfigError` for settings that cannot be; and when training begins, for a model or an optimizer that cannot
+    be attached (FSDP1, DeepSpeed), and for a swarm that has made `max_steps` already. `SwarmError` says that nobody is
+    at the address. If training fails, the peer drops out when the process ends or trains again.
+    """
+
+    def __init__(self, *, resume_from: str | Path | None = None, **settings: Any) -> None:
+        self._membership = Membership(settings)
+        self._resume_from = resume_from
+        self._state: TrainerState | None = None
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The model in step with the swarm; None before training begins."""
+        return self._membership.attachment
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
+    ) -> None:
+        if state is self._state:
+            raise ConfigError("callbacks: one DilocoCallback is there twice; name it once")
+        self._state = state
+        schedulers = [] if args.lr_scheduler_type in FOLLOWS_A_METRIC else [trainer["lr_scheduler"]]
+        sync = self._membership.open(
+            trainer["model"],
+            trainer["optimizer"],
+            schedulers,
+            Path(args.output_dir or "."),
+            args.world_size,
+            self._saved(args, state),
+        )
+        if self._membership.is_over(state.max_steps) and not sync.interrupted:
+            self._membership.abandon()
+            raise ConfigError(
+                f"max_steps={state.max_steps}, and the swarm has made so many inner steps; train for longer, or take "
+                "another run_id"
+            )
+        if rest := state.max_steps % sync.outer.sync_every:
+            logger.warning(
+                "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody",
+                state.max_steps, sync.outer.sync_every, rest,
+            )  # fmt: skip
+        if args.eval_on_start:
+            self._membership.pause()
+
+    def _saved(self, args: TrainingArguments, state: TrainerState) -> PeerState | None:
+        """The peer's part of the checkpoint that the Trainer goes on from."""
+        if not state.global_step:
+            return None
+        name = f"checkpoint-{state.global_step}"
+        places = [self._resume_from, args.resume_from_checkpoint, Path(args.output_dir or ".") / name]
+        place = next(Path(one) for one in places if one and (one != "True"))
+        saved = load_beside(place)
+        if saved is None:
+            logger.warning(
+                "%s holds nothing of a swarm: this peer joins as a new one; if it is another checkpoint, name it with "
+                "DilocoCallback(resume_from=...)",
+                place,
+            )
+        return saved
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._membership.go_on()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._membership.go_on()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.attachment is not None:
+            self.attachment.count(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._membership.is_over(state.max_steps):
+            control.should_training_stop = True
+        if control.should_training_stop and self.attachment is not None:
+            self.attachment.finish()  # what is evaluated and saved last has everything in it
+        self._wait_while_busy(control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._wait_while_busy(control)
+
+    def _wait_while_busy(self, control: TrainerControl) -> None:
+        if control.should_evaluate or control.should_save:
+            self._membership.pause()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if self.attachment is not None and logs and "loss" in logs:
+            self.attachment.report(float(logs["loss"]))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        place = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+        sync = self.attachment
+        if sync is None or args.save_only_model or not state.is_world_process_zero or not place.is_dir():
+            return
+        try:
+            save_beside(place, sync.version, *self._membership.state())
+        except CheckpointError as error:  # the swarm has the model, and the next checkpoint is another chance
+            logger.warning("%s", error)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        self._membership.close(keep_model=bool(best))

@@ -1,0 +1,107 @@
+"""Checkpoints of a training loop of one's own, in the format of those that `diloco train` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import CheckpointError
+from diloco.rundir.checkpoint import CheckpointStore
+from diloco.rundir.files import exclusive
+from diloco.swarm.node.options import RunSpec
+from diloco.train.attachment import Attachment
+from diloco.train.flat import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from diloco.train.island import Island
+from diloco.train.peer_state import PeerState
+from diloco.train.rows import load_rows_, whole
+from diloco.train.schedules import Schedules
+
+__all__ = ["Checkpoints"]
+
+KEY = "checkpoints"
+KEEP = 2
+
+
+class Checkpoints:
+    """The checkpoints of one peer in a directory; the newest two stay.
+
+    Each has the model (`model.safetensors`, as `state_dict()` names it), the optimizer, the random generators, what the
+    loop adds, and the peer's part of the swarm. It appears as a whole or not at all, and nothing in it needs pickle.
+    One that is damaged is skipped for the one before it.
+
+    Raises `ConfigError` if another process uses the directory.
+    """
+
+    def __init__(self, directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, island: Island) -> None:
+        self.directory = directory
+        self._model, self._optimizer, self._island = model, optimizer, island
+        self._store = CheckpointStore(directory, KEEP, KEY)
+        self._lock = ExitStack()
+        if island.leads:
+            self._lock.enter_context(exclusive(directory, KEY))
+
+    def close(self) -> None:
+        """Let other processes use the directory."""
+        self._lock.close()
+
+    def load(self, schedules: Schedules) -> tuple[PeerState, dict[str, Any]] | None:
+        """All ranks: restore model, optimizer and generators from the newest checkpoint; None if there is none.
+
+        Returns the peer's state and what the loop added. Raises `CheckpointError` when no checkpoint can be used, or
+        when the newest is that of another model or optimizer, or is not the same for all ranks.
+        """
+        found = self._store.load_latest()
+        (newest,) = self._island.agree([-1 if found is None else found.step])
+        if newest != (-1 if found is None else found.step):
+            raise CheckpointError(
+                f"{KEY}={self.directory} differs between rank 0 and rank {self._island.rank}; put it where all ranks "
+                "see the same files"
+            )
+        if found is None:
+            return None
+        state, tensors = found.state, found.tensors
+        self._load_model_(tensors["model"])
+        restore_optimizer(self._optimizer, tensors["inner"], state["inner"], KEY)
+        restore_rng(tensors["rng"], state["rng"])
+        schedules.start_again_()
+        return PeerState.restore(tensors, state["peer"]), state["loop"]
+
+    def _load_model_(self, saved: Mapping[str, Tensor]) -> None:
+        own = self._tensors()
+        wrong = [name for name in own.keys() | saved.keys() if _shape(own, name) != _shape(saved, name)]
+        if wrong:
+            name = min(wrong)
+            raise CheckpointError(
+                f"{KEY}={self.directory} holds another model ({name} is {_shape(saved, name)} there, and "
+                f"{_shape(own, name)} here); build the model that it was written for, or choose another directory"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                load_rows_(tensor, saved[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: one for name, one in self._model.state_dict().items() if isinstance(one, Tensor)}
+
+    def save(self, sync: Attachment, run: RunSpec | None, loop: Mapping[str, Any]) -> Path | None:
+        """All ranks: have rank 0, which has a `run`, write a checkpoint; returns where, on rank 0.
+
+        Raises `CheckpointError` when it cannot be written, and `TypeError` when JSON cannot hold what the loop adds.
+        """
+        model = {name: whole(tensor.detach()) for name, tensor in self._tensors().items()}
+        inner, inner_json = flatten_optimizer(self._optimizer)
+        if run is None:
+            return None
+        rng, rng_json = rng_state()
+        with sync.checkpointing() as saved:
+            tensors, peer = PeerState.of(sync, run, saved).flatten()
+            state = {"peer": peer, "inner": inner_json, "rng": rng_json, "loop": dict(loop)}
+            return self._store.save(sync.version, {**tensors, "model": model, "inner": inner, "rng": rng}, state)
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> str:
+    return str(list(tensors[name].shape)) if name in tensors else "missing"

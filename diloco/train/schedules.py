@@ -1,0 +1,221 @@
+"""Learning rate schedules that follow the swarm clock, whoever made them and whoever steps them.
+
+A schedule counts its own steps. In a peer that joins late, that was away, or that goes on from a checkpoint it would be
+at another place than in the others. So before each step of the optimizer, every schedule is brought to the inner step
+that the swarm is at; where the loop has stepped it once per step of the optimizer, it is there already.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from diloco.config import OuterConfig
+from diloco.errors import ConfigError
+from diloco.train.flat import from_json, to_json
+
+__all__ = ["Paced", "Schedules", "StepHooks", "is_attached", "swarm_steps"]
+
+MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer
+MOST_TOO_FAR = 8  # steps of the optimizer in a row before which a schedule was too far
+
+
+class Clock(Protocol):
+    """What tells how far the swarm is."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def inner_step(self) -> int: ...
+
+
+def swarm_steps(clock: Clock, sync_every: int) -> int:
+    """Inner steps on the swarm clock: H for each outer step, and those of this peer since then."""
+    return clock.version * sync_every + clock.inner_step
+
+
+class RunClock(Clock, Protocol):
+    """One that knows H."""
+
+    @property
+    def outer(self) -> OuterConfig: ...
+
+
+class Paced(NamedTuple):
+    """A schedule that is stepped `times` after each `every`-th step of the optimizer."""
+
+    scheduler: Any
+    times: int = 1
+    every: int = 1
+
+
+class Schedules:
+    """Learning rate schedulers of torch, brought to the swarm's inner step.
+
+    A schedule only steps forward, so it goes back by starting again: from its state at step 0, which is remembered when
+    it is seen there, and kept with the peer's checkpoints (`state`). Where nobody has that state, a schedule that is
+    too far stays there.
+
+    Raises `ConfigError` for what follows a metric instead of steps, and for what is no scheduler; and later for a
+    schedule that is shorter than the run, and for one that somebody steps more than once per step of the optimizer.
+    """
+
+    def __init__(self, schedulers: Iterable[Any]) -> None:
+        self._paced = [one if isinstance(one, Paced) else Paced(one) for one in schedulers]
+        for paced in self._paced:
+            _check(paced.scheduler)
+        self._fresh = [_fresh(one.scheduler) for one in self._paced]
+        self._too_far = 0
+
+    def __len__(self) -> int:
+        return len(self._paced)
+
+    def follow_(self, clock: RunClock) -> None:
+        """Bring all of them to where the swarm is."""
+        if self._paced:
+            self.bring_(swarm_steps(clock, clock.outer.sync_every))
+
+    def bring_(self, step: int) -> None:
+        """Bring all of them to the inner step `step` of the swarm clock."""
+        behind = False
+        for paced, fresh in zip(self._paced, self._fresh, strict=True):
+            scheduler, place = paced.scheduler, step * paced.times // paced.every
+            if _place(scheduler) > place and fresh is not None:
+                behind = True
+                _start_again_(scheduler, fresh)
+            if _place(scheduler) < place:
+                _forward_(scheduler, place)
+        self._too_far = self._too_far + 1 if behind else 0
+        if self._too_far > MOST_TOO_FAR:
+            raise ConfigError(
+                f"schedulers: before {self._too_far} steps of the optimizer in a row, one was further than the swarm; "
+                "step it once after each optimizer.step(), or not at all: attach does"
+            )
+
+    def start_again_(self) -> None:
+        """Go back to step 0, after the optimizer was given the learning rates of another step."""
+        for paced, fresh in zip(self._paced, self._fresh, strict=True):
+            if fresh is not None:
+                _start_again_(paced.scheduler, fresh)
+
+    def state(self) -> list[Any]:
+        """The states at step 0 as JSON; None for those that are not known, or that hold more than JSON can."""
+        return [_written(fresh) for fresh in self._fresh]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """What `state` gave before a restart, for schedulers that come from a checkpoint and are not at step 0."""
+        if len(state) == len(self._fresh):
+            read = [None if one is None else from_json(one, {}) for one in state]
+            self._fresh = [here or there for here, there in zip(self._fresh, read, strict=True)]
+
+
+class StepHooks:
+    """Calls before and after each step of an optimizer that is none of those which a GradScaler skips.
+
+    A scaler leaves `step()` out when gradients overflow, but for optimizers with fused kernels: it calls them with
+    `found_inf`, and they leave everything as it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+        def then(*_: object) -> None:
+            found_inf = getattr(optimizer, "found_inf", None)
+            if found_inf is None or not bool(found_inf):
+                after()
+
+        before()
+        self._optimizer = optimizer
+        _attached.add(optimizer)
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: before()),
+            optimizer.register_step_post_hook(then),
+        ]
+
+    def remove(self) -> None:
+        """Call nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        _attached.discard(self._optimizer)
+
+
+_attached: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def is_attached(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called after its steps already."""
+    return optimizer in _attached
+
+
+def _check(scheduler: Any) -> None:
+    name = type(scheduler).__name__
+    if name in ("ReduceLROnPlateau", "GreedyLR"):
+        raise ConfigError(
+            f"schedulers: {name} follows a metric of this peer, and no step of the swarm; leave it out: each peer has "
+            "its own then"
+        )
+    if not all(hasattr(scheduler, part) for part in ("step", "state_dict", "load_state_dict")) or _place(scheduler) < 0:
+        raise ConfigError(
+            f"schedulers: {name} is no learning rate scheduler; name those of torch.optim.lr_scheduler in a list"
+        )
+
+
+def _place(scheduler: Any) -> int:
+    """How many steps it has taken; -1 for what does not say it. Several in a chain step together."""
+    if hasattr(scheduler, "last_epoch"):
+        return int(scheduler.last_epoch)
+    chain = getattr(scheduler, "_schedulers", None)
+    return _place(chain[0]) if chain else -1
+
+
+def _optimizer(scheduler: Any) -> Any:
+    return scheduler.optimizer if hasattr(scheduler, "optimizer") else _optimizer(scheduler._schedulers[0])
+
+
+def _fresh(scheduler: Any) -> dict[str, Any] | None:
+    """State of a schedule at step 0, with what it moves in the optimizer; None for one that is further."""
+    if _place(scheduler) != 0:
+        return None
+    groups = [{key: group[key] for key in MOVED if key in group} for group in _optimizer(scheduler).param_groups]
+    try:
+        return copy.deepcopy({"scheduler": scheduler.state_dict(), "groups": groups})
+    except (TypeError, AttributeError):  # it holds what cannot be copied
+        return None
+
+
+def _start_again_(scheduler: Any, fresh: Mapping[str, Any]) -> None:
+    kept = copy.deepcopy(fresh)
+    scheduler.load_state_dict(kept["scheduler"])
+    for group, then in zip(_optimizer(scheduler).param_groups, kept["groups"], strict=True):
+        for key, value in then.items():
+            if isinstance(group[key], Tensor):  # the optimizer's kernels know this object
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _forward_(scheduler: Any, place: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch: no step of the optimizer came before
+        while (here := _place(scheduler)) < place:
+            try:
+                scheduler.step()
+            except ValueError as error:  # of those with a fixed length
+                raise ConfigError(
+                    f"schedulers: {type(scheduler).__name__} is over after {here} steps, and the swarm is at {place}; "
+                    "make it as long as the run"
+                ) from error
+
+
+def _written(fresh: Mapping[str, Any] | None) -> Any:
+    tensors: dict[str, Tensor] = {}
+    try:
+        written = None if fresh is None else to_json(fresh, "", tensors)
+    except TypeError:
+        return None
+    return None if tensors else written

@@ -221,8 +221,8 @@ class Swarm:
                 too, unless `identity` says another place.
             island: the torchrun job that this process is a rank of (default: the process group that there is, or this
                 process alone).
-            saved: where to go on without `checkpoints` (default: the model as it is, version 0). If peers that were there
-                when it was written still train, this one joins them.
+            saved: where to go on without `checkpoints` (default: the model as it is, version 0). If peers that were
+                there when it was written still train, this one joins them.
             phases: where wall time is accounted.
         """
         model, optimizer = plain_model(model), plain_optimizer(optimizer)

@@ -90,10 +90,17 @@ def test_a_trainer_that_joins_late_has_the_swarms_learning_rate_and_ends_with_it
 
 def test_the_others_are_told_while_a_trainer_evaluates_and_then_it_trains_on(tmp_path: Path) -> None:
     node = Going()
-    one = trainer(tmp_path, callback(node), eval_strategy="steps", eval_steps=2)
-    one.train()
-    assert [said for said in node.said if said in ("pause", "enter")].count("pause") == 2
-    assert node.said.index("pause") < node.said.index("enter", node.said.index("pause"))
+    paused: list[bool] = []
+
+    class Model(Regression):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            changes = [said for said in node.said if said in ("pause", "enter")]
+            paused.append(changes[-1:] == ["pause"])
+            assert paused[-1] is not self.training
+            return super().forward(x)
+
+    trainer(tmp_path, callback(node), model=Model(), eval_strategy="steps", eval_steps=2, eval_on_start=True).train()
+    assert sum(paused) == 3, "before the first step, and after the 2nd and the 4th"
 
 
 def test_a_trainer_can_train_again_and_after_a_failure(tmp_path: Path) -> None:

@@ -50,30 +50,33 @@ def test_a_run_that_stopped_ends_where_an_uninterrupted_one_ends(outer: dict[str
         assert len(drawn) == 16, "the loop has its own state again"
 
 
-def alone(directory: Path, model: nn.Module, steps: int, saves: bool = True, **outer: Any) -> Swarm:
-    """A peer in virtual time that stops in the middle of a round."""
+def alone(directory: Path, steps: int, saves: bool = True) -> tuple[Swarm, float]:
+    """A peer in virtual time that takes some steps, and what it would draw next."""
+    drawn: list[float] = []
 
     def work(loop: Loop) -> None:
         for _ in range(steps):
             loop.step()
         if saves:
             loop.swarm.save()
+        drawn.append(float(torch.rand(())))
 
-    return train("a", work, attach=lambda name, optimizer: {"checkpoints": directory}, **{**EXACT, **outer})["a"].swarm
+    peer = train("a", work, attach=lambda name, optimizer: {"checkpoints": directory}, **EXACT)["a"]
+    return peer.swarm, drawn[0]
 
 
 def test_a_checkpoint_in_the_middle_of_a_round_goes_on_at_the_last_exchange(tmp_path: Path) -> None:
-    alone(tmp_path, nn.Linear(4, 1), 6)
-    again = alone(tmp_path, nn.Linear(4, 1), 0, saves=False)
+    _, then = alone(tmp_path, 6)
+    again, now = alone(tmp_path, 0, saves=False)
     assert again.attachment is not None
     assert (again.steps, again.attachment.steps, again.attachment.tokens) == (4, 6, 6)
-    assert again.attachment.discarded_tokens == 2
+    assert again.attachment.discarded_tokens == 2 and now == then
 
 
 def test_a_checkpoint_holds_the_model_by_its_names_and_nothing_that_runs_code(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    swarm = alone(tmp_path, nn.Linear(4, 1), 4)
+    swarm, _ = alone(tmp_path, 4)
     [step] = tmp_path.glob("step-*")
     assert {one.suffix for one in step.iterdir()} == {".safetensors", ".json"}
     saved = load_file(step / "model.safetensors")
@@ -94,7 +97,7 @@ def attached(directory: Path, model: nn.Module, **settings: Any) -> Any:
 
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
-    alone(tmp_path, nn.Linear(4, 1), 4)
+    alone(tmp_path, 4)
     refused(
         lambda: attached(tmp_path, nn.Linear(4, 1), sync_every=5),
         "^checkpoints=.* holds a run with other settings .outer.sync_every is 4 there, 5 here",

@@ -32,6 +32,8 @@ STEP_S = 1.0
 class Loop:
     """The training loop of one peer, step by step; `pass_s` lets virtual time pass."""
 
+    swarm: Swarm
+
     def __init__(self, name: str, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]) -> None:
         self.name = name
         self.sync = sync
@@ -55,8 +57,18 @@ class Loop:
         self._optimizer.step()
 
 
-def train(names: str, work: Callable[[Loop], None], *, saved: Saved | None = None, **outer: Any) -> dict[str, Loop]:
-    """Peers of these names, all there before the first inner step, each in a loop of its own; they leave at the end."""
+def train(
+    names: str,
+    work: Callable[[Loop], None],
+    *,
+    saved: Saved | None = None,
+    attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {},
+    **outer: Any,
+) -> dict[str, Loop]:
+    """Peers of these names, all there before the first inner step, each in a loop of its own; they leave at the end.
+
+    `attach` gives what else `Swarm.attach` is told.
+    """
     loops: dict[str, Loop] = {}
     with virtual_time() as loop:
         network = Network(loop, 0)
@@ -78,8 +90,10 @@ def train(names: str, work: Callable[[Loop], None], *, saved: Saved | None = Non
                 on_ready=lambda address: None,
                 **outer,
             )
-            mine = loops[name] = Loop(name, swarm.attach(model, optimizer, saved=saved), optimizer, lockstep)
-            with mine.sync:
+            attached = swarm.attach(model, optimizer, saved=saved, **attach(name, optimizer))
+            mine = loops[name] = Loop(name, attached, optimizer, lockstep)
+            mine.swarm = swarm
+            with swarm, mine.sync:
                 work(mine)
 
         async def scene() -> None:

@@ -27,6 +27,7 @@ from diloco.train.rows import kept
 
 __all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "save_beside"]
 
+KEY = "output directory"
 FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
 
 
@@ -66,7 +67,7 @@ class Membership:
             if "identity" not in settings:
                 place = directory / FOLDER
                 if Island.place()[0] == 0:
-                    stack.enter_context(exclusive(place, "the directory of the trainer"))
+                    stack.enter_context(exclusive(place, KEY))
                 settings = {**settings, "identity": place / "identity.key"}
             swarm = stack.enter_context(Swarm(**settings))
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
@@ -126,12 +127,12 @@ def check_processes(processes: int) -> None:
 
 def save_beside(checkpoint: Path, version: int, groups: Groups, state: dict[str, Any]) -> None:
     """Write a peer's state into the directory of another library's checkpoint. Raises `CheckpointError`."""
-    CheckpointStore(checkpoint / FOLDER, 1, "the directory of the trainer").save(version, groups, state)
+    CheckpointStore(checkpoint / FOLDER, 1, KEY).save(version, groups, state)
 
 
 def load_beside(checkpoint: Path) -> PeerState | None:
     """What `save_beside` wrote; None if there is nothing. Raises `CheckpointError` if it cannot be used."""
-    found = CheckpointStore(checkpoint / FOLDER, 1, "the directory of the trainer").load_latest()
+    found = CheckpointStore(checkpoint / FOLDER, 1, KEY).load_latest()
     if found is None:
         return None
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -226,6 +227,8 @@ class Swarm:
             phases: where wall time is accounted.
         """
         model, optimizer = plain_model(model), plain_optimizer(optimizer)
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if is_attached(optimizer):
             raise ConfigError(
                 f"optimizer={type(optimizer).__name__} is attached to a swarm already; use one callback, or one "
@@ -237,15 +240,19 @@ class Swarm:
         island = island or Island.here(device)
         schedules = Schedules(paced(one, island.size) for one in schedulers)
         refuse_masters(optimizer, parameters)
-        if checkpoints is not None:
-            saved = self._go_on(Checkpoints(Path(checkpoints), model, optimizer, island), schedules)
-        if island.leads:
-            frozen = None if self.manifest is not None else frozen_digest(model)
-            swarm = saved.saved if isinstance(saved, PeerState) else saved
-            options = self.options(parameters, swarm, device=island.device_name, frozen=frozen)
-            self.run = options.run
-            if isinstance(saved, PeerState):
-                saved.check_same_run(self.run, "saved" if checkpoints is None else f"checkpoints={checkpoints}")
+        with ExitStack() as stack:
+            if checkpoints is not None:
+                self._checkpoints = Checkpoints(Path(checkpoints), model, optimizer, island)
+                stack.callback(self._checkpoints.close)
+                saved = self._go_on(self._checkpoints, schedules)
+            if island.leads:
+                frozen = None if self.manifest is not None else frozen_digest(model)
+                swarm = saved.saved if isinstance(saved, PeerState) else saved
+                options = self.options(parameters, swarm, device=island.device_name, frozen=frozen)
+                self.run = options.run
+                if isinstance(saved, PeerState):
+                    saved.check_same_run(self.run, "the checkpoint" if checkpoints is None else f"{checkpoints=!s}")
+            stack.pop_all()
         phases = phases or PhaseTimer(clock=runtime.clock, settle=partial(devices.synchronize, device))
         self.attachment = Attachment(
             parameters, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready, schedules
@@ -256,9 +263,6 @@ class Swarm:
 
     def _go_on(self, checkpoints: Checkpoints, schedules: Schedules) -> PeerState | None:
         """From the newest checkpoint, if there is one."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        self._checkpoints = checkpoints
         self._identity = self._identity or checkpoints.directory / "identity.key"
         found = checkpoints.load(schedules)
         if found is None:

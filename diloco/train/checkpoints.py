@@ -23,7 +23,7 @@ from diloco.train.schedules import Schedules
 
 __all__ = ["Checkpoints"]
 
-KEY = "checkpoints"
+KEY = "checkpoints directory"
 KEEP = 2
 
 
@@ -59,8 +59,8 @@ class Checkpoints:
         (newest,) = self._island.agree([-1 if found is None else found.step])
         if newest != (-1 if found is None else found.step):
             raise CheckpointError(
-                f"{KEY}={self.directory} differs between rank 0 and rank {self._island.rank}; put it where all ranks "
-                "see the same files"
+                f"checkpoints={self.directory} differs between rank 0 and rank {self._island.rank}; put it where all "
+                "ranks see the same files"
             )
         if found is None:
             return None
@@ -77,7 +77,7 @@ class Checkpoints:
         if wrong:
             name = min(wrong)
             raise CheckpointError(
-                f"{KEY}={self.directory} holds another model ({name} is {_shape(saved, name)} there, and "
+                f"checkpoints={self.directory} holds another model ({name} is {_shape(saved, name)} there, and "
                 f"{_shape(own, name)} here); build the model that it was written for, or choose another directory"
             )
         with torch.no_grad():

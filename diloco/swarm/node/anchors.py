@@ -134,6 +134,7 @@ class Anchors:
         terms = [protocol.leases.term(fragment) for fragment in range(len(versions))]
         residuals = dict(replica.residuals)
         if copies:
+            await self._context.tasks.until(lambda: not replica.capturing)  # which changes them
             residuals = dict(zip(residuals, await in_thread(_clones, list(residuals.values())), strict=True))
         applied = self.own_tokens.applied
         return Saved(anchors, versions, terms, clock, outer, residuals, cursor, shares, applied, records)

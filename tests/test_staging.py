@@ -24,12 +24,12 @@ from diloco.outer.local import Local
 from diloco.outer.lossy import LOSSY
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
-from diloco.outer.staging import Staging, _AtOnce, staging_of
+from diloco.outer.staging import staging_of
 from diloco.protocol.fragment import Lease
 from diloco.protocol.messages.bulk import Contribution
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered
-from tests.stub_device import LazyDevice
+from tests.stub_device import LazyDevice, at_once
 from tests.test_rounds import OTHER, StubHost, run
 from tests.test_sim_run import digests, simulated
 
@@ -386,8 +386,7 @@ def test_a_swarm_of_accelerators_ends_where_one_of_cpus_does(tmp_path: Path, mon
     short = ("outer=streaming", "outer.overlap=2", "local.peers=2")
     plain = simulated(tmp_path / "cpu", *short)
     copied, copy_local = [], Replica.copy_local
-    at_once = _AtOnce()
-    device = Staging(at_once, at_once, lambda numel, dtype: torch.empty(numel, dtype=dtype), lambda: torch.empty(CHUNK))
+    device = at_once()
     monkeypatch.setattr(Local, "_staging", lambda *_: device)
     monkeypatch.setattr(Replica, "copy_local", lambda *arguments: copied.append(1) or copy_local(*arguments))
     assert digests(simulated(tmp_path / "accelerator", *short)) == digests(plain) and copied

@@ -137,9 +137,10 @@ class _DeviceStream:
 
     def __init__(self, device: torch.device, stream: Callable[[], torch.Stream]) -> None:
         self._device, self._stream = device, stream
+        self._entering = threading.Lock()  # what was current before is kept in the stream's object, for one thread only
 
     def copy_(self, to: Tensor, source: Tensor) -> object:
-        with self._stream():
+        with self._entering, self._stream():
             return to.copy_(source, non_blocking=True)
 
     def record(self) -> Event:

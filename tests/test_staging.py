@@ -24,11 +24,15 @@ from diloco.outer.local import Local
 from diloco.outer.lossy import LOSSY
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
-from diloco.outer.staging import staging_of
+from diloco.outer.staging import staging_of, train_on_current_stream
 from diloco.protocol.fragment import Lease
 from diloco.protocol.messages.bulk import Contribution
+from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.contribution import Answered
+from diloco.swarm.node.runtime import NodeThread
+from diloco.train.island import Island
+from diloco.train.swarm_link import SwarmLink
 from tests.stub_device import LazyDevice, at_once
 from tests.test_rounds import OTHER, StubHost, run
 from tests.test_sim_run import digests, simulated
@@ -191,6 +195,78 @@ def test_parameters_on_the_cpu_are_read_where_they_are() -> None:
     assert not replica.can_copy(0)
     [own] = replica.local.read(replica.fragments[0], [(1, 4)])
     assert own.data_ptr() == replica.parameters["embed"].data_ptr() + 4
+
+
+class FakeStream:
+    """In place of `torch.Stream`, where there is none: it says what it is asked for, and copies at once."""
+
+    def __init__(self, device: torch.device, name: str = "side") -> None:
+        self.device, self.name, self.log = device, name, list[str]()
+
+    def __enter__(self) -> None:
+        self.log.append("copy")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(f"after {event.of}")
+
+
+class FakeEvent:
+    def __init__(self, device: torch.device, blocking: bool) -> None:
+        self.of = ""
+
+    def record(self, stream: FakeStream) -> None:
+        self.of = stream.name
+
+    def synchronize(self) -> None:
+        assert self.of
+
+
+def test_the_node_copies_in_the_stream_in_which_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, sides = torch.device("cuda", 7), list[FakeStream]()
+    current = {name: FakeStream(device, name) for name in ("training", "node")}
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[threading.current_thread().name])
+    monkeypatch.setattr(torch, "Stream", lambda device: sides.append(FakeStream(device)) or sides[-1])
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr("diloco.outer.staging._training", {})
+    monkeypatch.setattr("diloco.outer.staging._buffer", lambda pinned: torch.empty(CHUNK))
+    staging = staging_of.__wrapped__(device)
+    staging.empty = lambda numel, dtype: torch.empty(numel, dtype=dtype)
+    parameters = {"w": torch.ones(3, requires_grad=True)}
+    replica = Replica(Local(parameters, lambda _: staging), partition({"w": 3}, 1), Case(codec_up="fp32").settings())
+
+    def in_thread(name: str, work: Callable[[], object]) -> None:
+        thread = threading.Thread(target=work, name=name)
+        thread.start()
+        thread.join()
+
+    def exchange() -> None:
+        assert replica.copy_local(0)
+        replica.anchors[0].fill_(3.0)
+        replica.capture(0)
+        replica.release_capture(0)
+        replica.load_local_([0])
+
+    in_thread("node", exchange)
+    assert current["node"].log == ["copy"] * 2 and sides[0].log == ["after node", "copy"]
+    in_thread("training", lambda: train_on_current_stream(torch.device("cuda", 7)))
+    in_thread("node", exchange)
+    assert current["training"].log == current["node"].log == ["copy"] * 2, "a clone and a write in each"
+    assert sides[0].log == ["after node", "copy", "after training", "copy"] and len(sides) == 1
+    assert parameters["w"].tolist() == [3.0] * 3
+    train_on_current_stream(torch.device("cpu"))
+
+
+def test_the_node_is_told_the_training_stream_before_each_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[torch.device]()
+    monkeypatch.setattr("diloco.train.swarm_link.train_on_current_stream", told.append)
+    link = SwarmLink(Island(torch.device("cpu")), NodeThread(), PhaseTimer())
+    link.share({"w": torch.zeros(2, device="meta"), "v": torch.zeros(3, device="meta")}, ())
+    assert link.move(lambda node: node.load_anchors()) is None and told == [torch.device("meta")]
+    link.show_anchors()
+    assert len(told) == 2
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")

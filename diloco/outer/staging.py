@@ -30,8 +30,9 @@ from torch import Tensor
 
 from diloco.outer.fragments import CHUNK
 
-__all__ = ["Event", "Staging", "Stream", "staging_of"]
+__all__ = ["Event", "Staging", "Stream", "staging_of", "train_on_current_stream"]
 
+_STREAMS = ("cuda", "xpu")  # devices that have streams
 IN_TURN = 2  # buffers: one is copied while the other is filled or read
 
 
@@ -133,7 +134,7 @@ class Staging:
 
 
 class _DeviceStream:
-    """A stream of an accelerator with streams (CUDA, XPU); `stream` is asked for it in the thread that uses it."""
+    """A stream of an accelerator; `stream` is asked for it at each use."""
 
     def __init__(self, device: torch.device, stream: Callable[[], torch.Stream]) -> None:
         self._device, self._stream = device, stream
@@ -168,21 +169,30 @@ class _AtOnce:
         pass
 
 
+_training: dict[torch.device, torch.Stream] = {}
+
+
+def train_on_current_stream(device: torch.device) -> None:
+    """The training stream of this device is the one that is current in this thread, which waits for its copies now.
+
+    Other threads have other current streams: of theirs a training loop knows nothing.
+    """
+    if device.type in _STREAMS:
+        stream = torch.accelerator.current_stream(device)
+        _training[stream.device] = stream
+
+
 @cache
 def staging_of(device: torch.device) -> Staging | None:
-    """The staging of a device; None where tensors lie in main memory, or have no values.
-
-    The training stream is the one that is current where a copy is asked for. In a thread of the swarm's node that is
-    the device's default stream, on which a training loop works unless it chose another.
-    """
+    """The staging of a device; None where tensors lie in main memory, or have no values."""
     if device.type == "mps":
         at_once = _AtOnce()
         return Staging(at_once, at_once, _empty_on(device), lambda: _buffer(pinned=False))
-    if device.type not in ("cuda", "xpu"):
+    if device.type not in _STREAMS:
         return None
     side = torch.Stream(device)
     return Staging(
-        _DeviceStream(device, lambda: torch.accelerator.current_stream(device)),
+        _DeviceStream(device, lambda: _training.get(device) or torch.accelerator.current_stream(device)),
         _DeviceStream(device, lambda: side),
         _empty_on(device),
         lambda: _buffer(pinned=True),

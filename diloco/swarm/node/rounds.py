@@ -120,7 +120,8 @@ class Rounds:
 
         When training goes on meanwhile, the codec's loss is kept, or other processes have rows of the parameters, which
         they hand over in this call only, the pseudo-gradients are captured first. Where training goes on and the
-        parameters are on an accelerator, they are copied there, and captured in the flight.
+        parameters are on an accelerator, they are copied there, and captured in the flight. There is a copy of one
+        fragment at a time, so of several fragments this waits for the capture of all but the last.
         """
         captures = self._settings.overlap or self._settings.error_feedback or not self._replica.local.is_whole
         for fragment, count in counts.items():

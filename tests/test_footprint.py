@@ -71,6 +71,23 @@ def test_fsdp_divides_what_is_trained_and_gathers_one_layer() -> None:
     assert table(config, split=Split(4)) == one, "each process of ddp has all of it"
 
 
+def on_accelerator(*overrides: str, split: Split | None = None) -> dict[str, Row]:
+    return {row.what: row for row in memory_rows(compose([*PLAIN, *overrides]), 4, split or Split(), accelerator=True)}
+
+
+def test_an_accelerator_that_trains_on_has_a_copy_of_one_fragment() -> None:
+    copy, buffers = "a copy of the fragment that is sent", "staging buffers, pinned"
+    for overlap in (["outer.overlap=5"], ["outer.overlap=5", "outer.staggered=true"]):
+        rows = on_accelerator(*overlap)
+        assert (rows[copy].where, rows[copy].per_parameter) == ("device", 4 / 4)
+        assert (rows[buffers].where, rows[buffers].nbytes) == ("main", 4 * 2**20)
+    late = "outer.overlap=${outer.sync_every}"
+    assert copy not in on_accelerator() | on_accelerator(late), "training waits"
+    assert copy not in on_accelerator("outer.overlap=5", split=Split(2, sharded=True)), "ranks hand their rows over"
+    on_cpu = {row.what for row in memory_rows(compose([*PLAIN, "outer.overlap=5"]), 4, accelerator=False)}
+    assert not {copy, buffers} & on_cpu
+
+
 def test_data_parallel_takes_nothing_of_main_memory_for_each_parameter() -> None:
     assert set(table(compose(["outer=data_parallel"]))) == {"weights", "gradients", "inner optimizer"}
 
@@ -88,8 +105,8 @@ def test_the_optimizers_state_has_the_predicted_size(name: str) -> None:
 
 
 def test_the_need_is_the_sum_of_the_table() -> None:
-    config = compose(PLAIN)
-    rows: list[Row] = memory_rows(config, 4)
+    config = compose([*PLAIN, "train.precision=fp32"])
+    rows: list[Row] = memory_rows(config, 4, accelerator=True)
     need = memory_need(config, ROOMY, 4)
     assert need.device_bytes == sum(row.nbytes for row in rows if row.where == "device")
     assert need.main_bytes == sum(row.nbytes for row in rows if row.where == "main")

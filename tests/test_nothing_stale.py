@@ -121,7 +121,7 @@ class Reader:
         gather_(local, replica.fragments[fragment], 0, local.numel(), replica.parameters)
         if not self.outer.eager and digest_of(local) != base[1]:
             self._say(life, f"fragment {fragment} is not its anchor of version {base[0]}")
-        learned = [replica._delta(replica._local[fragment], chunk) for chunk in range(len(replica.chunks[fragment]))]
+        learned = list(replica._deltas(replica._local[fragment], replica.chunks[fragment]))
         local_base = replica._local[fragment].base
         moved = digest_of(replica.anchors[fragment] if local_base is None else local_base) != base[1]  # see below
         if not (moved and not self.outer.eager) and any(float(chunk.abs().max()) for chunk in learned):

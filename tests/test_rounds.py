@@ -17,6 +17,7 @@ from diloco.config import WIRE_VERSION, OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
+from diloco.outer.local import Local
 from diloco.outer.replica import Replica
 from diloco.protocol.actions import Action, Hold, Merge, Release, Renumber
 from diloco.protocol.exchange import Exchange
@@ -42,6 +43,7 @@ from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from tests.protocol_helpers import MANIFEST, RUN, Keys, line_of, record_of
+from tests.stub_device import LazyDevice
 
 ME, OTHER = "me", "other"
 
@@ -78,14 +80,20 @@ class NoNetwork:
 
 
 class StubHost:
-    """The components of a node without a network: one fragment, which `me` or `other` holds."""
+    """The components of a node without a network. `me` or `other` holds its fragments, one if nothing else is said.
 
-    def __init__(self, holder: str, numel: int = 6, saved: Saved | None = None, **outer: Any) -> None:
+    With a device the parameters are as if they were there.
+    """
+
+    def __init__(
+        self, holder: str, numel: int = 6, saved: Saved | None = None, device: LazyDevice | None = None, **outer: Any
+    ) -> None:
         self.parameters = {"w": torch.arange(float(numel))}
-        fragments = partition({"w": numel}, 1)
+        fragments = partition({"w": numel}, outer.get("fragments", 1))
         exact = {"lr": 1.0, "momentum": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, **exact, **outer})
-        self.replica = Replica(self.parameters, fragments, settings)
+        local = Local(self.parameters) if device is None else device.local(self.parameters)
+        self.replica = Replica(local, fragments, settings)
         self.protocol = Peer(ME, ME, "run", MANIFEST, self.replica.digests(), outer=settings, signer=Keys(ME))
         self.notes: list[str] = []
         self.context = Context(
@@ -105,11 +113,13 @@ class StubHost:
             self.do(self.protocol.tick(self.now()))
 
     def hello(self, claims: bool) -> Hello:
-        claim = Claim(fragment=0, term=1, version=0, digest=self.protocol.digests[0])
-        status = Status(state="training", versions=[0], inner_step=0, target_steps=1, steps_per_s=1.0, tokens=0)
+        digests = self.protocol.digests
+        every = [Claim(fragment=one, term=1, version=0, digest=digest) for one, digest in enumerate(digests)]
+        versions = [0] * len(every)
+        status = Status(state="training", versions=versions, inner_step=0, target_steps=1, steps_per_s=1.0, tokens=0)
         return Hello(
             wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=OTHER, trains=True, holds=True,
-            peers=[], status=status, claims=[claim] if claims else [],
+            peers=[], status=status, claims=every if claims else [],
         )  # fmt: skip
 
     def now(self) -> float:

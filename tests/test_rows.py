@@ -19,6 +19,7 @@ from diloco.outer.replica import Replica
 from diloco.train.island import Island
 from diloco.train.parameters import Trained
 from diloco.train.rows import Rows, is_rows, kept, own_rows, rows_of, sharded_like, whole
+from tests.stub_device import at_once
 from tests.swarm_helpers import command, free_port
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
@@ -51,6 +52,7 @@ def outcome(replica: Replica) -> dict[str, Tensor]:
     """What rank 0 sends, and what it would publish alone."""
     found: dict[str, Tensor] = {}
     for fragment in range(2):
+        assert not replica.can_copy(fragment) or replica.copy_local(fragment)
         replica.capture(fragment)
         chunks = range(len(replica.chunks[fragment]))
         found[f"payload {fragment}"] = torch.cat([replica.encode(fragment, chunk).clone() for chunk in chunks])
@@ -71,15 +73,20 @@ def alone() -> tuple[dict[str, Tensor], Model]:
 
 
 def rank(kind: str, place: Path) -> None:
-    """One process of an island: rank 0 saves what came of it, and every rank what it has."""
-    island = Island.from_environment("cpu", kind)
+    """One process of an island: rank 0 saves what came of it, and every rank what it has.
+
+    `staged` is ddp with parameters that are read and written as if they were on an accelerator.
+    """
+    island = Island.from_environment("cpu", "ddp" if kind == "staged" else kind)
     model: nn.Module = Model()
     island.wrap(model) if kind == "fsdp" else None
     parameters = Trained(model)
     fragments = partition(parameters.numels, 2)
     rows = Rows(parameters, fragments, island)
-    assert rows.is_whole == (kind == "ddp")
+    assert rows.is_whole == (kind != "fsdp")
     assert rows.shapes == {name: torch.Size(shape) for name, shape in SHAPES.items()}
+    staging = at_once() if kind == "staged" else None
+    rows._staging = lambda *_: staging  # type: ignore[method-assign]
     if island.leads:
         replica = Replica(rows, fragments, SETTINGS)
         rows.release()
@@ -102,7 +109,7 @@ def rank(kind: str, place: Path) -> None:
     island.close()
 
 
-@pytest.mark.parametrize(("kind", "size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)])
+@pytest.mark.parametrize(("kind", "size"), [("ddp", 2), ("staged", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)])
 def test_an_island_of_any_size_sends_and_takes_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", f"--master-port={free_port()}")
     with command(*launcher, "-m", "tests.test_rows", kind, str(tmp_path / "found"), directory=tmp_path) as started:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -42,6 +42,9 @@ __all__ = [
 
 BLOCK = 4096  # elements that share one scale in the block codecs
 CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
+
+Copy = Callable[[Tensor, Tensor], object]
+"""Copies the second tensor to the first, now or in a stream of a device."""
 
 
 @dataclass(frozen=True)
@@ -175,14 +178,17 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 
 @torch.no_grad()
-def gather_(out: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor]) -> None:
+def gather_(
+    out: Tensor, fragment: Fragment, start: int, stop: int, parameters: Mapping[str, Tensor],
+    copy_: Copy = Tensor.copy_,
+) -> None:  # fmt: skip
     """Copy [start, stop) of the fragment out of the parameters into `out`, (stop - start,) fp32 and contiguous.
 
     The parameters, by name, are of any dtype, device and memory layout.
     """
     assert out.shape == (stop - start,), f"out is {tuple(out.shape)}, the range has {stop - start} elements"
     for offset, piece in fragment.locate(start, stop):
-        read_(out[offset : offset + piece.numel], parameters[piece.name], piece.start)
+        read_(out[offset : offset + piece.numel], parameters[piece.name], piece.start, copy_)
 
 
 @torch.no_grad()
@@ -200,14 +206,17 @@ def gathered(buffer: Tensor, fragment: Fragment, start: int, stop: int, paramete
 
 
 @torch.no_grad()
-def scatter_(parameters: Mapping[str, Tensor], fragment: Fragment, start: int, stop: int, values: Tensor) -> None:
+def scatter_(
+    parameters: Mapping[str, Tensor], fragment: Fragment, start: int, stop: int, values: Tensor,
+    copy_: Copy = Tensor.copy_,
+) -> None:  # fmt: skip
     """Write `values` into [start, stop) of the fragment, in place in the parameters; the inverse of `gather_`.
 
     `values` are (stop - start,) fp32, contiguous. Parameters may require gradients.
     """
     assert values.shape == (stop - start,), f"values are {tuple(values.shape)}, the range has {stop - start} elements"
     for offset, piece in fragment.locate(start, stop):
-        write_(parameters[piece.name], piece.start, values[offset : offset + piece.numel])
+        write_(parameters[piece.name], piece.start, values[offset : offset + piece.numel], copy_)
 
 
 @torch.no_grad()
@@ -231,16 +240,16 @@ def as_loaded(
     return rounded
 
 
-def read_(out: Tensor, tensor: Tensor, start: int) -> None:
+def read_(out: Tensor, tensor: Tensor, start: int, copy_: Copy = Tensor.copy_) -> None:
     """Copy (n,) values of a tensor, flattened in row-major order, from the flat index `start` on."""
     for at, part in _rectangles(tensor, start, start + out.numel()):
-        out[at - start : at - start + part.numel()].view(part.shape).copy_(part)
+        copy_(out[at - start : at - start + part.numel()].view(part.shape), part)
 
 
-def write_(tensor: Tensor, start: int, values: Tensor) -> None:
+def write_(tensor: Tensor, start: int, values: Tensor, copy_: Copy = Tensor.copy_) -> None:
     """Write (n,) values into a tensor, flattened in row-major order, from the flat index `start` on."""
     for at, part in _rectangles(tensor, start, start + values.numel()):
-        part.copy_(values[at - start : at - start + part.numel()].view(part.shape))
+        copy_(part, values[at - start : at - start + part.numel()].view(part.shape))
 
 
 def _rectangles(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:

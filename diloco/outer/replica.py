@@ -14,13 +14,14 @@ Memory, in fp32 copies of the parameters: 1 for the anchors, 3 for the fragments
 fragments this peer is backup of; with a windowed optimizer these are 4 and 2. Everything else is chunk-sized. Settings
 that add to it: a payload for each fragment whose exchange is overlapped (`capture`), 1 for error feedback, a base for
 the fragments held when versions do not wait for this peer, 1 base when updates are a round late, and then 1 for eager
-ones. All tensors here live on the CPU; local parameters may be on any device.
+ones. All tensors here live on the CPU; local parameters may be on any device. On an accelerator they are read and
+written through staging buffers, and `copy_local` takes a copy of one fragment of its memory (see `staging`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ from diloco.outer.codecs import codec
 from diloco.outer.digest import digest_of
 from diloco.outer.fragments import Fragment, chunks
 from diloco.outer.held import Held
-from diloco.outer.local import Local
+from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, eager_, pseudo_gradient_
 from diloco.outer.payloads import buffer
 from diloco.outer.state import OuterState, adopt_
@@ -50,6 +51,7 @@ class _Local:
     payload_at: tuple[int, ...]  # where chunks begin in a payload
     update_at: tuple[int, ...]  # where chunks begin in an update
     base: Tensor | None = None  # (numel,) what the local parameters started from, where it is not the anchor
+    copy: Source | None = None  # of the local parameters as they are to be captured
     captured: Tensor | None = None  # (bytes,) uint8
     own: Tensor | None = None  # (numel,) this peer's own part of the outer momentum; see `eager_`
 
@@ -103,21 +105,54 @@ class Replica:
         if local.captured is not None:
             return local.captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]
         payload = torch.empty(self.payload_nbytes(fragment, chunk), dtype=torch.uint8)
-        self.up.encode(self._delta(local, chunk), payload)
+        for delta in self._deltas(local, [self.chunks[fragment][chunk]]):
+            self.up.encode(delta, payload)
         return payload
 
-    def _delta(self, local: _Local, chunk: int) -> Tensor:
-        """One chunk of the pseudo-gradient, fp32, in this thread's buffer."""
-        start, stop = self.chunks[local.fragment.index][chunk]
-        delta = buffer("chunk", torch.float32, stop - start)
-        base = (local.anchor if local.base is None else local.base)[start:stop]
-        base = self.local.as_loaded(buffer("base", torch.float32, stop - start), base, local.fragment, start)
-        own = self.local.gathered(delta, local.fragment, start, stop)
-        pseudo_gradient_(delta, base, own)
-        return delta
+    def _deltas(self, local: _Local, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """The pseudo-gradient in each of these ranges, fp32, in this thread's buffer."""
+        source = local.copy or Source(self.local, local.fragment)
+        for (start, stop), own in zip(ranges, source.local.read(source.fragment, ranges), strict=True):
+            delta = buffer("chunk", torch.float32, stop - start)
+            base = (local.anchor if local.base is None else local.base)[start:stop]
+            rounded = buffer("base", torch.float32, stop - start)
+            base = source.local.as_loaded(rounded, base, source.fragment, start)
+            pseudo_gradient_(delta, base, own)
+            yield delta
+
+    def can_copy(self, fragment: int) -> bool:
+        """Whether `copy_local` can take the place of a capture for which training waits: where the local parameters are
+        on an accelerator, and all of them belong to this process.
+        """
+        return self.local.can_copy(self.fragments[fragment])
+
+    def copy_local(self, fragment: int) -> bool:
+        """Copy the fragment's local parameters on their device, for the next `capture`; training may go on at once.
+
+        The anchor may move before that capture only after `keep_base`. Returns False, and has no copy, when the device
+        has no memory for one; then `capture` has to come first.
+        """
+        local = self._local[fragment]
+        try:
+            local.copy = self.local.copied(local.fragment)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def is_taken(self, fragment: int) -> bool:
+        """Whether the next exchange does not need the local parameters any more: they are captured, or copied."""
+        return self._local[fragment].copy is not None or self._local[fragment].captured is not None
+
+    @property
+    def capturing(self) -> bool:
+        """Whether some copy is not captured yet."""
+        return any(local.copy is not None for local in self._local)
 
     def capture(self, fragment: int) -> None:
         """Keep the payload of the whole pseudo-gradient as it is now, until `release_capture`; training may go on.
+
+        After `copy_local` the pseudo-gradient is that of then, and training goes on meanwhile. The payload is the same,
+        bit for bit: values are copied, and what is computed is computed on the CPU either way.
 
         With error feedback the residual, which is what the codec loses, is added to the next pseudo-gradient before it
         is encoded: e = beta e + delta - sent (SparseLoCo, arXiv 2508.15706). With beta = 1 nothing is ever lost, only
@@ -128,20 +163,20 @@ class Replica:
         residual = self.residuals.get(fragment)
         if beta and residual is None:
             residual = self.residuals[fragment] = torch.zeros(local.fragment.numel)
-        for chunk, (start, stop) in enumerate(self.chunks[fragment]):
+        for chunk, delta in enumerate(self._deltas(local, self.chunks[fragment])):
+            start, stop = self.chunks[fragment][chunk]
             payload = captured[local.payload_at[chunk] : local.payload_at[chunk + 1]]
-            delta = self._delta(local, chunk)
             if residual is not None:
                 delta.add_(residual[start:stop], alpha=beta)
             self.up.encode(delta, payload)
             if residual is not None:
                 self.up.accumulate_(delta, payload, -1.0)
                 residual[start:stop].copy_(delta)
-        local.captured = captured
+        local.captured, local.copy = captured, None
 
     def release_capture(self, fragment: int) -> None:
-        """Forget the captured payload."""
-        self._local[fragment].captured = None
+        """Forget the captured payload, or the copy that it was to be made of."""
+        self._local[fragment].captured = self._local[fragment].copy = None
 
     def keep_base(self, fragment: int) -> None:
         """Copy the anchor before it moves, if local parameters started from it and are not captured yet."""
@@ -188,6 +223,7 @@ class Replica:
             state.took_(step)
         return self.digest(fragment)
 
+    @torch.no_grad()
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
         """Local parameters become the anchors (of these fragments; all by default).
 
@@ -195,15 +231,17 @@ class Replica:
         2501.18512, Algorithm 2).
         """
         for index in range(len(self.fragments)) if fragments is None else fragments:
+            self._check_not_copied(index)
             self._local[index].base = None
             self.forget_own(index)
-            for start, stop in self.chunks[index]:
-                values = self.anchors[index][start:stop]
-                if mixing:
-                    own = buffer("chunk", torch.float32, stop - start)
-                    self.local.gather_(own, self.fragments[index], start, stop)
-                    values = torch.lerp(values, own, mixing, out=own)
-                self.local.scatter_(self.fragments[index], start, stop, values)
+            if not mixing:
+                self.show_anchor_(index)
+                continue
+            owns = self.local.read(self.fragments[index], self.chunks[index])
+            for (start, stop), own in zip(self.chunks[index], owns, strict=True):
+                mixed = buffer("chunk", torch.float32, stop - start)
+                torch.lerp(self.anchors[index][start:stop], own, mixing, out=mixed)
+                self.local.scatter_(self.fragments[index], start, stop, mixed)
 
     def load_late_(self, fragment: int, step: OuterStep) -> None:
         """Local parameters become an anchor that lacks what they learned in this round, and start the next one there.
@@ -211,18 +249,23 @@ class Replica:
         The pseudo-gradient of the round was captured before and acts in the outer step `step`, which comes next. With
         `eager` this peer's own part of that step acts at once, for itself (see `eager_`).
         """
-        local = self._local[fragment]
+        self._check_not_copied(fragment)
+        local, ranges = self._local[fragment], self.chunks[fragment]
         if self.settings.eager and local.own is None:
             local.own = torch.zeros_like(local.anchor)
         lr, beta = self.optimizer.rates(step)
         start_of_round = torch.empty_like(local.anchor) if local.base is None else local.base
-        for chunk, (start, stop) in enumerate(self.chunks[fragment]):
-            delta = None if local.own is None else self._delta(local, chunk)  # from the base of the round that ends
+        # Pseudo-gradients are from the base of the round that ends.
+        deltas = [None] * len(ranges) if local.own is None else self._deltas(local, ranges)
+        for (start, stop), delta in zip(ranges, deltas, strict=True):
             values = start_of_round[start:stop].copy_(local.anchor[start:stop])
             if local.own is not None and delta is not None:
                 eager_(values, local.own[start:stop], delta, peers=step.contributions, lr=lr, beta=beta)
             self.local.scatter_(local.fragment, start, stop, values)
         local.base = start_of_round
+
+    def _check_not_copied(self, fragment: int) -> None:
+        assert self._local[fragment].copy is None, f"fragment {fragment} is not captured yet; its base would be lost"
 
     def forget_own(self, fragment: int) -> None:
         """The outer momentum no longer has what this peer contributed last; eager updates start anew."""

@@ -3,7 +3,7 @@
 Per parameter, with n peers that share F fragments, of which the busiest holds h = ceil(F/n) and backs up as many:
 
     device   weights 4, gradients 4, AdamW's moments 8 (Muon's 4), a copy in bf16 2; with fsdp a part of each, and one
-             layer whole
+             layer whole; on an accelerator that trains on while it exchanges, 4/F for a copy of what is sent
     main     anchors 4; in h/F of the model: master 4, momentum 4, what others contribute, and what audits may ask for
 
 Each sequence that is computed at a time adds the activations that autograd keeps: a forward pass over tensors without
@@ -44,6 +44,7 @@ TOKEN_BYTES = 8  # of a batch, which lies in main memory whole
 LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch memory
 CHUNK_COPIES = 2.5  # of a chunk's logits: themselves, their gradient and its copy in a narrower dtype
 ACTIVATION_SLACK = 1.5  # for gradients of activations and for the allocator's fragmentation
+STAGING_BUFFERS = 4  # of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
 STREAM_BLOCKS = 2  # of fp32 and CHUNK elements, for each contribution and update that is under way
 
 logger = logging.getLogger(__name__)
@@ -97,12 +98,14 @@ class _Sizes(NamedTuple):
     vocabulary: int
 
 
-def memory_rows(config: Config, peers: int, split: Split = ALONE) -> list[Row]:
-    """The table for a peer of a swarm of so many, without activations; `train.precision=auto` is that of most
-    accelerators, if there is one. Raises `ConfigError` as `diloco.model.build`.
+def memory_rows(config: Config, peers: int, split: Split = ALONE, accelerator: bool | None = None) -> list[Row]:
+    """The table for a peer of a swarm of so many, without activations, on an accelerator or the CPU; by default on what
+    this machine has. `train.precision=auto` is that of most accelerators. Raises `ConfigError` as `diloco.model.build`.
     """
-    config = _resolved(config, "bf16" if devices.counted()[1] else "fp32")
-    return list(_rows(config, _sizes(config), peers, split))
+    if accelerator is None:
+        accelerator = bool(devices.counted()[1])
+    config = _resolved(config, "bf16" if accelerator else "fp32")
+    return list(_rows(config, _sizes(config), peers, split, accelerator))
 
 
 def _resolved(config: Config, native: devices.Precision) -> Config:
@@ -111,8 +114,8 @@ def _resolved(config: Config, native: devices.Precision) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": native})})
 
 
-def _rows(config: Config, sizes: _Sizes, peers: int, split: Split) -> Iterator[Row]:
-    numel = sizes.parameters
+def _rows(config: Config, sizes: _Sizes, peers: int, split: Split, accelerator: bool) -> Iterator[Row]:
+    numel, outer = sizes.parameters, config.outer
     part = 1 / split.ranks if split.sharded else 1.0
 
     def row(what: str, where: str, per_parameter: float) -> Row:
@@ -128,15 +131,19 @@ def _rows(config: Config, sizes: _Sizes, peers: int, split: Split) -> Iterator[R
     logits = FP32 * config.inner.batch_size * config.data.sequence_length * sizes.vocabulary
     if logits > CPU_CHUNK_BYTES:
         yield Row("logits of a chunk", "device", CHUNK_COPIES * min(logits, CHUNK_BYTES), None)
-    if config.outer.method == "diloco":
-        yield from (row(what, "main", nbytes) for what, nbytes in _outer_rows(config.outer, peers) if nbytes)
-        streams = max(1, 2 * config.outer.fragments)
+    if outer.method == "diloco":
+        yield from (row(what, "main", nbytes) for what, nbytes in _outer_rows(outer, peers) if nbytes)
+        streams = max(1, 2 * outer.fragments)
         yield Row("blocks of streams", "main", STREAM_BLOCKS * FP32 * CHUNK * streams, None)
+        if accelerator:
+            yield Row("staging buffers, pinned", "main", STAGING_BUFFERS * FP32 * CHUNK, None)
+        if accelerator and outer.overlap and not (outer.round_late or split.sharded):
+            yield row("a copy of the fragment that is sent", "device", FP32 / outer.fragments)
     yield Row("batch", "main", TOKEN_BYTES * config.inner.batch_size * config.data.sequence_length, None)
     yield Row("libraries", "main", LIBRARIES_BYTES * split.ranks, None)
     if config.checkpoint.background:
-        outer = _outer_bytes(config.outer, peers) if config.outer.method == "diloco" else FP32
-        yield row("a checkpoint, copied before it is written", "spare", outer + FP32 * sizes.moments / max(numel, 1))
+        copied = _outer_bytes(outer, peers) if outer.method == "diloco" else FP32
+        yield row("a checkpoint, copied before it is written", "spare", copied + FP32 * sizes.moments / max(numel, 1))
 
 
 def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
@@ -194,7 +201,7 @@ def memory_need(config: Config, machine: Machine, peers: int | None = None, spli
     `diloco.model.build` does.
     """
     config, sizes = _resolved(config, machine.precision), _sizes(config)
-    rows = list(_rows(config, sizes, peers or config.outer.fragments, split))
+    rows = list(_rows(config, sizes, peers or config.outer.fragments, split, machine.device.type != "cpu"))
     on_device, in_main, spare = (
         sum(row.nbytes for row in rows if row.where == where) for where in ("device", "main", "spare")
     )

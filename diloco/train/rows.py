@@ -131,6 +131,9 @@ class Rows(Local):
         dist.all_gather_object(self._rows, self._own, group=self._words)
         self.is_whole = self._own == {name: (0, parameter.numel()) for name, parameter in parameters.items()}
 
+    def of_process(self, name: str) -> Tensor:
+        return own_rows(self.tensors[name].detach())
+
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -156,7 +159,8 @@ class Rows(Local):
     def scatter_(self, fragment: Fragment, start: int, stop: int, values: Tensor) -> None:
         with self._lock:
             self._say(SCATTER, fragment.index, start, stop)
-            sent = values.to(self._island.device)
+            staging = self._staging(fragment, start, stop)
+            sent = values.to(self._island.device) if staging is None else staging.sent(values)
             dist.broadcast(sent, src=0, group=self._values)
             self._write(sent, fragment, start, stop)
 
@@ -214,7 +218,7 @@ class Rows(Local):
         for part in parts:
             begin, _ = self._own[part.name]
             into = out[part.at : part.at + part.stop - part.start]
-            read_(into, own_rows(self.tensors[part.name].detach()), part.start - begin)
+            read_(into, self.of_process(part.name), part.start - begin)
 
     def _write(self, values: Tensor, fragment: Fragment, start: int, stop: int) -> None:
         for offset, piece in fragment.locate(start, stop):
@@ -222,7 +226,7 @@ class Rows(Local):
             first, last = max(begin, piece.start), min(end, piece.stop)
             if first < last:
                 at = offset + first - piece.start
-                write_(own_rows(self.tensors[piece.name].detach()), first - begin, values[at : at + last - first])
+                write_(self.of_process(piece.name), first - begin, values[at : at + last - first])
 
 
 def _packed(parts: Sequence[_Part]) -> list[_Part]:

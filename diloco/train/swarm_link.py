@@ -11,6 +11,7 @@ from torch import Tensor
 from diloco.outer.digest import anchor_digest
 from diloco.outer.fragments import Fragment
 from diloco.outer.replica import Replica
+from diloco.outer.staging import train_on_current_stream
 from diloco.protocol.shares import Contributor
 from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.summary import PhaseTimer
@@ -130,6 +131,7 @@ class SwarmLink:
         self.runtime = runtime
         self.view: NodeView | None = None
         self.rows: Rows | None = None  # on all ranks of an island of several
+        self._parameters: Mapping[str, Tensor] = {}
         self._phases = phases
 
     @property
@@ -139,6 +141,7 @@ class SwarmLink:
 
     def share(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment]) -> None:
         """All ranks: these parameters are meant from now on. (A process alone hands nothing around.)"""
+        self._parameters = parameters
         if self.island.size > 1:
             self.rows = Rows(parameters, fragments, self.island)
 
@@ -173,7 +176,9 @@ class SwarmLink:
 
     @contextmanager
     def handing(self) -> Iterator[None]:
-        """While rank 0 is inside, the other ranks do as it says."""
+        """While rank 0 is inside, the other ranks do as it says. Parameters are copied in this thread's stream."""
+        for device in {parameter.device for parameter in self._parameters.values()}:
+            train_on_current_stream(device)
         if self.rows is None:
             yield
         elif self.island.leads:

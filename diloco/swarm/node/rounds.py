@@ -79,6 +79,7 @@ class Rounds:
         self._anchors = anchors
         self._units = units
         self._flights: dict[int, asyncio.Task[Flight]] = {}
+        self._copying = asyncio.Lock()  # held while there is a copy on the device: of one fragment at a time
         self._another_history = False
         self.left_out: list[int] = []  # fragments of the last exchange whose contributions came too late
         self._late = 0  # exchanges in a row in which a contribution came too late
@@ -118,10 +119,15 @@ class Rounds:
         """Begin to exchange these fragments, given the inner steps and tokens of each since the last time.
 
         When training goes on meanwhile, the codec's loss is kept, or other processes have rows of the parameters, which
-        they hand over in this call only, the pseudo-gradients are captured first.
+        they hand over in this call only, the pseudo-gradients are captured first. Where training goes on and the
+        parameters are on an accelerator, they are copied there, and captured in the flight. There is a copy of one
+        fragment at a time, so of several fragments this waits for the capture of all but the last.
         """
         captures = self._settings.overlap or self._settings.error_feedback or not self._replica.local.is_whole
         for fragment, count in counts.items():
+            if self._settings.overlap and self._replica.can_copy(fragment):
+                await self._depart_with_copy(fragment, count)
+                continue
             if captures:
                 async with self._context.locks[fragment].reading():
                     await in_thread(self._replica.capture, fragment)
@@ -140,7 +146,24 @@ class Rounds:
         for fragment, count in counts.items():
             self._depart(fragment, count)
 
-    def _depart(self, fragment: int, count: Count) -> None:
+    async def _depart_with_copy(self, fragment: int, count: Count) -> None:
+        """Return as soon as training may go on; what fails until then is raised by `arrived`."""
+        self._depart(fragment, count, captures=True)
+        flight = self._flights[fragment]
+        await self._context.tasks.until(lambda: flight.done() or self._replica.is_taken(fragment))
+
+    async def _capture(self, fragment: int) -> None:
+        """Copy the local parameters, then encode, while training goes on.
+
+        The anchor stays until that is done, and so no base has to be kept.
+        """
+        async with self._copying, self._context.locks[fragment].reading():
+            if await in_thread(self._replica.copy_local, fragment):
+                self._context.tasks.notify()
+            await in_thread(self._replica.capture, fragment)
+        self._context.tasks.notify()
+
+    def _depart(self, fragment: int, count: Count, captures: bool = False) -> None:
         steps, tokens = count
         exchange = Exchange(
             fragment, *self._anchors.loaded[fragment], steps, tokens, self._protocol.manifest_hash,
@@ -150,11 +173,13 @@ class Rounds:
             exchange.units = self._units.data.send()
         elif self._settings.spot_check:
             exchange.units = self._units.data.trained_on
-        self._flights[fragment] = self._context.tasks.start(self._fly(exchange))
+        self._flights[fragment] = self._context.tasks.start(self._fly(exchange, captures))
 
-    async def _fly(self, exchange: Exchange) -> Flight:
+    async def _fly(self, exchange: Exchange, captures: bool) -> Flight:
         begun_at, seconds = self._context.now(), Seconds()
         try:
+            if captures:
+                await self._capture(exchange.fragment)
             await self._exchange(exchange, seconds)
         finally:
             self._replica.release_capture(exchange.fragment)

@@ -111,6 +111,8 @@ def test_a_peer_writes_what_it_does_and_how_it_ended(tmp_path: Path, monkeypatch
 
     presence = Presence(tmp_path, "me", "mine", seeds=[SEED, "@runs/mine/address"])
     with presence:
+        assert not list(tmp_path.iterdir()), "a setting may still be wrong"
+        presence.hear(Status(state="waiting"))
         assert now().lives and now().state == "waiting" and now().addresses == (SEED,)
         presence.hear(Ready(address=PLACE))
         presence.hear(Status(state="training"))
@@ -128,6 +130,16 @@ def test_a_peer_writes_what_it_does_and_how_it_ended(tmp_path: Path, monkeypatch
     assert (now().state, now().exit, now().lives) == ("done", 0, False)
 
 
+def test_the_invitation_to_a_closed_run_is_named_and_never_written(tmp_path: Path) -> None:
+    for name, token in (("file", "@link"), ("text", "A" * 40)):
+        with Presence(joined() / name, name, "theirs", seeds=[SEED], token=token) as presence:
+            (joined() / name).mkdir(parents=True)
+            (joined() / name / "config.yaml").touch()
+            presence.hear(Status(state="training"))
+            assert "AAAA" not in (joined() / name / "presence" / f"{name}.json").read_text()
+            assert read_run(joined() / name).token == (f"@{tmp_path}/link" if name == "file" else None)
+
+
 @pytest.mark.parametrize(
     ("error", "state", "code"),
     [(SwarmError("nobody there"), "failed", 3), (ValueError("a bug"), "failed", 1), (KeyboardInterrupt(), "left", 0)],
@@ -135,16 +147,18 @@ def test_a_peer_writes_what_it_does_and_how_it_ended(tmp_path: Path, monkeypatch
 def test_the_last_word_of_a_peer_is_its_error(tmp_path: Path, error: BaseException, state: str, code: int) -> None:
     with pytest.raises(type(error)), Presence(tmp_path, "me", "mine"):
         raise error
+    assert not read_records(tmp_path), "it had not begun"
+    with pytest.raises(type(error)), Presence(tmp_path, "me", "mine") as presence:
+        presence.hear(Status(state="waiting"))
+        raise error
     record = read_records(tmp_path)["me"]
     assert (record.state, record.exit) == (state, code)
     assert record.why == {3: "nobody there", 1: "ValueError", 0: ""}[code]
 
 
 def test_a_full_disk_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "presence").touch()
     with Presence(tmp_path, "me", "mine") as presence:
-        for file in (tmp_path / "presence").iterdir():
-            file.unlink()
-        (tmp_path / "presence").rmdir()
         presence.hear(Status(state="training"))
     assert "diloco status will not know of this peer" in caplog.text
 
@@ -195,6 +209,8 @@ def test_without_an_address_the_one_living_run_is_meant(tmp_path: Path, capsys: 
     make(joined(number=1), replace(MINE, run_id="theirs", state="training", addresses=(SEED,)))
     assert cli_runs.only_address().peers[-1] == SEED, "two peers of one run"
     make(tmp_path / "runs/mine", replace(MINE, state="training", addresses=(PLACE,)))
+    with pytest.raises(ConfigError, match="3 runs live here"):
+        cli_runs.only_address()
     for command in (["status", "--watch"], ["dashboard", "--port=0"]):
         text = shown(capsys, *command, code=2)
         assert "3 runs live here: " in text and ", mine in runs/mine" in text and "give the ADDRESS" in text

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
+import threading
 from collections.abc import Callable
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from fake_swarm import snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from swarm_helpers import SMOKE, command, eventually, json_lines
@@ -21,7 +26,9 @@ from diloco.config import Config, compose
 from diloco.errors import ConfigError
 from diloco.rundir.here import runs_here
 from diloco.rundir.presence import Presence, pause_file
+from diloco.rundir.reporting import Message, Status
 from diloco.train import standby as module
+from diloco.train.island import Island
 from diloco.train.probes import (
     Load,
     Steady,
@@ -222,7 +229,8 @@ def test_a_user_says_when_and_an_older_word_is_forgotten(tmp_path: Path) -> None
     assert standby.reason() == "" and not pause_file(tmp_path).exists()
     pause_file(tmp_path).touch()
     assert standby.reason() == "diloco pause"
-    with Presence(tmp_path, "other", "run"):
+    with Presence(tmp_path, "other", "run") as other:
+        other.hear(Status(state="paused"))
         assert Standby(config, tmp_path / "identity.key").reason() == "diloco pause", "another peer pauses there"
 
 
@@ -274,6 +282,84 @@ def test_a_peer_never_writes_its_address_where_it_reads_that_of_others(tmp_path:
     for entry, found in ((f"@{tmp_path}/address", True), (f"@{tmp_path}/other", False)):
         assert joins_by(settings(tmp_path, f"swarm.initial_peers=['{entry}']"), tmp_path / "address") is found
     assert not joins_by(settings(tmp_path), tmp_path / "address")
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+ALONE = Island(torch.device("cpu"))
+ADDRESS = "/ip4/203.0.113.7/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
+
+
+class Session:
+    """Stands for what a session trains with: bytes that it sent, whom it sees, and whether it was interrupted."""
+
+    def __init__(self, sent: int, *addresses: str, own: str = "/ip4/127.0.0.1/tcp/4242/p2p/Qm1") -> None:
+        seen = snapshot(1 + len(addresses))
+        pairs = zip(seen.peers[1:], addresses, strict=True)
+        others = [row.model_copy(update={"addresses": [address]}) for row, address in pairs]
+        seen = seen.model_copy(update={"peers": [seen.peers[0], *others]})
+        self.sent, self.looked = sent, threading.Semaphore(0)
+        self.addresses = [own]
+        self.view: Any = SimpleNamespace(node=self, observe=lambda: seen)
+        self.interrupted = threading.Event()
+
+    @property
+    def traffic(self) -> SimpleNamespace:
+        self.looked.release()
+        return SimpleNamespace(bytes_sent=self.sent)
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+
+def test_a_session_is_interrupted_when_its_day_is_spent_and_what_leaving_sends_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    standby, session = Standby(settings(tmp_path, "swarm.upload_per_day=100"), tmp_path / "me.key"), Session(99)
+    with standby.watching(session):  # type: ignore[arg-type]
+        for _ in range(3):
+            assert session.looked.acquire(timeout=60)
+        assert not session.interrupted.is_set() and standby.why == ""
+        session.sent = 100
+        assert session.interrupted.wait(60)
+    assert standby.why == "100 B sent today, of swarm.upload_per_day=100; until midnight"
+    session.sent = 170
+    standby.end_session(session)  # type: ignore[arg-type]
+    assert json.loads((tmp_path / "me.sent.json").read_text())["bytes"] == 170
+
+
+def test_who_pauses_says_so_once_and_goes_on_when_the_reason_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    standby, told = Standby(settings(tmp_path), tmp_path / "me.key"), list[Message]()
+
+    def end_it(message: Message) -> None:
+        told.append(message)
+        pause_file(tmp_path).unlink()
+
+    assert standby.wait(ALONE, end_it) and standby.paused_s == 0.0 and not told
+    pause_file(tmp_path).touch()
+    assert standby.wait(ALONE, end_it) and standby.paused_s > 0.0
+    assert told == [Status(state="paused", why="diloco pause")]
+
+
+def test_who_pauses_leaves_at_a_signal(tmp_path: Path) -> None:
+    standby = Standby(settings(tmp_path), tmp_path / "me.key")
+    pause_file(tmp_path).touch()
+    assert not standby.wait(ALONE, lambda message: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def test_who_comes_back_calls_those_that_were_there_and_listens_where_it_did(tmp_path: Path) -> None:
+    typed = settings(tmp_path, f"swarm.initial_peers=[{ADDRESS}]", "swarm.listen=[/ip4/0.0.0.0/tcp/0]")
+    standby, other = Standby(typed, tmp_path / "me.key"), ADDRESS.replace("203.0.113.7", "203.0.113.8")
+    assert standby.coming().swarm == typed.swarm and standby.sessions == 1
+    standby.remember(Session(0, other))  # type: ignore[arg-type]
+    found = standby.coming().swarm
+    assert (found.initial_peers, found.listen) == ((other, ADDRESS), ("/ip4/0.0.0.0/tcp/4242",))
+    assert standby.forget() and not standby.forget()
+    assert standby.coming().swarm == typed.swarm
 
 
 # -- real peers -------------------------------------------------------------------------------------------------------

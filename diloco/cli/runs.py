@@ -95,7 +95,7 @@ def _state_of(run: RunHere) -> str:
 def address_here() -> Address | None:
     """Where the swarm of this machine's living run is; None if no run lives here, or several do."""
     found = [run for run in runs_here() if run.lives and run.addresses]
-    return Address(found[0].addresses) if len({run.run_id for run in found}) == 1 else None
+    return Address(found[0].addresses, found[0].token) if len({run.run_id for run in found}) == 1 else None
 
 
 def only_address() -> Address:

@@ -45,6 +45,11 @@ class RunHere:
         return self.state in LIVING
 
     @property
+    def token(self) -> str | None:
+        """`@FILE` with the invitation of a living peer to a closed run."""
+        return next((record.token for record in self.peers.values() if record.lives and record.token), None)
+
+    @property
     def paused_by_hand(self) -> bool:
         """Whether `diloco pause` was told to this run, and `diloco resume` was not since."""
         return self.lives and pause_file(self.where).exists()

@@ -55,6 +55,7 @@ class Record:
     state: one of `SHOWN`, or "failed". why: of a pause or a failure. since: unix seconds. exit: after its end.
     unpausable: why it cannot be paused; empty if it can.
     addresses: where the swarm is; this peer's own comes first, if it has one.
+    token: in a closed run, `@FILE` with this peer's invitation; the token itself is written nowhere.
     """
 
     run_id: str = ""
@@ -67,6 +68,7 @@ class Record:
     exit: int | None = None
     unpausable: str = ""
     addresses: tuple[str, ...] = ()
+    token: str = ""
 
     @property
     def elsewhere(self) -> bool:
@@ -88,23 +90,34 @@ class Record:
 class Presence:
     """Keeps the record of one peer while the context is open, out of the messages that it hears.
 
-    A record that cannot be written is a warning: the run goes on without.
+    The first status begins it: what fails before, such as a wrong setting, leaves the directory as it was. A record
+    that cannot be written is a warning, and the run goes on without.
     """
 
-    def __init__(self, run_dir: Path, name: str, run_id: str, unpausable: str = "", seeds: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        run_id: str,
+        unpausable: str = "",
+        seeds: Sequence[str] = (),
+        token: str | None = None,
+    ) -> None:
         self._path = run_dir / "presence" / f"{name}.json"
+        self._written = False
         self._seeds = tuple(seed for seed in seeds if not seed.startswith("@"))
         here = psutil.Process()
         self.record = Record(
-            run_id, here.pid, here.create_time(), platform.node(), unpausable=unpausable, addresses=self._seeds
-        )
+            run_id, here.pid, here.create_time(), platform.node(), unpausable=unpausable, addresses=self._seeds,
+            token=f"@{Path(token[1:]).absolute()}" if token is not None and token.startswith("@") else "",
+        )  # fmt: skip
 
     def __enter__(self) -> Presence:
-        self._path.parent.mkdir(exist_ok=True)
-        self._say(state="waiting")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self._written:
+            return
         if kind is None or isinstance(error, KeyboardInterrupt):
             state = self.record.state if self.record.state == "done" else "left"
             self._say(state=state, exit=0)
@@ -120,16 +133,18 @@ class Presence:
             self._say(addresses=(*own, *self._seeds))
         elif isinstance(message, Status) and message.state in SHOWN:
             why = message.why or ""
-            if (message.state, why) != (self.record.state, self.record.why):
+            if not self._written or (message.state, why) != (self.record.state, self.record.why):
                 self._say(state=message.state, why=why)
 
     def _say(self, **changes: Any) -> None:
         if "state" in changes:
             changes |= {"since": time.time(), "why": changes.get("why", "")}
         self.record = replace(self.record, **changes)
+        self._written = True
         try:
+            self._path.parent.mkdir(exist_ok=True)
             write_atomic(self._path, json.dumps(asdict(self.record), indent=1) + "\n")
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             logger.warning("%s; diloco status will not know of this peer", error)
 
 

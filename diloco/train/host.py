@@ -47,7 +47,7 @@ class Host:
             manifest = parse_manifest(found.manifest_text)
         self.manifest = manifest
         why, seeds = "it is a host, on which others rely", config.swarm.initial_peers
-        self._presence = Presence(config.run.dir, name, manifest.run.id, why, seeds)
+        self._presence = Presence(config.run.dir, name, manifest.run.id, why, seeds, config.swarm.token)
         model = models.build(manifest.model, manifest.run.seed)
         parameters = Trained(model)
         outer = manifest.outer

@@ -76,12 +76,14 @@ def run(config: Config, listen: Listener) -> Summary:
             if config.outer.method == "diloco":
                 island.check_batch_size(config.inner.batch_size)
             name = config.run.name or "peer"
-            key = identity_path(config, name)
-            standby = Standby(config, key, island.leads, island.device.type == "cuda")
+            if island.leads:
+                prepare_run_directory(config.run.dir)
+            standby = Standby(config, identity_path(config, name), island.leads, island.device.type == "cuda")
             if not island.leads:
                 return _sessions(config, island, lambda message: None, standby)
-            prepare_run_directory(config.run.dir)
-            presence = Presence(config.run.dir, name, config.run.id, unpausable(config), config.swarm.initial_peers)
+            presence = Presence(
+                config.run.dir, name, config.run.id, unpausable(config), config.swarm.initial_peers, config.swarm.token
+            )
 
             def tell(message: Message) -> None:
                 presence.hear(message)

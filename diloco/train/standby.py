@@ -25,6 +25,7 @@ from diloco.errors import ConfigError, on_signals
 from diloco.rundir.files import write_atomic
 from diloco.rundir.presence import pause_file, read_records
 from diloco.rundir.reporting import Message, Status
+from diloco.swarm.wire.malloc import give_back
 from diloco.text import human_bytes
 from diloco.train.devices import empty_cache
 from diloco.train.island import Island
@@ -257,6 +258,7 @@ class Standby:
                     waited = True
                     gc.collect()  # the model of the last session may be in a circle of references
                     empty_cache(island.device)
+                    give_back()
                 if self.why != said:
                     said = self.why
                     tell(Status(state="paused", why=self.why))

@@ -101,11 +101,11 @@ PMON = """# gpu         pid   type     sm    mem    enc    dec    command
 
 
 def test_the_load_of_a_gpu_is_that_of_other_processes_on_the_busiest() -> None:
-    assert gpu_load(PMON, {4711}, 0.15) == (True, "other programs use 20% of a GPU")
-    assert gpu_load(PMON, {4711}, 0.25).holds is False
-    assert gpu_load(PMON, {4711, 4712}, 0.01).holds is False
-    assert gpu_load(PMON, {4712}, 0.89).holds is True
-    assert gpu_load(None, {4711}, 0.1).holds is None
+    assert gpu_load(PMON, lambda process: process not in {4711}, 0.15) == (True, "other programs use 20% of a GPU")
+    assert gpu_load(PMON, lambda process: process not in {4711}, 0.25).holds is False
+    assert gpu_load(PMON, lambda process: process not in {4711, 4712}, 0.01).holds is False
+    assert gpu_load(PMON, lambda process: process not in {4712}, 0.89).holds is True
+    assert gpu_load(None, lambda process: True, 0.1).holds is None
 
 
 def test_keyboard_and_mouse_count_for_a_while() -> None:
@@ -265,7 +265,7 @@ def test_probes_are_asked_now_and_then_and_what_cannot_be_known_is_said_once(
         verdicts["battery"] = [Verdict(True, "9 %")]
         now[0] = 5.0
         assert standby.reason() == "10 %; a game"
-    assert caplog.text.count("volunteer.pause_when has busy: no keyboard") == 1
+    assert caplog.text.count("volunteer.pause_when: busy: no keyboard; so this is no reason to pause") == 1
     verdicts["busy"] = verdicts["battery"] = [Verdict(False, "")]
     for now[0], why in ((10.0, "10 %; a game"), (15.0, "")):
         assert standby.reason() == why

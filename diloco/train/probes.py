@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -104,14 +104,17 @@ def cpu_load(before: Load, after: Load, limit: float) -> Verdict:
     return Verdict(others > limit, f"other programs use {others:.0%} of the CPUs")
 
 
-def gpu_load(shown: str | None, own: Iterable[int], limit: float) -> Verdict:
-    """The same for a GPU, of what `nvidia-smi pmon -c 1 -s u` shows: GPU, process, kind, and percent of its time."""
+def gpu_load(shown: str | None, is_other: Callable[[int], bool], limit: float) -> Verdict:
+    """The same for a GPU, of what `nvidia-smi pmon -c 1 -s u` shows: GPU, process, kind, and percent of its time.
+
+    `is_other` says of a process id whether it is another program's.
+    """
     if shown is None:
         return Verdict(None, "busy: who uses the GPU is not known without nvidia-smi")
-    mine, others = set(own), dict[str, float]()
+    others = dict[str, float]()
     for line in shown.splitlines():
         cells = line.split()
-        if len(cells) > 3 and cells[0].isdigit() and cells[1].isdigit() and int(cells[1]) not in mine:
+        if len(cells) > 3 and cells[0].isdigit() and cells[1].isdigit() and is_other(int(cells[1])):
             others[cells[0]] = others.get(cells[0], 0.0) + (float(cells[3]) / 100 if cells[3].isdigit() else 0.0)
     most = max(others.values(), default=0.0)
     return Verdict(most > limit, f"other programs use {most:.0%} of a GPU")
@@ -177,7 +180,11 @@ class _Busy:
             verdicts.append(cpu_load(before, after, settings.busy_load))
         if self._on_gpu:
             shown = _answer("nvidia-smi", "pmon", "-c", "1", "-s", "u")
-            verdicts.append(gpu_load(shown, after.own_s, settings.busy_load))
+
+            def is_other(process: int) -> bool:  # ids from outside of this container would be our own, too
+                return process not in after.own_s and psutil.pid_exists(process)
+
+            verdicts.append(gpu_load(shown, is_other, settings.busy_load))
         return verdicts
 
 

@@ -169,7 +169,7 @@ class Standby:
         for verdict in verdicts:
             if verdict.holds is None and verdict.why not in self._unknown:
                 self._unknown.add(verdict.why)
-                logger.warning("volunteer.pause_when has %s", verdict.why)
+                logger.warning("volunteer.pause_when: %s; so this is no reason to pause", verdict.why)
         holding = [verdict.why for verdict in verdicts if verdict.holds]
         if self._steady[reason].update(bool(holding), now):
             self._found.setdefault(reason, ", ".join(holding))  # the words of its beginning: figures move all the time

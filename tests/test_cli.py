@@ -35,6 +35,7 @@ COMMANDS = [
     "dashboard",
 ]
 OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of their own
+HERE = ["pause", "resume"]  # the same
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
 
@@ -89,7 +90,7 @@ def test_the_command_and_the_module_are_the_same() -> None:
 def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*arguments) == 0
     shown = capsys.readouterr().out
-    for command in COMMANDS + OWNER:
+    for command in COMMANDS + HERE + OWNER:
         assert f"\n  {command} " in shown
 
 
@@ -105,7 +106,7 @@ def test_help_sorts_commands_by_what_they_are_for(capsys: pytest.CaptureFixture[
 def test_no_summary_of_a_command_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     exit_code("--help")
     assert "..." not in capsys.readouterr().out.split("Options:")[1]
-    assert set(cli.commands) == {*COMMANDS, *OWNER}
+    assert set(cli.commands) == {*COMMANDS, *HERE, *OWNER}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

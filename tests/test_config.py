@@ -60,7 +60,11 @@ PEER_LOCAL = {
         "data.shard",
         "data.shards",
     ),
-    *(key for key in CHANGES if key.split(".")[0] in ("swarm", "sim", "train", "checkpoint", "eval", "wandb")),
+    *(
+        key
+        for key in CHANGES
+        if key.split(".")[0] in ("swarm", "sim", "volunteer", "train", "checkpoint", "eval", "wandb")
+    ),
 }
 DATA = {"data.path", "data.paths", "data.cache"}  # which need another data.source
 

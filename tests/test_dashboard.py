@@ -10,6 +10,7 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,26 @@ def test_a_swarm_of_which_nothing_is_known_yet_has_a_page_too() -> None:
     for chart in (charts.loss_by_tokens, charts.loss_by_time, charts.fragment_map, charts.timeline):
         json.dumps(chart(bare), allow_nan=False)
     assert charts.peer_rows(bare, lambda peer: []) == charts.event_rows(bare) == []
+
+
+def test_the_leaderboard_ranks_peers_by_the_tokens_that_are_in_the_model() -> None:
+    known = snapshot(3, elapsed_s=1200)
+    first, second, third = known.ledger.contributions
+    rows = [
+        replace(first, tokens=100, first_version=99, last_version=100),
+        replace(second, peer_id="", name="others", tokens=900),
+        replace(third, tokens=300, first_version=2),
+    ]
+    ledger = known.ledger.model_copy(update={"contributions": rows})
+    board = charts.contribution_rows(known.model_copy(update={"ledger": ledger}))
+    shown = [tuple(row[key] for key in ("rank", "peer", "tokens", "share", "part", "since")) for row in board]
+    assert shown == [
+        (1, "worker-02", "300", "23.1%", 1.0, "step 2"),  # that round is too long ago to be in the snapshot
+        (2, "worker-00", "100", "7.7%", 0.333, "step 99, 0:12 ago"),
+        ("", "others", "900", "69.2%", 1.0, "step 1"),
+    ]
+    none = known.ledger.model_copy(update={"contributions": []})
+    assert charts.contribution_rows(known.model_copy(update={"ledger": none})) == []
 
 
 def test_events_name_peers_and_come_newest_first() -> None:

@@ -52,6 +52,7 @@ HOMES = {
     "pyarrow": {"data"},
     "wandb": {"rundir"},
     "matplotlib": {"rundir"},
+    "psutil": {"rundir", "train"},
     "torch.distributed": {"train"},
     "torch": {"outer", "model", "data", "swarm", "rundir", "train", "fit", "sim", "integrations"},
     "numpy": {"outer", "data", "rundir", "train"},

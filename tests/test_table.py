@@ -87,6 +87,15 @@ def test_a_summary_ends_a_peer_with_a_line_even_within_the_same_step() -> None:
     ]
 
 
+def test_why_a_peer_pauses_is_a_line_and_its_state_is_in_the_table() -> None:
+    said = status(state="paused", why="on battery (9 %)")
+    for terminal in (False, True):
+        view, file, _ = make(terminal)
+        view.update(said)
+        assert "[  0.0s] p0 paused: on battery (9 %)\n" in file.getvalue()
+        assert any("p0" in line and " paused " in line for line in shown(view))
+
+
 def test_addresses_and_notes_are_lines_of_their_own() -> None:
     view, file, _ = make(terminal=False)
     view.update({"t": "ready", "peer": "p0", "peer_id": "12D3", "address": "/ip4/127.0.0.1/tcp/1/p2p/12D3"})

@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.live import Live
 
 from diloco.cli.panels import render
+from diloco.cli.runs import address_here, listed, only_address
 from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.visit.visitor import Visitor, light_hivemind
+from diloco.text import plain
 
 __all__ = ["run"]
 
@@ -24,11 +26,17 @@ EVERY_S = 1.0
 AROUND = 26  # lines of `render` beside the rows of peers, fragments and contributions
 
 
-def run(address: str, watch: bool, as_json: bool, table: Path | None) -> int:
-    """Print the tables or one JSON object; with `watch` every second until Ctrl+C, which ends in 0."""
-    place = Address.read(address)
+def run(address: str | None, watch: bool, as_json: bool, table: Path | None) -> int:
+    """Print the tables or one JSON object; with `watch` every second until Ctrl+C, which ends in 0.
+
+    Without an address the runs of this machine are listed, and if one of them lives, its swarm follows. With `watch` or
+    a `table` that one is meant.
+    """
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call diloco status --json once a second instead")
+    if address is None and not watch and table is None:
+        return _machine(as_json)
+    place = only_address() if address is None else Address.read(address)
     light_hivemind()
     try:
         return asyncio.run(_status(place, watch, as_json, table))
@@ -36,6 +44,20 @@ def run(address: str, watch: bool, as_json: bool, table: Path | None) -> int:
         if watch:
             return 0
         raise
+
+
+def _machine(as_json: bool) -> int:
+    """The runs of this machine; a swarm that does not answer is one more line, and no failure."""
+    code, place = listed(as_json), address_here()
+    if as_json or place is None:
+        return code
+    light_hivemind()
+    click.echo()
+    try:
+        return asyncio.run(_status(place, False, False, None))
+    except SwarmError as error:
+        click.echo(plain(error))
+        return code
 
 
 async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:

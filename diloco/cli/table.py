@@ -35,7 +35,8 @@ _DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes 
 
 STATE_STYLES = {
     "starting": "dim", "waiting": "yellow", "training": "green", "exchanging": "cyan", "evaluating": "magenta",
-    "leaving": "yellow", "left": "dim", "done": "bold green", "failed": "bold red", "killed": "bold red",
+    "paused": "yellow", "leaving": "yellow", "left": "dim", "done": "bold green", "failed": "bold red",
+    "killed": "bold red",
 }  # fmt: skip
 _FROM = {
     "loopback": "on this machine only; swarm=network lets others in",
@@ -96,6 +97,8 @@ class LiveView:
             peer = plain(message.peer)
             row = self._rows.setdefault(peer, _Row(peer, self._clock()))
             if isinstance(message, Status):
+                if message.why:
+                    self.note(f"{peer} {message.state}: {message.why}")
                 self._fill(row, message)
             else:
                 self._finish(row, message.summary)

@@ -208,20 +208,35 @@ def _called(peer: str | None, names: Mapping[str, str]) -> str:
 
 
 def contribution_rows(snapshot: Snapshot) -> list[Row]:
-    """Rows of the table of contributions."""
+    """Rows of the table of contributions, a leaderboard by applied tokens: `part` is of the first peer's tokens.
+
+    The sum of the peers that are too many to list has no rank and comes last. `since` is the first outer step with a
+    contribution, and how long ago that was, as far back as the rounds of the snapshot go.
+    """
     names, contributions = snapshot.names(), snapshot.ledger.contributions
     total = max(1, sum(row.tokens for row in contributions))
+    most = max([1, *(row.tokens for row in contributions if row.peer_id)])
+    closed_at = {row.version: row.closed_at for row in snapshot.rounds if row.fragment == 0}
+    ranked = sorted(contributions, key=lambda row: (not row.peer_id, -row.tokens, row.peer_id))
+
+    def since(version: int) -> str:
+        ago = f", {human_seconds(max(0.0, snapshot.run.at - closed_at[version]))} ago" if version in closed_at else ""
+        return f"step {version}{ago}"
+
     return [
         {
             "id": row.peer_id,
+            "rank": rank if row.peer_id else "",
             "peer": names.get(row.peer_id, row.name or row.peer_id[-6:]),
             "tokens": human_count(row.tokens),
             "share": f"{row.tokens / total:.1%}",
+            "part": min(1.0, round(row.tokens / most, 3)),
             "steps": row.outer_steps,
             "bytes": human_bytes(row.bytes),
             "versions": f"{row.first_version} to {row.last_version}",
+            "since": since(row.first_version),
         }
-        for row in contributions
+        for rank, row in enumerate(ranked, 1)
     ]
 
 

@@ -99,7 +99,7 @@ def build(content: PageContent) -> None:
         updates.append(_table(content, "Peers", "peers", PEERS, 16))
         updates.append(_chart(content, "Last rounds of each peer", "timeline", _timeline_height))
         with ui.grid().classes("w-full gap-3 grid-cols-1 lg:grid-cols-2"):
-            updates.append(_table(content, "Contributions", "contributions", CONTRIBUTIONS, 10))
+            updates.append(_table(content, "Leaderboard: tokens in the model", "contributions", CONTRIBUTIONS, 10))
             updates.append(_table(content, "Events", "events", EVENTS, 10))
 
     def refresh() -> None:
@@ -197,16 +197,20 @@ PEERS = Columns(
     "peer short_id state device lag step pace history loss busy tokens sent received seen", "peer state lag loss seen"
 )
 FRAGMENTS = Columns("fragment syncer term version backup", "fragment syncer version backup")
-CONTRIBUTIONS = Columns("peer tokens share steps bytes versions", "peer tokens share steps")
+CONTRIBUTIONS = Columns("rank peer tokens share steps bytes since", "rank peer tokens share since")
 EVENTS = Columns("ago kind text", "ago kind text")
 TITLES = {
     "short_id": "id", "pace": "steps/s", "history": "tokens/s, 2 min", "steps": "outer steps", "bytes": "payload",
-    "kind": "event", "text": "",
+    "kind": "event", "text": "", "rank": "",
 }  # fmt: skip
-UNSORTED = {"history", "tokens", "sent", "received", "step", "bytes", "versions", "ago", "kind", "text"}
+UNSORTED = {"history", "tokens", "sent", "received", "step", "bytes", "since", "ago", "kind", "text"}
+WRAPPED = {"text": "white-space: normal; overflow-wrap: anywhere", "since": "white-space: normal"}
 # Quasar's template of a cell; colours that are readable on white and on black.
 STATE = """<q-td :props="props"><q-badge outline :color="{training: 'green', exchanging: 'cyan', starting: 'orange',
 ready: 'orange', leaving: 'grey', done: 'blue'}[props.value] || 'grey'">{{ props.value }}</q-badge></q-td>"""
+# The share, over a bar as long as the part of the first peer's.
+SHARE = """<q-td :props="props">{{ props.value }}<q-linear-progress :value="props.row.part" size="3px" rounded
+class="q-mt-xs" style="min-width: 3em" /></q-td>"""
 LEFT = {"peer", "short_id", "state", "device", "syncer", "backup", "kind", "text", "history"}
 
 
@@ -221,7 +225,7 @@ def _table(content: PageContent, title: str, name: str, columns: Columns, page: 
             "sortable": field not in UNSORTED,
             "classes": ("" if field in phone else WIDE) + (" text-primary tracking-tighter" * (field == "history")),
             "headerClasses": "" if field in phone else WIDE,
-            "style": "white-space: normal; overflow-wrap: anywhere" if field == "text" else "",
+            "style": WRAPPED.get(field, ""),
         }
         for field in columns.wide.split()
     ]
@@ -232,6 +236,8 @@ def _table(content: PageContent, title: str, name: str, columns: Columns, page: 
         table.classes("w-full tabular-nums").props("dense flat hide-no-data :rows-per-page-options=[]")
         if name == "peers":
             table.add_slot("body-cell-state", STATE)
+        if name == "contributions":
+            table.add_slot("body-cell-share", SHARE)
 
     def update() -> None:
         rows = content.rows.get(name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from diloco.config import Config, Manifest
 from diloco.config.address import scope
 from diloco.errors import ConfigError
 from diloco.rundir.files import exclusive, write_atomic
+from diloco.rundir.presence import data_home
 from diloco.swarm.wire.libp2p import own_id, peer_id_of
 from diloco.train.machine import Machine
 from diloco.train.memory import MemoryNeed, fit_micro_batch, memory_need
@@ -61,11 +61,6 @@ class PeerDirectory:
         return self.peer_id[-6:]
 
 
-def _home() -> Path:
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "diloco"
-
-
 @contextlib.contextmanager
 def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
     """The directory of the first of this user's peers that is not running, locked while the context is open.
@@ -77,7 +72,7 @@ def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
         if identity is not None:  # two peers with one key would put each other out of the swarm
             stack.enter_context(exclusive(Path(f"{identity}.lock")))
         for number in range(PEERS_PER_MACHINE):
-            directory = _home() / f"peer-{number}"
+            directory = data_home() / f"peer-{number}"
             try:
                 stack.enter_context(exclusive(directory))
             except ConfigError:  # this peer is running
@@ -155,8 +150,8 @@ def remember_addresses(manifest: Manifest, addresses: Sequence[str]) -> None:
     known, run = _known(), f"{manifest.run.id} {manifest.run.key or manifest.hash()}"
     known[run] = list(dict.fromkeys([*addresses, *known.pop(run, [])]))[:KNOWN_ADDRESSES]
     with contextlib.suppress(ConfigError, OSError):
-        _home().mkdir(parents=True, exist_ok=True)
-        write_atomic(_home() / "peers.json", json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1) + "\n")
+        data_home().mkdir(parents=True, exist_ok=True)
+        write_atomic(data_home() / "peers.json", json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1) + "\n")
 
 
 def known_addresses(addresses: Sequence[str]) -> list[str]:
@@ -168,7 +163,7 @@ def known_addresses(addresses: Sequence[str]) -> list[str]:
 
 def _known() -> dict[str, list[str]]:
     try:
-        content = json.loads((_home() / "peers.json").read_text())
+        content = json.loads((data_home() / "peers.json").read_text())
         for addresses in content.values():
             for address in addresses:
                 peer_id_of(address)

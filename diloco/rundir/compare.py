@@ -21,8 +21,8 @@ from diloco.rundir.files import number, read_json_lines
 from diloco.rundir.plot import picture
 
 __all__ = [
-    "NOT_A_DIFFERENCE", "Point", "Run", "find_runs", "name_runs", "plot_runs", "read_json", "read_runs", "time_to_loss",
-    "worst_loss",
+    "NOT_A_DIFFERENCE", "Point", "Run", "find_runs", "is_run", "name_runs", "plot_runs", "read_json", "read_runs",
+    "time_to_loss", "worst_loss",
 ]  # fmt: skip
 
 AXES = {  # of the pictures: field of `Point`, and label
@@ -71,7 +71,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     for place in places:
         if not place.is_dir():
             raise ConfigError(f"{place} is no directory; give the run.dir of a run, or the directory of a sweep")
-        runs = [place] if _is_run(place) else sorted(one for one in place.iterdir() if one.is_dir() and _is_run(one))
+        runs = [place] if is_run(place) else sorted(one for one in place.iterdir() if one.is_dir() and is_run(one))
         if not runs:
             raise ConfigError(f"{place} holds no run (no metrics.jsonl, summary.json or config.yaml); give a run.dir")
         found.update(dict.fromkeys(runs))
@@ -131,7 +131,8 @@ def plot_runs(runs: Sequence[Run], directory: Path) -> list[Path]:
     return written
 
 
-def _is_run(place: Path) -> bool:
+def is_run(place: Path) -> bool:
+    """Whether a directory holds a run or a member of a sweep."""
     return any((place / name).is_file() for name in ("metrics.jsonl", "summary.json", "config.yaml", "member.json"))
 
 

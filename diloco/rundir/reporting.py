@@ -78,11 +78,12 @@ class Ready(Message):
 class Status(Message):
     """The state of a peer twice a second: losses in nats per token, `outer_steps` of the budget, counts of this peer.
 
-    A value that is None is not known, and a display keeps the one before.
+    `why` it pauses, in words. A value that is None is not known, and a display keeps the one before.
     """
 
     t = "status"
     state: str = ""
+    why: str | None = None
     version: int | None = None
     outer_steps: int | None = None
     inner_step: int | None = None
@@ -183,6 +184,8 @@ class log_lines:
                 logger.info("this peer can be reached at %s", message.address)
             if message.address and message.first:
                 logger.info("others join with: %s %s", message.command, message.address)
+        elif isinstance(message, Status) and message.why:
+            logger.info("%s: %s", message.state, message.why)
         elif isinstance(message, Status) and message.version != self._version and message.loss is not None:
             self._version = message.version
             now, steps = time.monotonic() - self._began_at, f"{message.version}/{message.outer_steps}"

@@ -38,7 +38,7 @@ from diloco.train.api import Attachment, Swarm
 from diloco.train.evaluate import EvalResult, loss_of
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
-from diloco.train.run import summary_of
+from diloco.train.outcome import summary_of
 from diloco.train.session import Session
 
 __all__ = ["Simulated", "simulate", "simulate_in"]

@@ -14,7 +14,8 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.rundir.files import prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
-from diloco.rundir.reporting import Status
+from diloco.rundir.presence import Presence
+from diloco.rundir.reporting import Ready, Status
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.visit.look import check_clock, look, parse_manifest
@@ -22,6 +23,7 @@ from diloco.swarm.wire.gate import watching
 from diloco.train.api import Swarm
 from diloco.train.parameters import Trained
 from diloco.train.session import identity_path
+from diloco.train.standby import joins_by
 from diloco.train.swarm_link import NodeView
 
 __all__ = ["Host"]
@@ -44,6 +46,8 @@ class Host:
             check_clock(found)
             manifest = parse_manifest(found.manifest_text)
         self.manifest = manifest
+        why, seeds = "it is a host, on which others rely", config.swarm.initial_peers
+        self._presence = Presence(config.run.dir, name, manifest.run.id, why, seeds, config.swarm.token)
         model = models.build(manifest.model, manifest.run.seed)
         parameters = Trained(model)
         outer = manifest.outer
@@ -58,13 +62,16 @@ class Host:
 
     def __enter__(self) -> Host:
         with ExitStack() as stack:
+            stack.enter_context(self._presence)
             stack.callback(self._log.close)
             stack.callback(self._runtime.close)
             self.node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
             self._view = NodeView(self.node, self._runtime)
             stack.callback(self._view.close)
-            if not self._config.swarm.initial_peers:
+            if self.address and not joins_by(self._config, self._config.run.dir / "address"):
                 write_atomic(self._config.run.dir / "address", self.address + "\n")
+            self._presence.hear(Ready(address=self.address))
+            self._presence.hear(Status(state="holding"))
             self._open = stack.pop_all()
         return self
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from diloco.train import devices
@@ -59,8 +60,7 @@ def _cores() -> int:
 
 def free_memory() -> float:
     """Bytes of main memory that the kernel has left and that the limit of this container allows."""
-    lines = (_read("/proc/meminfo") or "").splitlines()
-    free = next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), float("inf"))
+    free = float(psutil.virtual_memory().available)
     limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
     if limit and used and limit.isdigit() and used.isdigit():
         lines = (_read("/sys/fs/cgroup/memory.stat") or "").splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 import signal
 import sys
@@ -20,17 +20,15 @@ from torch import nn
 from diloco import data
 from diloco import model as models
 from diloco.config import Config, flatten
-from diloco.errors import CheckpointError, UnsavedError, on_signals
+from diloco.errors import CheckpointError, SwarmError, UnsavedError, on_signals
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, swarm_figures, to_wire
+from diloco.rundir.presence import Presence
+from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, Status, swarm_figures, to_wire
 from diloco.rundir.summary import (
-    Evaluation,
-    PeerSummary,
     PhaseTimer,
     Summary,
-    Tokens,
     merge_peer_summaries,
     write_contributions,
     write_summary,
@@ -44,12 +42,17 @@ from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.loop import Trainer
 from diloco.train.memory import fitted
-from diloco.train.planning import Exchange, Link, predict
+from diloco.train.outcome import summary_of
 from diloco.train.precision import precision_of, prepare_
 from diloco.train.rows import whole
 from diloco.train.session import Session, Sync, checkpoints_name, identity_path
+from diloco.train.standby import Standby, joins_by, unpausable
 
-__all__ = ["run", "summary_of"]
+__all__ = ["run"]
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[Message], None]
 
 ARRIVAL_EVERY_S = 0.2
 ARRIVING_BYTES = 12  # per parameter: the anchor, and the two moments of a donor
@@ -72,24 +75,65 @@ def run(config: Config, listen: Listener) -> Summary:
             island.check_same({**alike, "train.precision": precision_of(config, island.device)})
             if config.outer.method == "diloco":
                 island.check_batch_size(config.inner.batch_size)
+            name = config.run.name or "peer"
+            if island.leads:
+                prepare_run_directory(config.run.dir)
+            standby = Standby(config, identity_path(config, name), island.leads, island.device.type == "cuda")
             if not island.leads:
-                return _run(config, island, lambda message: None)
-            prepare_run_directory(config.run.dir)
-            with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)):
-                return _run(config, island, listen)
+                return _sessions(config, island, lambda message: None, standby)
+            presence = Presence(
+                config.run.dir, name, config.run.id, unpausable(config), config.swarm.initial_peers, config.swarm.token
+            )
+
+            def tell(message: Message) -> None:
+                presence.hear(message)
+                listen(to_wire(replace(message, peer=name, time=time.time())))
+
+            with exclusive(config.run.dir / "checkpoints" / checkpoints_name(config)), presence:
+                return _sessions(config, island, tell, standby)
     finally:
         island.close()
 
 
-def _run(config: Config, island: Island, listen: Listener) -> Summary:
+def _sessions(config: Config, island: Island, tell: Tell, standby: Standby) -> Summary:
+    """All ranks: train, and pause and go on as often as `standby` says; the summary counts all sessions."""
     began_at = time.monotonic()
+    summary: Summary | None = None
+    while True:
+        try:
+            if standby.wait(island, tell):
+                summary, paused = _session_of(island, tell, standby, began_at)
+                if not paused:
+                    return summary
+                continue
+        except KeyboardInterrupt:
+            if summary is None:  # nothing has begun
+                raise
+        if summary is None:
+            raise KeyboardInterrupt
+        last = Status(state="left", version=summary.outer_steps)
+        return _conclude(config, summary, tell, last) if island.leads else summary
+
+
+def _session_of(island: Island, tell: Tell, standby: Standby, began_at: float) -> tuple[Summary, bool]:
+    """One session, and whether a pause ended it.
+
+    If nobody is left where the others were, or this peer's port is taken, it begins as the first session did: the peer
+    that started the swarm starts it again from its checkpoint.
+    """
+    try:
+        return _run(standby.coming(), island, tell, standby, began_at)
+    except SwarmError as error:
+        if standby.joined or island.size > 1 or not standby.forget():
+            raise
+        logger.warning("%s; this peer begins as at its start", error)
+    return _run(standby.coming(), island, tell, standby, began_at)
+
+
+def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at: float) -> tuple[Summary, bool]:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     name = config.run.name or "peer"
-
-    def tell(message: Message) -> None:
-        listen(to_wire(replace(message, peer=name, time=time.time())))
-
     config = fitted(config, island)
     island.agree([0])  # other ranks read the run directory only after rank 0 has claimed it
     session = _session(config, island)
@@ -112,10 +156,12 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
     with RunLog(config.run.dir, name, wandb) as log:
         if island.leads:
             log.event("computes", device=island.device_name, **chosen)
+        if standby.paused_s:
+            log.event("go_on", paused_s=round(standby.paused_s, 1))
         if session.saved_version >= 0 and island.leads:
             log.event("resume", version=session.saved_version, skipped=session.skipped)
         phases = PhaseTimer(session.seconds, settle=partial(devices.synchronize, island.device))
-        sync = _sync(config, island, model, optimizer, session, phases, log, tell)
+        sync = _sync(config, island, model, optimizer, session, phases, log, tell, standby)
         if config.outer.spot_check and island.sharded:
             log.event("spot_checks_left_out", why="train.parallel=fsdp: no process has the whole model; ddp checks")
         elif config.outer.spot_check and isinstance(sync, Attachment):
@@ -127,21 +173,34 @@ def _run(config: Config, island: Island, listen: Listener) -> Summary:
         session.restore(sync, model, optimizer, stream)
         trainer = Trainer(config, island, model, wrapped, optimizer, stream, holdout, sync, session, phases, log, tell)
         if island.leads and config.run.lead:  # nothing is left that could be wrong with the settings
-            if not config.run.report:  # a supervisor writes its own, which names all of its peers
+            # A supervisor writes its own, which names all of its peers; a later session has addresses of its own.
+            if not config.run.report and standby.sessions == 1:
                 write_atomic(config.run.dir / "config.yaml", config.to_yaml())
             write_atomic(config.run.dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         tell(trainer.status("waiting"))
-        with _signals(sync, island), closing(stream):
+        with _signals(sync, island) as stopped, closing(stream):
             with ExitStack() as stack:
-                with _arriving(sync, model, tell):
-                    stack.enter_context(sync)
-                with island.following():  # before the swarm is left, which takes longer than torchrun waits
-                    trainer.train()
+                with standby.watching(sync):
+                    with _arriving(sync, model, tell):
+                        stack.enter_context(sync)
+                    with island.following():  # before the swarm is left, which takes longer than torchrun waits
+                        trainer.train()
                 if island.leads:
+                    if standby.why:
+                        standby.remember(sync)
                     tell(trainer.status("leaving"))
                 if sync.version > 0:
                     trainer.save()
-            return _finish(trainer, build, tokenizer, began_at)
+            standby.end_session(sync)
+            [paused] = island.agree([bool(standby.why) and sync.interrupted and not stopped])
+            if not paused:
+                return _finish(trainer, build, tokenizer, began_at), False
+            if not island.leads:
+                return Summary(), True
+            if config.run.lead:
+                (config.run.dir / "address").unlink(missing_ok=True)  # of a node that is closed
+            log.event("pause", why=standby.why, version=sync.version)
+            return summary_of(trainer, time.monotonic() - began_at, digest=sync.anchor_digest()), True
 
 
 def _session(config: Config, island: Island) -> Session:
@@ -164,7 +223,8 @@ def _sync(
     session: Session,
     phases: PhaseTimer,
     log: RunLog,
-    tell: Callable[[Message], None],
+    tell: Tell,
+    standby: Standby,
 ) -> Sync:
     """What keeps the model in step with others: the swarm, or gradients averaged in every step."""
     outer, name = config.outer, config.run.name or "peer"
@@ -175,8 +235,9 @@ def _sync(
         node = swarm.attachment.node if swarm.attachment is not None else None
         assert node is not None
         first, addresses, command = not swarm.network.initial_peers, tuple(node.addresses), config.joining_command
+        standby.joined = True
         tell(Ready(address=address, addresses=addresses, first=first, command=command, advice=node.advice))
-        if not config.swarm.initial_peers:  # whoever founded the run, also where it joins the others later
+        if address and config.run.lead and not joins_by(config, config.run.dir / "address"):
             write_atomic(config.run.dir / "address", address + "\n")
 
     swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
@@ -184,7 +245,7 @@ def _sync(
 
 
 @contextmanager
-def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Message], None]) -> Iterator[None]:
+def _arriving(sync: Sync, model: nn.Module, tell: Tell) -> Iterator[None]:
     """Says how much has come from the swarm, while its state is fetched."""
     arrived = threading.Event()
     wanted = ARRIVING_BYTES * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -204,15 +265,16 @@ def _arriving(sync: Sync, model: nn.Module, tell: Callable[[Message], None]) -> 
 
 
 @contextmanager
-def _signals(sync: Sync, island: Island) -> Iterator[None]:
+def _signals(sync: Sync, island: Island) -> Iterator[list[int]]:
     """Ctrl+C, SIGTERM or SIGUSR1: leave cleanly, and rank 0 says so. Ctrl+C twice: end at once (as does the daemon).
+    Yields the signals that came.
 
     The notice of a scheduler may come several times, as SIGUSR1 and SIGTERM, from it and from torchrun.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
 
     def stop(number: int, frame: object) -> None:
         received.append(number)
@@ -223,7 +285,7 @@ def _signals(sync: Sync, island: Island) -> Iterator[None]:
         sync.interrupt()
 
     with on_signals(stop):
-        yield
+        yield received
 
 
 def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, began_at: float) -> Summary:
@@ -242,6 +304,11 @@ def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, be
     if not leads:  # rank 0 speaks for the island
         return Summary()
     mine = summary_of(trainer, time.monotonic() - began_at, digest=digest)
+    return _conclude(config, mine, tell, trainer.status("left" if sync.interrupted else "done"))
+
+
+def _conclude(config: Config, mine: Summary, tell: Tell, last: Status) -> Summary:
+    """Rank 0: tells the summary, writes what is left of the run, and tells the last status."""
     tell(Finished(summary=mine))
     summary = merge_peer_summaries(
         [mine], run_id=mine.run_id, manifest_hash=mine.manifest_hash, mode=mine.mode, wall_s=mine.wall_s, exit=mine.exit
@@ -252,7 +319,7 @@ def _finish(trainer: Trainer, build: Callable[[], nn.Module], tokenizer: Any, be
         write_summary(config.run.dir / "summary.json", summary)
         if summary.contributions:
             write_contributions(config.run.dir / "contributions.csv", summary.contributions)
-    tell(trainer.status("left" if sync.interrupted else "done"))
+    tell(last)
     return summary
 
 
@@ -264,55 +331,6 @@ def _whole(model: nn.Module, build: Callable[[], nn.Module], leads: bool) -> nn.
     plain = build()
     plain.load_state_dict(state)
     return plain
-
-
-def summary_of(trainer: Trainer, wall_s: float, bandwidth: float | None = None, digest: str | None = None) -> Summary:
-    """One peer's summary; `bandwidth` is that of its link in bytes per second, where it is known, and `digest` that of
-    its anchor.
-    """
-    config, sync, view = trainer.config, trainer.sync, trainer.sync.view
-    sent, received = trainer.traffic()
-    mine = PeerSummary(
-        peer_id=view.node.protocol.me if view else f"rank{trainer.island.rank}",
-        name=config.run.name or "peer",
-        steps=sync.steps,
-        tokens=sync.tokens,
-        anchor_digest=sync.anchor_digest() if digest is None else digest,
-        bytes_sent=sent,
-        bytes_received=received,
-        seconds=trainer.phases.seconds(),
-    )
-    return Summary(
-        run_id=config.run.id,
-        manifest_hash=config.manifest().hash(),
-        mode=config.outer.method,
-        wall_s=wall_s,
-        outer_steps=sync.version,
-        tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
-        eval=Evaluation(trainer.eval_loss),
-        peers=[mine],
-        heals=view.node.protocol.heals if view else 0,
-        takeovers=view.node.protocol.takeovers if view else 0,
-        contributions=view.contributions() if view else (),
-        predicted=_predicted(trainer, bandwidth or config.swarm.upload_limit),
-    )
-
-
-def _predicted(trainer: Trainer, bandwidth: float | None) -> dict[str, float | None] | None:
-    """What `diloco plan` says of this run, given its measured inner step and the limit of its link."""
-    sync, compute_s = trainer.sync, trainer.phases.seconds().compute
-    if not sync.steps or not compute_s:
-        return None
-    numel = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    bits_per_s = math.inf if bandwidth is None else 8 * bandwidth
-    exchange = Exchange.of(trainer.config.outer, numel, max(trainer.most_peers, 1))
-    found = predict(exchange, Link(bits_per_s), compute_s / sync.steps)
-    return {
-        "utilization": found.utilization,
-        "bytes_sent": round(found.bytes_sent * sync.steps / exchange.sync_every),
-        "step_s": compute_s / sync.steps,
-        "bits_per_s": None if bandwidth is None else bits_per_s,
-    }
 
 
 def _shard(config: Config, island: Island) -> int:

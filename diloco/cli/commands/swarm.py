@@ -11,7 +11,9 @@ from diloco.cli.commands import common
 from diloco.cli.commands.common import PATH, Command, configured, implementation, run, sweepable
 from diloco.errors import ConfigError
 
-__all__ = ["dashboard", "doctor", "host", "invite", "join", "keygen", "local", "revoke", "status", "train"]
+__all__ = [
+    "dashboard", "doctor", "host", "invite", "join", "keygen", "local", "pause", "resume", "revoke", "status", "train",
+]  # fmt: skip
 
 
 @click.command(cls=Command)
@@ -97,25 +99,28 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
 
 
 @click.command(cls=Command)
-@click.argument("address")
+@click.argument("address", required=False)
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl+C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--csv", "table", type=PATH, metavar="FILE", help="Write the contributions of every peer to FILE.")
 def status(**arguments: Any) -> int:
-    """Show what a swarm is doing, without joining it.
+    """Show the runs of this machine, or a swarm without joining it.
 
     \b
+    diloco status
+    diloco status --watch
     diloco status /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
     diloco status @runs/mine/address --watch
     diloco status @runs/mine/address --json | jq .ledger
 
-    Peers, fragments and their syncers, rounds, tokens, loss and events, as the peer at ADDRESS knows them.
+    Peers, fragments and their syncers, rounds, tokens, loss and events, as the peer at ADDRESS knows them. Without
+    ADDRESS: the runs in ./runs and those that this user joined. --watch and --csv then mean the one that lives.
     """
     return implementation("status")(**arguments)
 
 
 @click.command(cls=Command)
-@click.argument("address")
+@click.argument("address", required=False)
 @click.option("--host", default="127.0.0.1", help="Address to listen on; anyone there may look.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8471, help="Port; 0 is any free one.")
 @click.option("--beside", multiple=True, type=PATH, metavar="RUN", help="Show a run's held-out loss, too; repeatable.")
@@ -127,9 +132,39 @@ def dashboard(**arguments: Any) -> int:
     diloco dashboard /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo... --port 9000
     diloco dashboard @runs/mine/address --beside runs/mine --beside runs/baseline
 
-    The page is at /, the JSON of diloco status at /api/state, and figures for Prometheus are at /metrics.
+    The page is at /, the JSON of diloco status at /api/state, and figures for Prometheus are at /metrics. Without
+    ADDRESS it shows the run that lives on this machine, if there is one.
     """
     return implementation("dashboard")(**arguments)
+
+
+@click.command()
+@click.argument("run_dir", required=False, type=PATH)
+def pause(**arguments: Any) -> int:
+    """Have a peer of this machine pause.
+
+    \b
+    diloco pause
+    diloco pause runs/mine
+
+    It leaves the swarm, which goes on without it, writes a checkpoint, and frees its model and optimizer. Its process
+    stays, and diloco resume has it go on as the same peer. Without RUN_DIR the run is meant that lives on this machine.
+    """
+    return implementation("pause")(**arguments)
+
+
+@click.command()
+@click.argument("run_dir", required=False, type=PATH)
+def resume(**arguments: Any) -> int:
+    """Have a paused peer go on.
+
+    \b
+    diloco resume
+    diloco resume runs/mine
+
+    It comes back to the swarm as the same peer. Without RUN_DIR the run is meant that was paused on this machine.
+    """
+    return implementation("resume")(**arguments)
 
 
 @click.command(cls=Command)

@@ -1,17 +1,25 @@
-"""How far a sweep is: a bar on a terminal, and a line per ended member elsewhere."""
+"""How far a sweep is, and what came out of it."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from diloco.cli.compare import show
 from diloco.cli.members import Member
+from diloco.config import Config
+from diloco.errors import DilocoError, UnsavedError
+from diloco.rundir.compare import plot_runs, read_json, read_runs
+from diloco.rundir.files import write_atomic
 
-__all__ = ["Display"]
+__all__ = ["Display", "conclude"]
 
 
 class Display:
@@ -60,3 +68,43 @@ class Display:
     def _show(self) -> None:
         if self._progress is not None:
             self._progress.update(self._task, completed=self._done, description=", ".join(self._names))
+
+
+def conclude(command: str, overrides: Sequence[str], members: Sequence[Member], directory: Path, config: Config) -> int:
+    records = [
+        {
+            "name": one.name,
+            "overrides": list(one.overrides),
+            "state": one.state,
+            "exit": one.exit,
+            "result": _result(directory / one.name),
+        }
+        for one in members
+    ]
+    content = {"command": command, "overrides": list(overrides), "members": records}
+    write_atomic(directory / "sweep.json", json.dumps(content, indent=2) + "\n")
+    started = [directory / one.name for one in members if one.state != "pending"]
+    if started:
+        runs = read_runs(started)
+        show(runs, Console())
+        written = ["sweep.json", *(one.name for one in plot_runs(runs, directory, config.sweep.plot))]
+        click.echo(f"{directory}: {', '.join(written)}")
+    failed = [one for one in members if one.state == "failed"]
+    unfinished = [one for one in members if one.state in ("interrupted", "pending")]
+    if unfinished:
+        click.echo(f"stopped with {len(unfinished)} of {len(members)} members to go; the same command goes on")
+        return 0 if all(one.exit in (0, None) for one in unfinished) else UnsavedError.exit_code
+    if failed:
+        first = failed[0]
+        error = DilocoError(
+            f"{len(failed)} of {len(members)} members failed, the first with exit code {first.exit}; "
+            f"see {directory / first.name / 'output.log'}"
+        )
+        error.exit_code = max(1, first.exit or 1)
+        raise error
+    return 0
+
+
+def _result(place: Path) -> dict[str, Any] | None:
+    wanted = {"eval", "tokens", "outer_steps", "wall_s", "virtual_s"}
+    return {name: value for name, value in read_json(place / "summary.json").items() if name in wanted} or None

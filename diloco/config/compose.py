@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from diloco.config.explain import accepts, explain, leaves, nearest, show, unknown_key
-from diloco.config.files import Request, compose_files, installed
-from diloco.config.hydra_block import HydraBlock, block_of, missing_plugin, read_block
+from diloco.config.files import Request, compose_files, installed, missing_plugin
+from diloco.config.hydra_block import HydraBlock, block_of, read_block
 from diloco.config.overrides import Typed, first_line, parse
 from diloco.config.saved import read_saved
 from diloco.config.schema import Config

@@ -123,9 +123,10 @@ def refuse_ignored(config: Config, command: str, overrides: Sequence[str], start
     found = []
     for override in overrides:
         sign, key, value = split(override)
-        if key == "experiment" or sign == "~" or key.startswith(("hydra.", "hydra/")):
+        named = key.removeprefix("hydra.") if key == "hydra.run.dir" else key
+        if key == "experiment" or sign == "~" or named.startswith(("hydra.", "hydra/")):
             continue
-        typed = settings_of(key, value, start) if key in groups else [key]
+        typed = settings_of(key, value, start) if key in groups else [named]
         reasons = [ignored.get(one) for name in typed for one in _covered(name)]
         if reasons and reasons[0] is not None and all(reasons):
             found.append(f"{key}={show(value)} has no effect {reasons[0].reason}; {reasons[0].remedy}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -13,16 +14,22 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
-from diloco.config.explain import leaves
+from diloco.config.explain import leaves, show
 from diloco.config.overrides import first_line, split
 from diloco.config.saved import Saved
 from diloco.config.schema import Config
 from diloco.config.sources import SCHEMA, SECTIONS, stamp
 from diloco.errors import ConfigError
 
-__all__ = ["Request", "compose_files", "defaults_of_hydra", "hydra_for", "installed", "prepared", "yaml_error"]
+__all__ = [
+    "Request", "compose_files", "defaults_of_hydra", "hydra_for", "installed", "missing_plugin", "prepared",
+]  # fmt: skip
 
 BASE, SAVED = "diloco_base", "diloco_saved"
+PACKAGES = {
+    "optuna": "diloco[sweep]", "submitit": "diloco[sweep]", "ax": "hydra-ax-sweeper", "joblib": "hydra-joblib-launcher",
+    "nevergrad": "hydra-nevergrad-sweeper", "ray": "hydra-ray-launcher", "rq": "hydra-rq-launcher",
+}  # fmt: skip
 
 
 class Request(NamedTuple):
@@ -88,6 +95,13 @@ def installed(group: str) -> list[str]:
         return sorted(hydra.config_loader.get_group_options(group))
 
 
+def missing_plugin(group: str, name: str, there: Sequence[str]) -> str:
+    """Says that a sweeper or launcher is not installed, and how to install it where that is known."""
+    package = next((package for word, package in PACKAGES.items() if name.startswith(word)), None)
+    remedy = f"pip install '{package}', or choose" if package else "install the plugin that has it, or choose"
+    return f"{group}={show(name)} is a plugin of Hydra that is not installed: {remedy} one of {', '.join(there)}"
+
+
 @lru_cache(maxsize=8)
 def defaults_of_hydra(chosen: tuple[str, ...]) -> DictConfig:
     """The node `hydra` of an application without files, for choices such as hydra/sweeper=optuna."""
@@ -137,9 +151,12 @@ def _reason(request: Request, error: Exception) -> str:
     while isinstance(error.__cause__, Exception) and not isinstance(error, YAMLError):
         error = error.__cause__
     if isinstance(error, YAMLError):
-        return yaml_error(error)
+        return _yaml_error(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
+    plugin = re.search(r"Could not find '(hydra/(?:sweeper|launcher))/(\w+)'", text)
+    if plugin is not None:
+        return missing_plugin(plugin[1], plugin[2], installed(plugin[1]))
     for argument in request.chosen:
         typed = split(argument)
         if f"'{typed.key}'" in text and "Could not override" in text:
@@ -152,7 +169,7 @@ def _reason(request: Request, error: Exception) -> str:
     return f"{', '.join(map(str, request.places))}: {first_line(ValueError(text))}"
 
 
-def yaml_error(error: YAMLError) -> str:
+def _yaml_error(error: YAMLError) -> str:
     """The file, the line and what is wrong there."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark

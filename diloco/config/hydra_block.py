@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from diloco.config.explain import show
 from diloco.config.files import Request, compose_files, defaults_of_hydra
 from diloco.errors import ConfigError
 
-__all__ = ["HydraBlock", "block_of", "missing_plugin", "read_block"]
+__all__ = ["HydraBlock", "block_of", "read_block"]
 
 # Set by Hydra while it composes.
 _ITS_OWN = ("runtime.", "overrides.", "job.config_name", "job.override_dirname")
@@ -28,10 +28,6 @@ _REFUSED = {
     "callbacks": "diloco calls none; drop it",
     "searchpath": "name the folder with --config-dir",
 }
-PACKAGES = {
-    "optuna": "diloco[sweep]", "submitit": "diloco[sweep]", "ax": "hydra-ax-sweeper", "joblib": "hydra-joblib-launcher",
-    "nevergrad": "hydra-nevergrad-sweeper", "ray": "hydra-ray-launcher", "rq": "hydra-rq-launcher",
-}  # fmt: skip
 
 
 class HydraBlock(NamedTuple):
@@ -100,13 +96,6 @@ def read_block(tree: DictConfig) -> HydraBlock:
 def block_of(request: Request, stamp: tuple[object, ...]) -> HydraBlock:
     """`read_block` of what files alone say; `stamp` is theirs."""
     return read_block(compose_files(request))
-
-
-def missing_plugin(group: str, name: str, there: Sequence[str]) -> str:
-    """Says that a sweeper or launcher is not installed, and how to install it where that is known."""
-    package = next((package for word, package in PACKAGES.items() if name.startswith(word)), None)
-    remedy = f"pip install '{package}', or choose" if package else "install the plugin that has it, or choose"
-    return f"{group}={show(name)} is a plugin of Hydra that is not installed: {remedy} one of {', '.join(there)}"
 
 
 def _is_usual(chosen: tuple[str, ...], usual: DictConfig) -> bool:

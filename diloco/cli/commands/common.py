@@ -78,6 +78,13 @@ class Asked:
         return Start(base=self.base, folder=self.folder, guest=guest, **given)
 
 
+# Options of Hydra that have no use here: their names, whether they are flags, and what to type instead.
+INSTEAD = {
+    "config_path": (("--config-path", "-cp"), False, "--config-dir DIR, which adds a folder"),
+    "hydra_help": (("--hydra-help",), True, "--help, --cfg hydra or --info"),
+    "shell_completion": (("--shell-completion", "-sc"), True, "--cfg help, which lists every setting"),
+    "experimental_rerun": (("--experimental-rerun",), False, "--config RUN/config.yaml"),
+}
 OPTIONS = (
     click.option("--info", "-i", is_flag=False, flag_value="all",
                  type=click.Choice(["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]),
@@ -87,7 +94,8 @@ OPTIONS = (
     click.option("--cfg", "-c", type=click.Choice(["job", "hydra", "all", "manifest", "help"]),
                  help="Print the composed configuration, Hydra's own, both, the manifest and its hash, or every "
                  "setting; then stop."),
-    click.option("--config-path", "-cp", hidden=True),
+    *(click.option(*names, key, hidden=True, is_flag=flag) for key, (names, flag, _) in INSTEAD.items()),
+    click.option("--run", "-r", "once", hidden=True, is_flag=True),  # what a command does anyway
     click.option("--config-name", "-cn", "name", metavar="NAME", help="Begin with NAME.yaml instead of config.yaml."),
     click.option("--config-dir", "-cd", "folder", type=PATH, metavar="DIR",
                  help="Look for choices in this folder, too; configs/ of the working directory is looked at anyway."),
@@ -101,9 +109,10 @@ def configured(function: Function) -> Function:
 
     @wraps(function)
     def collected(**arguments: Any) -> Any:
-        path = arguments.pop("config_path")
-        if path is not None:
-            raise ConfigError(f"--config-path={path} is for Hydra's authors; write --config-dir {path}")
+        del arguments["once"]
+        for key, (names, _, remedy) in INSTEAD.items():
+            if arguments.pop(key):
+                raise ConfigError(f"{names[0]} has no use with diloco; write {remedy}")
         asked = Asked(**{field.name: arguments.pop(field.name) for field in fields(Asked)})
         return function(asked=asked, **arguments)
 

@@ -154,6 +154,11 @@ def _reason(request: Request, error: Exception) -> str:
         return _yaml_error(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
+    if text.endswith("composing config:"):
+        text = f"{text} {lines[1]}"
+        empty = re.search(r"'hydra\.sweeper\.params\.(.+)' is not Optional", text)
+        if empty is not None:
+            return f"hydra.sweeper.params has no values for {empty[1]}; list some, such as {empty[1]}: 1,2"
     plugin = re.search(r"Could not find '(hydra/(?:sweeper|launcher))/(\w+)'", text)
     if plugin is not None:
         return missing_plugin(plugin[1], plugin[2], installed(plugin[1]))

@@ -157,7 +157,7 @@ def test_a_bad_setting_is_one_line_and_exit_code_two(command: str, capsys: pytes
         (["train", "--fast"], "No such option"),
         (
             ["train", "--cfg", "yaml"],
-            "Invalid value for '--cfg': 'yaml' is not one of 'job', 'manifest', 'help'. See diloco train",
+            "Invalid value for '--cfg' / '-c': 'yaml' is not one of 'job', 'hydra', 'all', 'manifest', 'help'. See",
         ),
         (["eval"], "Missing argument 'MODEL_DIR'. See diloco eval --help"),
         (["generate", "m", "--tokens", "0"], "Invalid value for '--tokens': 0 is not in the range"),

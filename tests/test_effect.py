@@ -146,6 +146,9 @@ EFFECT = {
     "wandb.project": "ltj..... bqd",
     "wandb.entity": "ltj..... bqd",
     "wandb.aggregate": "ltj..... bq.",
+    "sweep.jobs": "........ ...",
+    "sweep.objective": "........ ...",
+    "sweep.plot": "........ ...",
 }
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import pytest
 
 from diloco.cli import members
 from diloco.cli.main import main
-from diloco.config import compose
-from diloco.config.sweeps import Axis, grid, hydra_multirun, parse_axes, require_plugin
-from diloco.errors import ConfigError
+from diloco.config import Start, compose
+from diloco.config.multirun import hydra_multirun
+from diloco.config.sweeps import Axis, grid, parse_axes, plan_sweep
 
 SMOKE = "experiment=smoke"
 
@@ -158,7 +159,7 @@ def test_a_grid_is_every_combination_with_the_last_axis_fastest() -> None:
         (["outer.lr=interval(0.1,1)"], "outer.lr=interval(0.1,1) is a range of numbers; list values, or choose"),
         (["run.seed=1,2", "--sweeper", "optuna"], "pip install 'diloco[sweep]'"),
         (["run.seed=1,2", "--launcher", "submitit_slurm"], "pip install 'diloco[sweep]'"),
-        (["run.seed=1,2", "--sweeper", "nothing"], "--sweeper=nothing: "),
+        (["run.seed=1,2", "--sweeper", "nothing"], "nothing is a plugin of Hydra that is not installed: install"),
         (["run.seed=1,2", "--cfg", "job"], "--cfg=job shows one configuration"),
         (["run.seed=1,2", "hydra.sweeper.n_trials=3"], "hydra.sweeper.n_trials is not a setting"),
     ],
@@ -166,7 +167,7 @@ def test_a_grid_is_every_combination_with_the_last_axis_fastest() -> None:
 def test_a_sweep_that_cannot_work_is_refused(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.config.sweeps.find_spec", lambda name: None)
+    monkeypatch.setattr(import_module("diloco.config.compose"), "installed", lambda group: ["basic"])
     assert sweep(*arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith("diloco: error: ") and complaint in said and said.count("\n") == 1
@@ -187,19 +188,6 @@ def test_the_default_directory_has_the_name_of_the_run(capsys: pytest.CaptureFix
     assert set(states("runs/smoke-sweep")) == {"0-seed1", "1-seed2"}
     assert exit_code("simulate", SMOKE, "run.seed=1", "--multirun", "run.dir=here") == 0
     assert set(states("here")) == {"0"}
-
-
-def test_a_plugin_that_is_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.config.sweeps.find_spec", lambda name: name)
-    require_plugin("optuna")
-    require_plugin("basic")
-
-    def no_parent(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr("diloco.config.sweeps.find_spec", no_parent)
-    with pytest.raises(ConfigError, match=r"submitit_slurm is a plugin of Hydra that is not installed"):
-        require_plugin("submitit_slurm")
 
 
 # --- Running ----------------------------------------------------------------------------------------------------------
@@ -298,8 +286,8 @@ def test_hydra_hands_over_the_values_and_leaves_the_command_line(tmp_path: Path)
         seen.append((number, chosen))
         return 0.0
 
-    axes = [axis for axis in parse_axes(["outer.lr=0.5,0.7", "model=tiny"]) if isinstance(axis, Axis)]
-    hydra_multirun(axes, task, tmp_path / "it's", sweeper="grid", launcher=None)
+    parsed, plan = plan_sweep(["outer.lr=0.5,0.7", "model=tiny"], Start())
+    hydra_multirun([axis for axis in parsed if isinstance(axis, Axis)], task, tmp_path / "it's", plan)
     assert seen == [(0, (("outer.lr", "0.5"),)), (1, (("outer.lr", "0.7"),))]
     assert sys.argv == before and "HYDRA_FULL_ERROR" not in os.environ
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.config import compose
-from diloco.config.sweeps import quoted
+from diloco.config import Start, compose
+from diloco.config.overrides import quoted
 from diloco.errors import ConfigError, DivergedError, on_signals
 from diloco.rundir.compare import read_json
 from diloco.rundir.files import write_atomic
@@ -44,21 +44,20 @@ class Member:
             return "interrupted"
         return {None: "pending", 0: "done", DivergedError.exit_code: "diverged"}.get(self.exit, "failed")
 
-    def arguments(self, directory: Path, base: Path | None) -> list[str]:
+    def arguments(self, directory: Path, start: Start) -> list[str]:
         """The command line of the process."""
-        start = [] if base is None else ["--config", str(base)]
         place = str(directory / self.name)
         shown = place if re.fullmatch(r"[\w./-]+", place) else quoted(directory / self.name)
-        return [self.command, *start, *self.overrides, f"run.dir={shown}"]
+        return [self.command, *start.arguments(), *self.overrides, f"run.dir={shown}"]
 
 
-def ended_before(place: Path, member: Member, base: Path | None) -> Member:
+def ended_before(place: Path, member: Member, start: Start) -> Member:
     """The member as an earlier sweep left it: ended, or still to be run.
 
     Raises ConfigError if the directory holds a run with other settings.
     """
-    theirs = _settings(None, place / "config.yaml")
-    if theirs is not None and theirs != _settings(member, base):
+    theirs = _settings(None, Start(place / "config.yaml"))
+    if theirs is not None and theirs != _settings(member, start):
         raise ConfigError(f"{place} holds a run with other settings; choose another --dir")
     record = read_json(place / "member.json")
     if record.get("interrupted"):
@@ -81,12 +80,13 @@ def read_members(directory: Path) -> list[Member]:
     return sorted(found, key=lambda one: (int(re.sub(r"\D.*", "", one.name) or 0), one.name))
 
 
-def _settings(member: Member | None, base: Path | None) -> dict[str, Any] | None:
+def _settings(member: Member | None, start: Start) -> dict[str, Any] | None:
     """The settings that decide what a run computes; None without a configuration."""
     try:
-        content = compose(() if member is None else member.overrides, base=base).model_dump(mode="json")
+        content = compose(() if member is None else member.overrides, start).model_dump(mode="json")
     except ConfigError:
         return None
+    del content["sweep"]
     for group, names in NOT_COMPARED.items():
         for name in names:
             del content[group][name]
@@ -128,14 +128,14 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def run(self, member: Member, directory: Path, base: Path | None) -> Member:
+    def run(self, member: Member, directory: Path, start: Start) -> Member:
         """Runs one member to its end, and leaves member.json."""
         place = directory / member.name
         place.mkdir(parents=True, exist_ok=True)
         _write_member(place, member)
         with (place / "output.log").open("ab") as output, self._lock:
             process = subprocess.Popen(
-                [*PROGRAM, *member.arguments(directory, base)],
+                [*PROGRAM, *member.arguments(directory, start)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -6,16 +6,18 @@ configs/*.yaml + overrides --Hydra--> mapping --pydantic--> Config --manifest()-
 from __future__ import annotations
 
 from diloco.config.base import PeerLocal, RunOwned
-from diloco.config.compose import choices, compose, help_text
+from diloco.config.compose import compose
 from diloco.config.data import MIXTURE_BLOCK, DataConfig, MixedSource
 from diloco.config.effect import refuse_ignored, refuse_run_owned
 from diloco.config.groups import BudgetConfig, InnerConfig, ModelConfig, OuterConfig
 from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
 from diloco.config.peer_local import SwarmConfig
 from diloco.config.schema import Config
+from diloco.config.shown import help_text
+from diloco.config.sources import Start, choices
 
 __all__ = [
     "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "DataConfig", "InnerConfig", "Manifest", "MixedSource",
-    "ModelConfig", "OuterConfig", "PeerLocal", "RunOwned", "SwarmConfig", "choices", "compose", "flatten", "help_text",
-    "refuse_ignored", "refuse_run_owned",
+    "ModelConfig", "OuterConfig", "PeerLocal", "RunOwned", "Start", "SwarmConfig", "choices", "compose", "flatten",
+    "help_text", "refuse_ignored", "refuse_run_owned",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """From `configs/` and the command line to a validated `Config`.
 
 1. Each argument is parsed; a setting or a choice that does not exist is refused, naming the nearest that does.
-2. Hydra composes `config.yaml`, one file per group and an experiment; the settings of the command line come last.
-3. Defaults of the schema fill what no file says, so that `${...}` can refer to any setting; then it is resolved.
+2. Hydra composes the files: defaults of the schema, `config.yaml`, one file per group, a file of `--config`,
+   experiments. This takes a twentieth of a second and is remembered.
+3. Hydra applies the settings of the command line, and `${...}` is resolved.
 4. Pydantic validates; its first complaint becomes one line.
 
 Hydra is imported inside functions, so that a help text does not wait for it.
@@ -10,63 +11,132 @@ Hydra is imported inside functions, so that a help text does not wait for it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from yaml import YAMLError
 
-from diloco.config.explain import accepts, expected, explain, leaves, nearest, show, unknown_key
-from diloco.config.manifest import Manifest, flatten
+from diloco.config.explain import accepts, explain, leaves, nearest, show, unknown_key
+from diloco.config.files import Request, compose_files, installed, missing_plugin
+from diloco.config.hydra_block import HydraBlock, block_of, read_block
+from diloco.config.overrides import Typed, first_line, parse
+from diloco.config.saved import read_saved
 from diloco.config.schema import Config
+from diloco.config.sources import SECTIONS, Start, choices, search_path, stamp
 from diloco.errors import ConfigError
 
-__all__ = ["choices", "compose", "help_text", "settings_of"]
+__all__ = ["Composed", "compose", "compose_tree", "resolved", "validated"]
 
-# Settings of earlier versions that say nothing about a run: a saved configuration may still name them.
-RETIRED = ("sim.mode",)
-
-
-class _Override(NamedTuple):
-    """One argument of the command line."""
-
-    key: str
-    text: str  # the value as typed
-    value: Any
+KEYS = dict(leaves(Config))
 
 
-def compose(overrides: Sequence[str] = (), *, base: Path | None = None) -> Config:
+class Composed(NamedTuple):
+    """What Hydra made of files and arguments: nothing is resolved or validated yet."""
+
+    tree: DictConfig  # with the node `hydra`
+    block: HydraBlock
+    typed: tuple[Typed, ...]  # the settings
+    arguments: tuple[str, ...]  # the same for Hydra
+    request: Request
+    start: Start
+
+
+def compose(overrides: Sequence[str] = (), start: Start | None = None, *, base: Path | None = None) -> Config:
     """Builds the configuration for arguments such as `["experiment=quickstart", "outer.lr=0.5"]`; the last one wins.
 
-    `base` is the `config.yaml` of a run directory to start from in place of `configs/`; a choice in `overrides` then
-    replaces that whole group. Raises ConfigError, with one line, for anything that is not a valid configuration.
+    `base` is short for `Start(base=...)`: the `config.yaml` of a run directory to start from in place of `configs/`, or
+    a file with some settings over those of `configs/`. A choice in `overrides` replaces what it says of that group.
+    Raises ConfigError, with one line, for anything that is not a valid configuration.
     """
-    groups = choices()
-    known = dict(leaves(Config))
-    parsed = [_parse(text) for text in overrides]
-    chosen = {item.key: _checked_choice(item, groups) for item in parsed if item.key in groups}
-    settings = [item for item in parsed if item.key not in groups]
-    for item in settings:
-        if not accepts(known, item.key):
-            raise ConfigError(unknown_key(item.key, [*known, *groups]))
+    return validated(compose_tree(overrides, start or Start(base=base)))
+
+
+def compose_tree(overrides: Sequence[str], start: Start) -> Composed:
+    """Everything but resolving and validating. Raises ConfigError for arguments and files that cannot be composed."""
+    groups = choices(start)
+    parsed = [parse(text) for text in overrides]
+    chosen, settings = list[str](), list[tuple[Typed, Any]]()
+    for typed, override in parsed:
+        if typed.key in groups or typed.key.startswith("hydra/"):
+            chosen.append(_choice(typed, override, groups, start))
+        else:
+            settings.append(_setting(typed, override, groups))
+    saved = None if start.base is None else read_saved(start.base)
+    places = search_path(start)
+    request = Request(places, start.name, tuple(chosen), saved)
+    tree = copy.deepcopy(compose_files(request))
+    _apply(tree, settings)
+    keys = tuple(typed for typed, _ in settings)
+    said = any(one.key.startswith("hydra.") for one in keys)
+    block = read_block(tree) if said else block_of(request, stamp(places))
+    return Composed(tree, block, keys, tuple(map(_line, settings)), request, start)
+
+
+def validated(composed: Composed) -> Config:
+    """The configuration of a composed tree. Raises ConfigError with one line if it is not valid."""
+    tree, block, typed = composed.tree, composed.block, {one.key: one.text for one in composed.typed}
+    if {"run.dir", "hydra.run.dir"} <= typed.keys():
+        both = f"hydra.run.dir={show(typed['hydra.run.dir'])} and run.dir={show(typed['run.dir'])}"
+        raise ConfigError(f"{both} are one setting; drop the former")
     try:
-        tree = OmegaConf.merge(_schema_defaults(), _compose_files(chosen) if base is None else _rebase(base, chosen))
-        for item in settings:
-            OmegaConf.update(tree, item.key, item.value, force_add=True)
-        content = OmegaConf.to_container(tree, resolve=True)
+        if block.run_dir is not None and "run.dir" not in typed:
+            OmegaConf.update(tree, "run.dir", block.run_dir)
+        with _hydra_config(tree):
+            content = {str(key): _resolved(tree, str(key)) for key in tree if key != "hydra"}
     except OmegaConfBaseException as error:
         place = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{place}{_first_line(error)}") from None
+        raise ConfigError(f"{place}{first_line(error)}") from None
     try:
         config = Config.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(explain(error, Config, {item.key: item.text for item in settings})) from None
+        raise ConfigError(_complaint(error, content, typed, composed)) from None
     return _closed(config)
+
+
+def resolved(composed: Composed, key: str) -> Any:
+    """One value, such as that of hydra.sweep.dir. Raises ConfigError if it refers to something that is not there."""
+    try:
+        with _hydra_config(composed.tree):
+            return OmegaConf.select(composed.tree, key)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {first_line(error)}") from None
+
+
+def _complaint(error: ValidationError, content: Mapping[str, Any], typed: Mapping[str, str], composed: Composed) -> str:
+    """The first mistake, and what its file lacks where that is the reason."""
+    text, start = explain(error, Config, typed), composed.start
+    if "experiment" in content:
+        name = composed.tree.hydra.runtime.choices.get("experiment")
+        return f"experiment={name} holds no settings of a run; its file begins with the line # @package _global_"
+    if start.name != "config" and "model" not in content:
+        return f"{text}; does {start.name}.yaml begin with defaults: [config, _self_]?"
+    unknown = [key for key in content if key not in SECTIONS] or " is not a setting" in text
+    if start.base is not None and unknown and not any(text.startswith(key) for key in typed):
+        return f"{text}; if a newer diloco wrote {start.base}, use that one, or delete the key from the file"
+    return text
+
+
+def _resolved(tree: DictConfig, key: str) -> Any:
+    value = tree[key]
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+@contextmanager
+def _hydra_config(tree: DictConfig) -> Iterator[None]:
+    """`${hydra:...}` reads this tree meanwhile; the program around us may be a Hydra application itself."""
+    from hydra.core.hydra_config import HydraConfig
+
+    state: Any = HydraConfig.instance()
+    before, state.cfg = state.cfg, tree
+    try:
+        yield
+    finally:
+        state.cfg = before
 
 
 def _closed(config: Config) -> Config:
@@ -85,137 +155,78 @@ def _closed(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"key": key})})
 
 
-def choices() -> dict[str, tuple[str, ...]]:
-    """The groups of `configs/` and the names that can be chosen in each, sorted."""
-    folders = sorted(path for path in _directory().iterdir() if path.is_dir())
-    return {folder.name: tuple(sorted(path.stem for path in folder.glob("*.yaml"))) for folder in folders}
+def _setting(typed: Typed, override: Any, groups: Mapping[str, Sequence[str]]) -> tuple[Typed, Any]:
+    """A setting as Hydra applies it. Keys of an open mapping, such as model.config, need no +."""
+    if typed.key.startswith("hydra."):
+        return typed, override
+    if typed.sign == "~" and typed.key in SECTIONS:
+        return typed, override
+    if not accepts(KEYS, typed.key):
+        raise ConfigError(unknown_key(typed.key, [*KEYS, *groups]))
+    known = KEYS.get(typed.key)
+    open_mapping = known is None or "dict" in str(known.annotation)
+    if typed.sign == "" and open_mapping:
+        from hydra.core.override_parser.types import OverrideType
+
+        override.type = OverrideType.FORCE_ADD
+    return typed, override
 
 
-def settings_of(group: str, name: str) -> list[str]:
-    """The settings that a choice holds itself, such as ["swarm.listen"] for `swarm=network`."""
-    content = OmegaConf.load(_directory() / group / f"{name}.yaml")
-    assert isinstance(content, DictConfig), f"{group}/{name}.yaml holds no settings"
-    return [f"{group}.{key}" for key in map(str, content) if key != "defaults"]
+def _choice(typed: Typed, override: Any, groups: Mapping[str, Sequence[str]], start: Start) -> str:
+    """A choice as Hydra takes it, all of whose names exist."""
+    plugin = typed.key in ("hydra/sweeper", "hydra/launcher")
+    names = installed(typed.key) if typed.key.startswith("hydra/") else groups[typed.key]
+    value = override.value()
+    if typed.sign == "~" or (value is None and typed.key == "experiment"):
+        return typed.argument if typed.sign == "~" else "~experiment"
+    for name in value if isinstance(value, list) else [typed.text]:
+        if str(name).removesuffix(".yaml") in names:
+            continue
+        if plugin:
+            raise ConfigError(missing_plugin(typed.key, str(name), names))
+        guesses = nearest(str(name), names)
+        hint = f" (did you mean {guesses[0]}?)" if guesses else ""
+        places = search_path(start)
+        looked = f"; looked in {', '.join(f'{place / typed.key}' for place in places)}" if len(places) > 1 else ""
+        if str(name).endswith((".yaml", ".yml")):
+            looked = f"; a choice is a file in a folder {typed.key}/, or give --config {name}"
+        raise ConfigError(
+            f"{typed.key}={show(str(name))} is not a choice{hint}; expected one of {', '.join(names)}{looked}"
+        )
+    return typed.argument
 
 
-def help_text() -> str:
-    """Every group with its choices and every setting with meaning, expected value, default and owner, as plain text."""
-    run_owned = dict(leaves(Manifest))
-    values = dict(flatten(compose().model_dump(mode="json")))
-    lines = ["Groups (GROUP=CHOICE):"]
-    lines += [f"  {group}: {' '.join(names)}" for group, names in choices().items()]
-    lines += [
-        "",
-        "Settings (KEY=VALUE), with their defaults; those marked * define the run and are equal on all its peers:",
-    ]
-    for key, field in leaves(Config):
-        empty = "[]" if field.default == () else "see --cfg job"  # an empty mixture is in no dump
-        default = show(values[key]) if key in values else empty
-        lines.append(f"  {key}={default}{' *' if key in run_owned else ''}")
-        lines.append(f"      {field.description} Expects {expected(field)}.")
-    return "\n".join(lines)
+def _line(setting: tuple[Typed, Any]) -> str:
+    typed, override = setting
+    return f"++{override.input_line}" if override.is_force_add() and not typed.sign else str(override.input_line)
 
 
-def _directory() -> Path:
-    """`configs/` inside an installed package, or beside the package in a checkout."""
-    package = Path(__file__).parents[1]
-    for place in (package / "_configs", package.parent / "configs"):
-        if (place / "config.yaml").is_file():
-            return place
-    raise ConfigError(f"{package}: the configs directory is missing; install diloco again")
-
-
-def _parse(argument: str) -> _Override:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def _apply(tree: DictConfig, settings: Sequence[tuple[Typed, Any]]) -> None:
+    """Applies the settings as Hydra does when it composes, with its own code."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
     from hydra.errors import HydraException
 
-    key, equals, text = argument.lstrip("+").partition("=")
-    if not equals or not key or argument.startswith("~"):
-        raise ConfigError(f"{show(argument)} is not a setting; write KEY=VALUE or GROUP=CHOICE")
-    parser = OverridesParser.create()
-    try:
-        override = parser.parse_override(f"{key}={text}")
-    except HydraException as error:
-        if text[:1] in ("[", "{", "'", '"'):
-            reason = _first_line(error)
-            raise ConfigError(
-                f"{show(key)}={show(text)} cannot be parsed ({reason}); check brackets and quotes"
-            ) from None
-        return _Override(key, text, text)  # Hydra's grammar reserves some characters of ordinary text, such as ~
-    if override.is_sweep_override():
-        raise ConfigError(f"{key}={text} is several values; give one value, or a list in brackets: '{key}=[{text}]'")
-    return _Override(key, text, override.value())
+    for typed, override in settings:
+        try:
+            ConfigLoaderImpl._apply_overrides_to_config([override], tree)
+        except HydraException as error:
+            raise ConfigError(_refusal(typed, error)) from None
+        tree.hydra.overrides["hydra" if typed.key.startswith("hydra.") else "task"].append(typed.argument)
+    if settings:
+        mine, job = [override for typed, override in settings if not typed.key.startswith("hydra.")], tree.hydra.job
+        separators = OmegaConf.to_container(job.config.override_dirname)
+        job.override_dirname = get_overrides_dirname(mine, **separators)  # type: ignore[arg-type]
 
 
-def _checked_choice(item: _Override, groups: Mapping[str, Sequence[str]]) -> str | None:
-    names = groups[item.key]
-    if item.value is None and item.key == "experiment":
-        return None
-    if item.text in names:
-        return item.text
-    guesses = nearest(item.text, names)
-    hint = f" (did you mean {guesses[0]}?)" if guesses else ""
-    raise ConfigError(f"{item.key}={show(item.text)} is not a choice{hint}; expected one of {', '.join(names)}")
-
-
-def _compose_files(chosen: Mapping[str, str | None]) -> DictConfig:
-    """Composes the files alone for the choices on the command line. The result is cached: do not change it."""
-    arguments = tuple(f"{group}={name}" for group, name in chosen.items() if name is not None)
-    return _hydra_compose(_directory().resolve(), arguments)
-
-
-@lru_cache(maxsize=64)  # a tenth of a second each, and a sweep or a test session composes hundreds
-def _hydra_compose(directory: Path, arguments: tuple[str, ...]) -> DictConfig:
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-
-    state = GlobalHydra.instance()
-    application, state.hydra = state.hydra, None  # the program around us may be a Hydra application itself
-    try:
-        with hydra.initialize_config_dir(str(directory), version_base="1.3"):
-            return hydra.compose("config", list(arguments))
-    except (HydraException, YAMLError) as error:
-        raise ConfigError(f"{directory}: {_first_line(error)}") from None
-    finally:
-        GlobalHydra.instance().hydra = application
-
-
-def _rebase(base: Path, chosen: Mapping[str, str | None]) -> DictConfig:
-    """The saved configuration, with the chosen groups in place of its own."""
-    if chosen.get("experiment") is not None:
-        raise ConfigError(f"experiment={chosen['experiment']} cannot be laid over {base}; give its settings one by one")
-    try:
-        saved = OmegaConf.load(base)
-    except OSError as error:
-        raise ConfigError(f"{base} cannot be read: {error.strerror}") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{base} is not YAML: {_first_line(error)}") from None
-    if "${" in json.dumps(OmegaConf.to_container(saved), ensure_ascii=False, default=str):
-        # A part of it may come from a peer. To resolve it would put secrets of this machine into a setting.
-        raise ConfigError(f"{base} holds ${{...}}, which is resolved in configs/ only; write the value itself")
-    if not isinstance(saved, DictConfig) or saved.keys().isdisjoint(Config.model_fields):
-        raise ConfigError(f"{base} is not a configuration; expected the config.yaml of a run directory")
-    for key in RETIRED:
-        group, _, name = key.partition(".")
-        if isinstance(saved.get(group), DictConfig):
-            saved[group].pop(name, None)
-    groups = {group: name for group, name in chosen.items() if name is not None}
-    if groups:
-        fresh = _compose_files(groups)
-        saved.update({group: fresh[group] for group in groups})
-    return saved
-
-
-def _schema_defaults() -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, field in leaves(Config):
-        if not field.is_required():
-            group, _, name = key.rpartition(".")
-            value = field.get_default(call_default_factory=True)
-            tree.setdefault(group, {})[name] = list(value) if isinstance(value, tuple) else value
-    return tree
-
-
-def _first_line(error: Exception) -> str:
-    return show(next(iter(str(error).splitlines()), type(error).__name__), limit=200)
+def _refusal(typed: Typed, error: Exception) -> str:
+    """What Hydra says of an argument, as one line of ours."""
+    plain = f"{typed.key}={typed.text}"
+    if typed.sign == "+" and "Could not append" in str(error):
+        return f"{show(typed.argument)} adds a key, but {typed.key} is there already; write {plain}, or ++{plain}"
+    if typed.sign == "~":
+        reason = "is not there" if "does not exist" in str(error) else "has another value"
+        return f"{show(typed.argument)} deletes nothing: {typed.key} {reason}; drop it"
+    if typed.key.startswith("hydra.") and "Could not override" in str(error):
+        return f"{typed.key} is not a setting of Hydra here; see --cfg hydra, or write +{plain} to add it"
+    cause = error.__cause__ or error.__context__ or error
+    return f"{show(plain)}: {first_line(cause if isinstance(cause, Exception) else error)}"

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from diloco.config.compose import choices, settings_of
 from diloco.config.explain import leaves, show
 from diloco.config.groups import OuterConfig
 from diloco.config.manifest import Manifest
+from diloco.config.overrides import key_of, split
 from diloco.config.schema import Config
+from diloco.config.sources import Start, choices, settings_of
 from diloco.errors import ConfigError
 
 __all__ = ["COMMANDS", "refuse_ignored", "refuse_run_owned"]
@@ -31,6 +32,7 @@ class Ignored(NamedTuple):
 
 
 _REAL_TIME = Ignored("sim", "which runs in real time", "drop it, or use diloco simulate")
+_ONE_RUN = Ignored("sweep", "which is one run", "drop it, or use diloco sweep")
 _ONE_PEER = Ignored("local", "which is one peer", "drop it, or use diloco local")
 _NAMED = "run.name run.lead run.report"
 _SHARDS = "data.shard data.shards"
@@ -39,6 +41,7 @@ _LAYERS = "train.tf32 train.attention train.checkpointing train.compile"
 # What each command does not read. `plan` and `doctor` take the whole run-owned half: it says which run is meant.
 COMMANDS: dict[str, tuple[Ignored, ...]] = {
     "local": (
+        _ONE_RUN,
         _REAL_TIME,
         Ignored(
             f"{_NAMED} {_SHARDS} swarm.identity_path",
@@ -46,9 +49,10 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
             "drop it, or start each peer with diloco train",
         ),
     ),
-    "train": (_REAL_TIME, _ONE_PEER),
-    "join": (_REAL_TIME, _ONE_PEER, Ignored("swarm.initial_peers", "which is given the ADDRESS")),
+    "train": (_ONE_RUN, _REAL_TIME, _ONE_PEER),
+    "join": (_ONE_RUN, _REAL_TIME, _ONE_PEER, Ignored("swarm.initial_peers", "which is given the ADDRESS")),
     "host": (
+        _ONE_RUN,
         _REAL_TIME,
         _ONE_PEER,
         Ignored("swarm.initial_peers", "which is given the ADDRESS or --new"),
@@ -60,6 +64,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         ),
     ),
     "simulate": (
+        _ONE_RUN,
         Ignored("train.step_delay_s local.step_delay_s", "which runs in virtual time", "set sim.step_s"),
         Ignored(f"train.parallel {_LAYERS}", "whose peers are in one process"),
         Ignored("checkpoint", "which writes no checkpoints"),
@@ -73,6 +78,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         ),
     ),
     "plan": (
+        _ONE_RUN,
         Ignored("sim", "which only computes", "give --step-s, --bandwidth and --latency-ms"),
         Ignored(
             f"run.dir {_NAMED} {_SHARDS} data.cache local.step_delay_s train.parallel train.micro_batch {_LAYERS} "
@@ -81,6 +87,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         ),
     ),
     "doctor": (
+        _ONE_RUN,
         _REAL_TIME,
         _ONE_PEER,
         Ignored(
@@ -92,6 +99,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
         ),
     ),
     "eval": (
+        _ONE_RUN,
         Ignored("model", "which is given a MODEL_DIR"),
         Ignored(
             f"run.id run.key run.dir {_NAMED} budget local {_SHARDS} inner.optimizer inner.lr inner.muon_lr_ratio "
@@ -104,7 +112,7 @@ COMMANDS: dict[str, tuple[Ignored, ...]] = {
 }
 
 
-def refuse_ignored(config: Config, command: str, overrides: Sequence[str]) -> None:
+def refuse_ignored(config: Config, command: str, overrides: Sequence[str], start: Start | None = None) -> None:
     """Raises ConfigError for a typed setting that the command does not read with this configuration.
 
     `command` is one of `COMMANDS`, `overrides` are the arguments as the user typed them. A choice such as
@@ -114,13 +122,14 @@ def refuse_ignored(config: Config, command: str, overrides: Sequence[str]) -> No
     ignored = {  # the command's own reason comes last and counts
         one: entry for entry in (*_beside(config), *entries) for key in entry.keys.split() for one in _covered(key)
     }
-    groups = choices()
+    groups = choices(start)
     found = []
     for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key == "experiment":
+        sign, key, value = split(override)
+        named = key.removeprefix("hydra.") if key == "hydra.run.dir" else key
+        if key == "experiment" or sign == "~" or named.startswith(("hydra.", "hydra/")):
             continue
-        typed = settings_of(key, value) if key in groups else [key]
+        typed = settings_of(key, value, start) if key in groups else [named]
         reasons = [ignored.get(one) for name in typed for one in _covered(name)]
         if reasons and reasons[0] is not None and all(reasons):
             found.append(f"{key}={show(value)} has no effect {reasons[0].reason}; {reasons[0].remedy}")
@@ -132,8 +141,8 @@ def refuse_run_owned(overrides: Sequence[str], allowed: Collection[str] = ()) ->
     """Raises ConfigError for a typed setting of the run, where the run is that of the peer at an ADDRESS."""
     owned = [key for key, _ in leaves(Manifest)]
     for override in overrides:
-        key = override.lstrip("+").partition("=")[0]
-        chosen = key in ("model", "data", "inner", "outer", "experiment")
+        key = key_of(override)
+        chosen = key in ("budget", "model", "data", "inner", "outer", "experiment")
         if key not in allowed and (chosen or any(key == one or key.startswith(f"{one}.") for one in owned)):
             raise ConfigError(f"{key} belongs to the run and comes from the swarm; drop it, or start your own swarm")
 

@@ -1,4 +1,4 @@
-"""Arguments with several values: what a sweep varies, in Hydra's grammar, and Hydra's own multirun for its plugins.
+"""Settings with several values: what a sweep varies, in Hydra's grammar, as arguments or in hydra.sweeper.params.
 
 1. `outer.lr=0.5,0.7`, `run.seed=range(0,3)`, `model=choice(tiny,14m)` and `model=glob(*m)` are axes of a grid.
 2. `inner.lr=interval(1e-4,1e-2)`, also inside `tag(log, ...)` or `int(...)`, is for sweepers that choose by themselves.
@@ -7,22 +7,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco.config.compose import choices
+from diloco.config.compose import Composed, compose_tree
 from diloco.config.explain import show
+from diloco.config.overrides import key_of, split
+from diloco.config.sources import Start, choices
 from diloco.errors import ConfigError
 
-__all__ = ["Axis", "grid", "hydra_multirun", "parse_axes", "quoted", "require_plugin"]
+__all__ = ["Axis", "grid", "parse_axes", "plan_sweep"]
 
 MOST_MEMBERS = 10_000
-PLUGINS = {"optuna": "hydra_optuna_sweeper", "submitit": "hydra_submitit_launcher"}
 
 
 class Axis(NamedTuple):
@@ -34,7 +31,24 @@ class Axis(NamedTuple):
     continuous: bool = False
 
 
-def parse_axes(overrides: Sequence[str]) -> list[str | Axis]:
+def plan_sweep(overrides: Sequence[str], start: Start) -> tuple[list[str | Axis], Composed]:
+    """What a sweep varies: the arguments, and hydra.sweeper.params of a file where an argument says nothing else.
+
+    The composed tree is that of the arguments with one value, for its node `hydra`; arguments for Hydra are in it only.
+    Raises ConfigError as `parse_axes` and `compose_tree` do.
+    """
+    for_hydra = [one for one in overrides if key_of(one).startswith(("hydra.", "hydra/"))]
+    parsed = parse_axes([one for one in overrides if one not in for_hydra], start)
+    composed = compose_tree([*(one for one in parsed if isinstance(one, str)), *for_hydra], start)
+    typed = {one.key if isinstance(one, Axis) else key_of(one) for one in parsed}
+    params = {str(key): value for key, value in composed.block.params.items() if key not in typed}
+    for key, value in params.items():
+        if value is None or not str(value).strip():
+            raise ConfigError(f"hydra.sweeper.params has no values for {key}; list some, such as {key}: 1,2")
+    return [*parsed, *parse_axes([f"{key}={value}" for key, value in params.items()], start)], composed
+
+
+def parse_axes(overrides: Sequence[str], start: Start | None = None) -> list[str | Axis]:
     """The arguments in their order, those with several values as axes.
 
     Raises ConfigError for a swept key that is given twice, and for an empty list of values.
@@ -45,14 +59,14 @@ def parse_axes(overrides: Sequence[str]) -> list[str | Axis]:
     parser = OverridesParser.create()
     parsed: list[str | Axis] = []
     for argument in overrides:
-        key, equals, text = argument.lstrip("+").partition("=")
+        sign, key, text = split(argument)
         try:
-            override = parser.parse_override(f"{key}={text}") if equals and key else None
+            override = parser.parse_override(argument) if "=" in argument and key and sign != "~" else None
         except HydraException:  # plain text that the grammar does not know, or an error; compose decides
             override = None
         swept = override is not None and override.is_sweep_override()
-        parsed.append(_axis(key, text, override) if swept else argument)
-    keys = [one.key if isinstance(one, Axis) else one.lstrip("+").partition("=")[0] for one in parsed]
+        parsed.append(_axis(key, text, override, start) if swept else argument)
+    keys = [one.key if isinstance(one, Axis) else key_of(one) for one in parsed]
     for one in parsed:
         if isinstance(one, Axis) and keys.count(one.key) > 1:
             raise ConfigError(f"{one.key}={show(one.text)} is swept and given again; give {one.key} once")
@@ -82,76 +96,14 @@ def grid(parsed: Sequence[str | Axis]) -> list[tuple[tuple[str, ...], tuple[tupl
     return combinations
 
 
-def require_plugin(name: str) -> None:
-    """Raises ConfigError if the Hydra sweeper or launcher `name` belongs to a plugin that is not installed."""
-    module = next((module for word, module in PLUGINS.items() if name.startswith(word)), None)
-    try:
-        missing = module is not None and find_spec(f"hydra_plugins.{module}") is None
-    except ModuleNotFoundError:
-        missing = True
-    if missing:
-        raise ConfigError(f"{show(name)} is a plugin of Hydra that is not installed: pip install 'diloco[sweep]'")
-
-
-def hydra_multirun(
-    axes: Sequence[Axis],
-    task: Callable[[int, tuple[tuple[str, str], ...]], float],
-    directory: Path,
-    *,
-    sweeper: str,
-    launcher: str | None,
-    options: Sequence[str] = (),
-) -> None:
-    """Lets a sweeper of Hydra choose values of the axes and its launcher call `task(number, chosen)` with them.
-
-    Hydra sees the axes only, under names without dots; `task` returns what the sweeper minimises. `options` are
-    arguments for Hydra, such as `hydra.sweeper.n_trials=20`. Raises ConfigError for what Hydra refuses.
-    """
-    import hydra
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-
-    keys = {axis.key.replace(".", "__"): axis.key for axis in axes}
-    ConfigStore.instance().store("diloco_sweep", dict.fromkeys(keys))
-
-    def member(config: Any) -> float:
-        job = HydraConfig.get()
-        pairs = [text.lstrip("+").partition("=") for text in job.overrides.task]
-        return task(int(job.job.num), tuple((keys[name], value) for name, _, value in pairs))
-
-    arguments = [
-        "--multirun",
-        *([f"hydra/sweeper={sweeper}"] if sweeper not in ("grid", "basic") else []),
-        *([f"hydra/launcher={launcher}"] if launcher else []),
-        *(f"hydra.sweep.dir={quoted(directory)}", "hydra.sweep.subdir=.", "hydra.output_subdir=null"),
-        *("hydra/job_logging=none", "hydra/hydra_logging=none"),
-        *options,
-        *(f"{axis.key.replace('.', '__')}={axis.text}" for axis in axes),
-    ]
-    # hydra.main reads its arguments from the process, and hides errors unless told not to.
-    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["diloco", *arguments], "1"
-    try:
-        hydra.main(config_path=None, config_name="diloco_sweep", version_base="1.3")(member)()
-    except HydraException as error:
-        raise ConfigError(f"--sweeper={sweeper}: {show(str(error).splitlines()[0], limit=200)}") from None
-    finally:
-        sys.argv = before
-        if full is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full
-
-
-def _axis(key: str, text: str, override: Any) -> Axis:
+def _axis(key: str, text: str, override: Any, start: Start | None) -> Axis:
     from hydra.core.override_parser.types import Glob
 
     value = override.value()
     if isinstance(value, Glob):
-        names = value.filter(list(choices().get(key, ())))
+        names = value.filter(list(choices(start).get(key, ())))
         if not names:
-            raise ConfigError(f"{key}={show(text)} matches nothing; expected a pattern for {', '.join(choices())}")
+            raise ConfigError(f"{key}={show(text)} matches nothing; expected a pattern for {', '.join(choices(start))}")
         return Axis(key, ",".join(names), tuple(names))
     if not override.is_discrete_sweep():
         return Axis(key, text, (str(value.start), str(value.end)), continuous=True)
@@ -159,8 +111,3 @@ def _axis(key: str, text: str, override: Any) -> Axis:
     if not values:
         raise ConfigError(f"{key}={show(text)} has no values; check the ends and the step")
     return Axis(key, text, values)
-
-
-def quoted(value: Path | str) -> str:
-    """A path or a text as a value in Hydra's grammar."""
-    return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"

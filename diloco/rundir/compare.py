@@ -107,15 +107,15 @@ def time_to_loss(run: Run, loss: float) -> float | None:
     return None
 
 
-def plot_runs(runs: Sequence[Run], directory: Path) -> list[Path]:
-    """Draws held-out loss by tokens, by time and by bytes into `directory`; returns the paths of the three pictures.
-    Raises `ConfigError` if a picture cannot be written.
-    """
+def plot_runs(runs: Sequence[Run], directory: Path, by: Sequence[str] = tuple(AXES)) -> list[Path]:
+    """Draws held-out loss `by` tokens, time and bytes into `directory`; returns the paths of the pictures. Raises
+    `ConfigError` if a picture cannot be written."""
     from matplotlib import colormaps
 
     written = []
     few = len(runs) <= 10
-    for axis, (field_name, label) in AXES.items():
+    for axis in by:
+        field_name, label = AXES[axis]
         written.append(directory / f"loss-by-{axis}.png")
         virtual = " (virtual)" if axis == "time" and all(run.virtual_s for run in runs) else ""
         with picture(written[-1], label + virtual) as axes:

@@ -7,25 +7,20 @@ import os
 import signal
 import sys
 import threading
+from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 
-from diloco.config import compose, refuse_ignored
+from diloco.config import Start, compose, refuse_ignored
 from diloco.errors import ConfigError, guard
 
 __all__: list[str] = []
 
 
 def _main(arguments: list[str]) -> int:
-    base = None
-    if "--config" in arguments:
-        at = arguments.index("--config")
-        if at + 1 == len(arguments):
-            raise ConfigError("--config needs a file")
-        base = Path(arguments[at + 1])
-        arguments = arguments[:at] + arguments[at + 2 :]
-    config = compose(arguments, base=base)
+    start, arguments = _start(arguments)
+    config = compose(arguments, start)
     if not config.run.report:  # a supervisor has checked what the user typed, and adds settings of its own
-        refuse_ignored(config, "train", arguments)
+        refuse_ignored(config, "train", arguments, start)
     logging.basicConfig(level=logging.INFO, format="diloco: %(message)s", stream=sys.stderr)
     from diloco.rundir.reporting import json_lines, log_lines
     from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds
@@ -33,6 +28,19 @@ def _main(arguments: list[str]) -> int:
     if config.run.report:
         threading.Thread(target=_leave_with_supervisor, daemon=True).start()
     return run(config, json_lines if config.run.report else log_lines(config)).exit
+
+
+def _start(arguments: list[str]) -> tuple[Start, list[str]]:
+    """The options that say where settings come from, as `diloco train` has them, and the other arguments."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--config-name", "-cn", default=Start().name)
+    try:
+        found, others = parser.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}") from None
+    return Start(found.config, found.config_dir, found.config_name), others
 
 
 def _leave_with_supervisor() -> None:

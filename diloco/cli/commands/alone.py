@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from diloco.cli.commands.common import PATH, Command, configured, implementation, run, sweepable
+from diloco.cli.commands.common import PATH, Asked, Command, configured, implementation, run, sweepable
 from diloco.errors import ConfigError
 
 __all__ = ["compare", "evaluate", "export", "generate", "plan", "simulate", "sweep"]
@@ -16,7 +17,7 @@ __all__ = ["compare", "evaluate", "export", "generate", "plan", "simulate", "swe
 @click.command(name="eval", cls=Command)
 @click.argument("model", metavar="MODEL_DIR", type=PATH)
 @configured
-def evaluate(model: Path, base: Path | None, **arguments: Any) -> int:
+def evaluate(model: Path, asked: Asked, **arguments: Any) -> int:
     """Measure the held-out loss of a model.
 
     \b
@@ -27,8 +28,8 @@ def evaluate(model: Path, base: Path | None, **arguments: Any) -> int:
     defaults, so its loss is reproduced.
     """
     beside = (directory / "config.yaml" for directory in (model, model.parent))
-    base = base or next((file for file in beside if file.is_file()), None)
-    return run("eval", base=base, model=model, **arguments)
+    base = asked.base or next((file for file in beside if file.is_file()), None)
+    return run("eval", asked=replace(asked, base=base), model=model, **arguments)
 
 
 @click.command(cls=Command)
@@ -78,27 +79,32 @@ def simulate(**arguments: Any) -> int:
 
 
 @click.command(cls=Command)
-@click.argument("command", type=click.Choice(["local", "train", "simulate"]))
 @configured
-@click.option("--jobs", type=click.IntRange(1, 1024), default=1, help="Members at a time.")
+@click.option("--jobs", type=click.IntRange(1, 1024), help="Members at a time.  [default: sweep.jobs]")
 @click.option("--dir", "directory", type=PATH, help="Where the members go.  [default: runs/RUN_ID-sweep]")
-@click.option("--sweeper", default="grid", help="grid, or a Hydra sweeper such as optuna.")
+@click.option("--sweeper", help="A Hydra sweeper such as optuna, instead of every combination.")
 @click.option("--launcher", help="A Hydra launcher such as submitit_slurm, instead of processes here.")
 @click.option("--dry-run", is_flag=True, help="Check and list the members, and stop.")
-def sweep(command: str, overrides: tuple[str, ...], cfg: str | None, **arguments: Any) -> int:
+def sweep(overrides: tuple[str, ...], asked: Asked, **arguments: Any) -> int:
     """Run every combination of several values.
 
     \b
     diloco sweep simulate experiment=smoke outer.lr=0.5,0.7,1.0 outer.sync_every=10,20
     diloco sweep local experiment=quickstart 'run.seed=range(0,3)' --jobs 2 --dir runs/seeds
     diloco sweep local 'inner.lr=interval(1e-4,1e-2)' --sweeper optuna hydra.sweeper.n_trials=20
+    diloco sweep simulate experiment=sweep-mini
 
-    Each member has its own run directory. The same command again runs the members that are missing. At the end there
-    are sweep.json, the table of diloco compare and its curves. A member that fails does not stop the others.
+    The first argument is the command of a member: local (the default), train or simulate. What is swept may also be in
+    a file, as hydra.sweeper.params. Each member has its own run directory. The same command again runs the members that
+    are missing. At the end there are sweep.json, the table of diloco compare and its curves. A member that fails does
+    not stop the others.
     """
-    if cfg is not None:
-        raise ConfigError(f"--cfg={cfg} shows one configuration; use --dry-run to see the members of a sweep")
-    return implementation("sweep")(command=command, overrides=overrides, **arguments)
+    command, *rest = overrides if overrides and "=" not in overrides[0] else ("local", *overrides)
+    if command not in ("local", "train", "simulate"):
+        raise ConfigError(f"diloco sweep {command}: a member is one of local, train, simulate")
+    if asked.shows:
+        raise ConfigError(f"{asked.shows} shows one configuration; use --dry-run to see the members of a sweep")
+    return implementation("sweep")(command=command, overrides=tuple(rest), start=asked.start(), **arguments)
 
 
 @click.command(cls=Command)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # a help text does not wait for pydantic
+    from diloco.config import Start
     from diloco.config.address import Address
 
-__all__ = ["PATH", "Command", "Function", "configured", "guest", "implementation", "run", "split_address", "sweepable"]
+__all__ = [
+    "PATH", "Asked", "Command", "Function", "configured", "guest", "implementation", "run", "split_address",
+    "sweepable",
+]  # fmt: skip
 
 PATH = click.Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -37,67 +43,159 @@ class Command(click.Command):
         super().format_epilog(ctx, formatter)
         if not any(parameter.name == "overrides" for parameter in self.params):
             return
-        from diloco.config import choices
+        from diloco.config import Start, choices
 
+        folder = ctx.params.get("folder")
         with formatter.section("Groups (GROUP=CHOICE)"):
-            formatter.write_dl([(group, " ".join(names)) for group, names in choices().items()])
+            formatter.write_dl([(group, " ".join(names)) for group, names in choices(Start(folder=folder)).items()])
         with formatter.section("Settings (KEY=VALUE)"):
             formatter.write_text(f"{ctx.command_path} --cfg help lists them with meaning, range and default")
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Where the settings come from, and what to print of them instead of running the command."""
+
+    base: Path | None = None
+    folder: Path | None = None
+    name: str | None = None
+    cfg: str | None = None
+    resolve: bool = False
+    package: str | None = None
+    info: str | None = None
+
+    @property
+    def shows(self) -> str | None:
+        """The option that prints something, as typed; None: the command runs."""
+        if self.cfg is None and self.info is None and (self.resolve or self.package is not None):
+            raise ConfigError(f"{'--resolve' if self.resolve else '--package'} goes with --cfg; add --cfg job")
+        return f"--cfg={self.cfg}" if self.cfg is not None else self.info and f"--info={self.info}"
+
+    def start(self, guest: bool = False) -> Start:
+        """The same for `compose`."""
+        from diloco.config import Start
+
+        given = {} if self.name is None else {"name": self.name.removesuffix(".yaml")}
+        return Start(base=self.base, folder=self.folder, guest=guest, **given)
+
+
+# Options of Hydra that have no use here: their names, whether they are flags, and what to type instead.
+INSTEAD = {
+    "config_path": (("--config-path", "-cp"), False, "--config-dir DIR, which adds a folder"),
+    "hydra_help": (("--hydra-help",), True, "--help, --cfg hydra or --info"),
+    "shell_completion": (("--shell-completion", "-sc"), True, "--cfg help, which lists every setting"),
+    "experimental_rerun": (("--experimental-rerun",), False, "--config RUN/config.yaml"),
+}
+OPTIONS = (
+    click.option("--info", "-i", is_flag=False, flag_value="all",
+                 type=click.Choice(["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]),
+                 help="Print how Hydra composes the configuration; then stop."),
+    click.option("--package", "-p", metavar="KEY", help="Print only this part of --cfg, such as outer."),
+    click.option("--resolve", is_flag=True, help="Resolve ${...} in --cfg hydra; in --cfg job it always is."),
+    click.option("--cfg", "-c", type=click.Choice(["job", "hydra", "all", "manifest", "help"]),
+                 help="Print the composed configuration, Hydra's own, both, the manifest and its hash, or every "
+                 "setting; then stop."),
+    *(click.option(*names, key, hidden=True, is_flag=flag) for key, (names, flag, _) in INSTEAD.items()),
+    click.option("--run", "-r", "once", hidden=True, is_flag=True),  # what a command does anyway
+    click.option("--config-name", "-cn", "name", metavar="NAME", help="Begin with NAME.yaml instead of config.yaml."),
+    click.option("--config-dir", "-cd", "folder", type=PATH, metavar="DIR",
+                 help="Look for choices in this folder, too; configs/ of the working directory is looked at anyway."),
+    click.option("--config", "base", type=PATH, metavar="FILE",
+                 help="Lay FILE over the defaults; the config.yaml of a run takes their place."),
+)  # fmt: skip
+
+
 def configured(function: Function) -> Function:
-    """Adds what every command that takes a configuration has."""
-    function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED)(function)
-    function = click.option(
-        "--config", "base", type=PATH, metavar="FILE",
-        help="Start from this config.yaml of a run instead of the defaults.",
-    )(function)  # fmt: skip
-    return click.option(
-        "--cfg",
-        type=click.Choice(["job", "manifest", "help"]),
-        help="Print the composed configuration, the manifest and its hash, or every setting; then stop.",
-    )(function)
+    """Adds what every command that takes a configuration has; the function gets it as `asked`."""
+
+    @wraps(function)
+    def collected(**arguments: Any) -> Any:
+        del arguments["once"]
+        for key, (names, _, remedy) in INSTEAD.items():
+            if arguments.pop(key):
+                raise ConfigError(f"{names[0]} has no use with diloco; write {remedy}")
+        asked = Asked(**{field.name: arguments.pop(field.name) for field in fields(Asked)})
+        return function(asked=asked, **arguments)
+
+    for option in (*OPTIONS, click.argument("overrides", nargs=-1, type=click.UNPROCESSED)):
+        option(collected)
+    return cast(Function, collected)
 
 
-sweepable = click.option("--multirun", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")
+sweepable = click.option("--multirun", "-m", is_flag=True, help="Sweep over KEY=V1,V2 as diloco sweep does.")
 """For commands that are the same as `diloco sweep COMMAND` with it."""
 
 
 def run(
     command: str,
     overrides: tuple[str, ...],
-    cfg: str | None = None,
-    base: Path | None = None,
+    asked: Asked,
     given: Sequence[str] = (),
-    multirun: bool = False,
+    multirun: bool | None = None,
+    guest: bool = False,
     **options: Any,
 ) -> int:
     """Composes the configuration, and prints it or runs the command with it.
 
-    `overrides` are the user's, `given` those that the command adds. A typed setting without effect is refused, and one
-    that is probably not meant is a warning on stderr.
+    `overrides` are the user's, `given` those that the command adds; `multirun` is None where there are no sweeps. A
+    typed setting without effect is refused, and one that is probably not meant is a warning on stderr. A `guest` takes
+    part in somebody's run.
     """
-    from diloco.config import compose, help_text, refuse_ignored
+    from diloco.config import refuse_ignored
+    from diloco.config.compose import compose_tree, validated
 
+    start = asked.start(guest)
+    if asked.shows:
+        if multirun:
+            raise ConfigError(f"{asked.shows} shows one configuration; drop --multirun")
+        return _show(overrides, given, asked, start)
+    multirun = multirun or (multirun is not None and "hydra.mode=MULTIRUN" in overrides)
     if multirun:
-        if cfg is not None:
-            raise ConfigError(f"--cfg={cfg} shows one configuration; drop --multirun")
-        return implementation("sweep")(command=command, overrides=overrides, base=base)
-    if cfg == "help":
-        return _write(help_text())
+        return implementation("sweep")(command=command, overrides=overrides, start=start)
     overrides = tuple(map(_from_stdin, overrides))
-    config = compose([*overrides, *given], base=base)
-    if cfg == "job":
-        return _write(config.to_yaml())
-    if cfg == "manifest":
-        manifest = config.manifest()
-        click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
-        return _write(manifest.to_json(indent=2))
+    composed = compose_tree([*overrides, *given], start)
+    block = composed.block
+    if block.multirun and multirun is not None:
+        return implementation("sweep")(command=command, overrides=overrides, start=start)
+    if block.of_a_sweep and block.multirun is None:
+        how = "add --multirun" if multirun is not None else "use it with diloco sweep"
+        raise ConfigError(f"{block.of_a_sweep[0]} is for a sweep; {how}, or hydra.mode=RUN for one run without it")
+    config = validated(composed)
     if command != "train" or not config.run.report:  # a supervisor has checked what the user typed, and adds its own
-        refuse_ignored(config, command, overrides)
+        refuse_ignored(config, command, overrides, start)
         for doubt in config.warnings():
             click.echo(f"diloco: warning: {doubt}", err=True)
+    _listen(block.verbose)
     return implementation(command)(config, **options)
+
+
+def _show(overrides: tuple[str, ...], given: Sequence[str], asked: Asked, start: Start) -> int:
+    """Prints what --cfg or --info asks for."""
+    from diloco.config import help_text
+    from diloco.config.compose import compose_tree, validated
+    from diloco.config.shown import cfg_text, info_text
+
+    if asked.cfg == "help":
+        return _write(help_text(start))
+    composed = compose_tree([*map(_from_stdin, overrides), *given], start)
+    if asked.info is not None:
+        return _write(info_text(composed, asked.info))
+    if asked.cfg == "manifest":
+        manifest = validated(composed).manifest()
+        click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
+        return _write(manifest.to_json(indent=2))
+    return _write(cfg_text(composed, asked.cfg or "job", asked.package, asked.resolve))
+
+
+def _listen(verbose: Any) -> None:
+    """`hydra.verbose=true`, or the names of loggers: they show everything."""
+    if not verbose:
+        return
+    import logging
+
+    logging.basicConfig(level=logging.DEBUG if verbose is True else logging.WARNING, format="%(name)s: %(message)s")
+    for name in () if verbose is True else (verbose,) if isinstance(verbose, str) else verbose:
+        logging.getLogger(str(name)).setLevel(logging.DEBUG)
 
 
 def _from_stdin(override: str) -> str:
@@ -105,7 +203,7 @@ def _from_stdin(override: str) -> str:
     if override != "swarm.token=-":
         return override
     from diloco.config.address import line_of_stdin
-    from diloco.config.sweeps import quoted
+    from diloco.config.overrides import quoted
 
     return f"swarm.token={quoted(line_of_stdin('swarm.token').rpartition('?token=')[2])}"
 
@@ -124,7 +222,7 @@ def guest(address: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -
     """
     from diloco.config import refuse_run_owned
     from diloco.config.address import Address
-    from diloco.config.sweeps import quoted
+    from diloco.config.overrides import quoted
 
     found = Address.read(address)
     refuse_run_owned(overrides, allowed)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from diloco.cli.commands import common
-from diloco.cli.commands.common import PATH, Command, configured, implementation, run, sweepable
+from diloco.cli.commands.common import PATH, Asked, Command, configured, implementation, run, sweepable
 from diloco.errors import ConfigError
 
 __all__ = [
@@ -53,7 +52,7 @@ def train(**arguments: Any) -> int:
 @click.argument("address", required=False)
 @click.option("--yes", is_flag=True, help="Join also if the run needs more than this package; for scripts.")
 @configured
-def join(address: str | None, yes: bool, overrides: tuple[str, ...], cfg: str | None, base: Path | None) -> int:
+def join(address: str | None, yes: bool, overrides: tuple[str, ...], asked: Asked) -> int:
     """Join a swarm as a volunteer.
 
     \b
@@ -67,19 +66,19 @@ def join(address: str | None, yes: bool, overrides: tuple[str, ...], cfg: str | 
     text from elsewhere is shown first, and joined if you agree. Ctrl+C leaves cleanly at any time, and the same command
     comes back.
     """
-    if cfg is not None:
-        return run("join", overrides, cfg, base)
+    if asked.shows:
+        return run("join", overrides, asked, guest=True)
     if address is None or common.split_address(address, overrides)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
     found, given = common.guest(address, overrides)
-    return run("join", overrides, base=base, given=given, address=found, typed=_typed(overrides), yes=yes)
+    return run("join", overrides, asked, given, guest=True, address=found, typed=_typed(overrides), yes=yes)
 
 
 @click.command(cls=Command)
 @click.option("--new", is_flag=True, help="Start a new swarm instead of joining one.")
 @click.argument("address", required=False)
 @configured
-def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments: Any) -> int:
+def host(new: bool, address: str | None, overrides: tuple[str, ...], asked: Asked) -> int:
     """Hold fragments, without training.
 
     \b
@@ -89,13 +88,13 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
     For a machine without an accelerator that stays: it keeps the state of the swarm and others can start from it.
     """
     address, overrides = common.split_address(address, overrides)
-    if arguments["cfg"] is None and new == (address is not None):
+    if not asked.shows and new == (address is not None):
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
     given: list[str] = []
     if address is not None:
         found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
-    return run("host", overrides, given=given, **arguments)
+    return run("host", overrides, asked, given, guest=address is not None)
 
 
 @click.command(cls=Command)
@@ -171,7 +170,7 @@ def resume(**arguments: Any) -> int:
 @click.argument("address", required=False)
 @configured
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, which diloco plan --doctor reads.")
-def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, base: Path | None, as_json: bool) -> int:
+def doctor(address: str | None, overrides: tuple[str, ...], asked: Asked, as_json: bool) -> int:
     """Check this machine and the way to a swarm.
 
     \b
@@ -183,17 +182,20 @@ def doctor(address: str | None, overrides: tuple[str, ...], cfg: str | None, bas
     that the swarm cannot be joined. Nothing takes part in the run. An ADDRESS brings the run's own settings.
     """
     address, overrides = common.split_address(address, overrides)
-    if cfg is not None:
-        return run("doctor", overrides, cfg, base)
+    guest = address is not None
+    if asked.shows:
+        return run("doctor", overrides, asked, guest=guest)
     found, given = None, list[str]()
     if address is not None:
         found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
     typed = _typed(overrides)
-    return run("doctor", overrides, base=base, given=given, address=found, as_json=as_json, typed=typed)
+    return run("doctor", overrides, asked, given, guest=guest, address=found, as_json=as_json, typed=typed)
 
 
 def _typed(overrides: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(override.lstrip("+").partition("=")[0] for override in overrides)
+    from diloco.config.overrides import key_of
+
+    return frozenset(map(key_of, overrides))
 
 
 @click.command()

@@ -75,6 +75,7 @@ def join(address: str | None, yes: bool, overrides: tuple[str, ...], cfg: str | 
 
 @click.command(cls=Command)
 @click.option("--new", is_flag=True, help="Start a new swarm instead of joining one.")
+@click.option("--until-done", is_flag=True, help="End when the budget is used up and the peers that train have left.")
 @click.argument("address", required=False)
 @configured
 def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments: Any) -> int:

@@ -6,7 +6,7 @@ configs/*.yaml + overrides --Hydra--> mapping --pydantic--> Config --manifest()-
 from __future__ import annotations
 
 from diloco.config.base import PeerLocal, RunOwned
-from diloco.config.compose import choices, compose, help_text
+from diloco.config.compose import choices, compose, help_text, launch_files
 from diloco.config.data import MIXTURE_BLOCK, DataConfig, MixedSource
 from diloco.config.effect import refuse_ignored, refuse_run_owned
 from diloco.config.groups import BudgetConfig, InnerConfig, ModelConfig, OuterConfig
@@ -17,5 +17,5 @@ from diloco.config.schema import Config
 __all__ = [
     "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "DataConfig", "InnerConfig", "Manifest", "MixedSource",
     "ModelConfig", "OuterConfig", "PeerLocal", "RunOwned", "SwarmConfig", "choices", "compose", "flatten", "help_text",
-    "refuse_ignored", "refuse_run_owned",
+    "launch_files", "refuse_ignored", "refuse_run_owned",
 ]  # fmt: skip

@@ -26,10 +26,11 @@ from diloco.config.manifest import Manifest, flatten
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
-__all__ = ["choices", "compose", "help_text", "settings_of"]
+__all__ = ["choices", "compose", "help_text", "launch_files", "settings_of"]
 
 # Settings of earlier versions that say nothing about a run: a saved configuration may still name them.
 RETIRED = ("sim.mode",)
+LAUNCH = "launch"  # a folder of `configs/` that is no group: templates of `diloco launch`, an image, prices
 
 
 class _Override(NamedTuple):
@@ -87,8 +88,13 @@ def _closed(config: Config) -> Config:
 
 def choices() -> dict[str, tuple[str, ...]]:
     """The groups of `configs/` and the names that can be chosen in each, sorted."""
-    folders = sorted(path for path in _directory().iterdir() if path.is_dir())
+    folders = sorted(path for path in _directory().iterdir() if path.is_dir() and path.name != LAUNCH)
     return {folder.name: tuple(sorted(path.stem for path in folder.glob("*.yaml"))) for folder in folders}
+
+
+def launch_files() -> Path:
+    """The folder with the templates of `diloco launch`, one folder per engine."""
+    return _directory() / LAUNCH
 
 
 def settings_of(group: str, name: str) -> list[str]:

@@ -11,7 +11,9 @@ from diloco.cli.commands import common
 from diloco.cli.commands.common import PATH, Command, configured, implementation, run, sweepable
 from diloco.errors import ConfigError
 
-__all__ = ["dashboard", "doctor", "host", "invite", "join", "keygen", "local", "revoke", "status", "train"]
+__all__ = [
+    "dashboard", "doctor", "host", "invite", "join", "keygen", "launch", "local", "revoke", "status", "train",
+]  # fmt: skip
 
 
 @click.command(cls=Command)
@@ -95,6 +97,41 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
         found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
     return run("host", overrides, given=given, **arguments)
+
+
+@click.command(cls=Command)
+@click.argument("engine", type=click.Choice(["slurm", "sky", "kubernetes", "compose"]))
+@configured
+@click.option("--peers", type=click.IntRange(1, 1000), default=4, help="Peers that train.")
+@click.option("--gpus", type=click.IntRange(0, 64), default=1, help="Accelerators of each peer; 0: CPUs only.")
+@click.option(
+    "--gpu", multiple=True, metavar="KIND", help="Kind of accelerator (slurm, sky); sky takes any of several."
+)
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the host.  [default: 4100; slurm: any]")
+@click.option("--image", help="Image (kubernetes, compose).  [default: diloco:cuda, or diloco:cpu]")
+@click.option("--install", metavar="REQUIREMENT", help="What pip installs there (sky).  [default: this version]")
+@click.option("--sbatch", multiple=True, metavar="KEY=VALUE", help="Option of sbatch (slurm); repeatable.")
+@click.option("--out", type=PATH, metavar="DIR", help="New directory for the files.  [default: runs/RUN_ID-launch]")
+@click.option("--submit", is_flag=True, help="Start it, too.")
+@click.option("--dry-run", is_flag=True, help="Print the files, and write nothing.")
+def launch(
+    engine: str, overrides: tuple[str, ...], cfg: str | None, base: Path | None,
+    out: Path | None, submit: bool, dry_run: bool, **options: Any,
+) -> int:  # fmt: skip
+    """Start a host and several peers on a cluster.
+
+    \b
+    diloco launch slurm run.id=mine model=150m --peers 8 --sbatch partition=gpu --sbatch time=12:00:00 --submit
+    diloco launch sky run.id=mine model=150m --peers 4 --gpu H100 --gpu A100
+    diloco launch kubernetes run.id=mine --peers 8 --image registry/diloco:cuda
+    diloco launch compose run.id=mine --peers 2 --gpus 0 --dry-run
+
+    Writes what SLURM, SkyPilot, Kubernetes (JobSet) or Docker compose needs, and says what to type next. Settings are
+    those of diloco train. Every peer is a job of its own, which may end and come back; the host keeps the state.
+    """
+    if cfg is not None:
+        return run("train", overrides, cfg, base)
+    return implementation("launch")(engine, overrides, base, out, submit, dry_run, options)
 
 
 @click.command(cls=Command)

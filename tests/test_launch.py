@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,83 @@ def test_scripts_are_bash_and_hold_any_directory(gpus: int, tmp_path: Path, monk
         subprocess.run(["bash", "-n", odd / "out" / name], check=True)
     assert [path.name for path in odd.iterdir()] == ["out"]
     assert ("torch.distributed.run --standalone --nproc-per-node=8 " in files["peers.sbatch"]) == (gpus > 1)
+
+
+# Stands for a peer: it ends with the next code of CODES; "notice" is 0 after SIGUSR1, "slow" after two.
+PEER = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+with open(os.environ["TRIED"], "a") as tried:
+    tried.write("x")
+codes = os.environ["CODES"].split()
+code = codes[min(os.path.getsize(os.environ["TRIED"]), len(codes)) - 1]
+if code == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if not code.isdigit():
+    print("trains", flush=True)
+    signal.sigwait({signal.SIGUSR1})
+if code == "slow":
+    print("leaves", flush=True)
+    signal.sigwait({signal.SIGUSR1})
+os._exit(int({"notice": 0, "slow": 0, "fails": 4}.get(code, code)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "number", "ends_with", "tries", "queued"),
+    [
+        ("0", None, 0, 1, False),
+        ("2", None, 2, 1, False),
+        ("kill", None, 137, 1, False),
+        ("3 3 0", None, 0, 3, False),  # the host was not there yet
+        ("3 notice", signal.SIGUSR1, 0, 2, True),
+        ("notice", signal.SIGUSR1, 0, 1, True),
+        ("slow", signal.SIGUSR1, 0, 1, True),
+        ("fails", signal.SIGUSR1, 4, 1, False),  # and it would fail again
+        ("notice", signal.SIGTERM, 0, 1, False),  # SLURM queues it again by itself, or the user has ended it
+    ],
+)
+def test_a_task_goes_back_into_the_queue_when_its_time_is_over_and_only_then(
+    codes: str, number: int | None, ends_with: int, tries: int, queued: bool, tmp_path: Path
+) -> None:
+    script, environment = task(tmp_path)
+    with (tmp_path / "log").open("w") as log:
+        shell = subprocess.Popen(["bash", script], env=environment | {"CODES": codes}, stdout=log, stderr=log)
+        if number is not None:
+            eventually(lambda: "trains" in (tmp_path / "log").read_text(), "the peer")
+            shell.send_signal(number)
+        if codes == "slow":  # and is still there at the limit
+            eventually(lambda: "leaves" in (tmp_path / "log").read_text(), "the peer")
+            shell.send_signal(signal.SIGTERM)
+        assert shell.wait(60) == ends_with, (tmp_path / "log").read_text()
+    assert (tmp_path / "tried").read_text() == "x" * tries
+    said = (tmp_path / "queued").read_text() if (tmp_path / "queued").exists() else ""
+    assert said == ("requeue 41_7\n" if queued else "")
+
+
+def test_a_task_that_never_finds_the_host_names_it(tmp_path: Path) -> None:
+    script, environment = task(tmp_path, patience_s=0)
+    done = subprocess.run(["bash", script], env=environment | {"CODES": "3"}, capture_output=True, text=True)
+    place, log = tmp_path / "run" / "host" / "address", tmp_path / "out" / "host.log"
+    assert done.returncode == 3 and (tmp_path / "tried").read_text() == "x"
+    assert done.stderr == f"diloco: error: peer-7 found no swarm at {place} for 0 s; {log} says why\n"
+
+
+def task(tmp_path: Path, patience_s: int = 3600) -> tuple[Path, dict[str, str]]:
+    """The script of peers with a stand-in for Python, and the environment of task 7 of job 41."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    programs = {"python": f"#!{sys.executable} -S\n{PEER}", "sleep": "#!/bin/sh\n"}
+    programs["scontrol"] = f'#!/bin/sh\necho "$@" >> {tmp_path}/queued\n'
+    for name, program in programs.items():
+        (tools / name).write_text(program)
+        (tools / name).chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINES, "slurm", replace(ENGINES["slurm"], python=(str(tools / "python"),)))
+        patch.setattr("diloco.cli.engines.PATIENCE_S", patience_s)
+        written("slurm", tmp_path / "out", f"run.dir={tmp_path}/run")
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "TRIED": f"{tmp_path}/tried"}
+    return tmp_path / "out" / "peers.sbatch", {**environment, "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "7"}
 
 
 # Stands for a cluster: it reads the options of a batch script as sbatch does, and runs its tasks here.

@@ -23,6 +23,7 @@ COMMANDS = [
     "train",
     "join",
     "host",
+    "launch",
     "eval",
     "export",
     "generate",

@@ -69,6 +69,7 @@ HOMES = {
     "pydantic_core": {"config", "protocol"},
     "click": {"cli"},
     "rich": {"cli"},
+    "jinja2": {"cli"},
     "nicegui": {"dashboard"},
     "prometheus_client": {"dashboard"},
     "starlette": {"dashboard"},

@@ -44,8 +44,8 @@ def train(config: Config) -> int:
     return summary.exit
 
 
-def host(config: Config) -> int:
-    """Hold fragments until Ctrl+C; returns the exit code."""
+def host(config: Config, until_done: bool) -> int:
+    """Hold fragments until Ctrl+C, or until the run is over; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
     console = Console()
     name = config.run.name or "host"
@@ -59,6 +59,6 @@ def host(config: Config) -> int:
         node, first = host.node, not config.swarm.initial_peers
         addresses, advice = tuple(node.addresses), node.advice or ""
         view.update(Ready(name, time.time(), host.address, addresses, first, config.joining_command, advice))
-        while not stop.wait(0.5):
+        while not stop.wait(0.5) and not (until_done and host.is_over()):
             view.update(replace(host.status(), peer=name, time=time.time()))
     return 0

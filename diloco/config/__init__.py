@@ -14,10 +14,10 @@ from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
 from diloco.config.peer_local import SwarmConfig
 from diloco.config.schema import Config
 from diloco.config.shown import help_text
-from diloco.config.sources import Start, choices
+from diloco.config.sources import Start, choices, launch_files
 
 __all__ = [
     "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "DataConfig", "InnerConfig", "Manifest", "MixedSource",
     "ModelConfig", "OuterConfig", "PeerLocal", "RunOwned", "Start", "SwarmConfig", "choices", "compose", "flatten",
-    "help_text", "refuse_ignored", "refuse_run_owned",
+    "help_text", "launch_files", "refuse_ignored", "refuse_run_owned",
 ]  # fmt: skip

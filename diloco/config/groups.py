@@ -79,6 +79,11 @@ class BudgetConfig(RunOwned):
             raise ValueError("budget.outer_steps and budget.tokens are both null, so the run would never end; set one")
         return self
 
+    def is_used_up(self, outer_steps: int, tokens: int) -> bool:
+        """Whether a limit is reached after so many outer steps and applied tokens."""
+        steps_over = self.outer_steps is not None and outer_steps >= self.outer_steps
+        return steps_over or (self.tokens is not None and tokens >= self.tokens)
+
 
 class ModelConfig(RunOwned):
     """A causal LM that transformers builds from a config (random weights) or loads from a directory or the hub."""

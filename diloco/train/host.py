@@ -58,6 +58,7 @@ class Host:
         self._options = swarm.options(parameters, None, trains=False, device="cpu")
         self._replica = Replica(parameters, fragments, outer)
         self._runtime = NodeThread()
+        self._used_up = False
         torch.set_grad_enabled(False)
 
     def __enter__(self) -> Host:
@@ -84,6 +85,17 @@ class Host:
     def address(self) -> str:
         """The address by which others join."""
         return self._view.address
+
+    def is_over(self) -> bool:
+        """Whether the run's budget is used up, and no peer that trains is left. Ask at least once a second.
+
+        The last version may not have come here when its peers leave; then their word counts that they are done.
+        """
+        protocol = self.node.protocol
+        trainers = [member for member in protocol.members.all() if member.trains]
+        self._used_up |= self.manifest.budget.is_used_up(protocol.fragments[0].steps, protocol.applied_tokens)
+        self._used_up |= any(member.status.state == "done" for member in trainers)
+        return self._used_up and not trainers
 
     def status(self) -> Status:
         """This host's state and figures, for a live table."""

@@ -334,9 +334,7 @@ class Trainer:
 
 def finished(clock: Sync, budget: BudgetConfig) -> bool:
     """Whether a limit of the budget is reached; between exchanges the answer does not change."""
-    steps_over = budget.outer_steps is not None and clock.version >= budget.outer_steps
-    tokens_over = budget.tokens is not None and clock.applied_tokens >= budget.tokens
-    return steps_over or tokens_over
+    return budget.is_used_up(clock.version, clock.applied_tokens)
 
 
 def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:

@@ -74,7 +74,7 @@ def export(source: Path, out: Path) -> int:
 
 
 def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
-    tokenizer = data.load_tokenizer(config.data.tokenizer, config.data.tokenizer_revision)
+    tokenizer = data.load_tokenizer(*config.data.tokenizer_place)
     model = models.build(config.model, config.run.seed, vocab_size=tokenizer.vocab_size)
     parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
     anchors = checkpoint.tensors["anchor"]

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from diloco.config.explain import accepts, expected, explain, leaves, nearest, show, unknown_key
+from diloco.config.hub_names import with_commits
 from diloco.config.manifest import Manifest, flatten
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -63,7 +64,7 @@ def compose(overrides: Sequence[str] = (), *, base: Path | None = None) -> Confi
         place = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{place}{_first_line(error)}") from None
     try:
-        config = Config.model_validate(content)
+        config = Config.model_validate(with_commits(content, {item.key for item in settings}))
     except ValidationError as error:
         raise ConfigError(explain(error, Config, {item.key: item.text for item in settings})) from None
     return _closed(config)

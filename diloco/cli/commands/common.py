@@ -14,9 +14,21 @@ import click
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # a help text does not wait for pydantic
+    from diloco.config import Config
     from diloco.config.address import Address
 
-__all__ = ["PATH", "Command", "Function", "configured", "guest", "implementation", "run", "split_address", "sweepable"]
+__all__ = [
+    "PATH",
+    "Command",
+    "Function",
+    "configured",
+    "guest",
+    "implementation",
+    "run",
+    "split_address",
+    "sweepable",
+    "with_digests",
+]
 
 PATH = click.Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -27,6 +39,9 @@ WORKERS = {
     "eval": "model.evaluate", "export": "model.export", "generate": "model.generate",
     "keygen": "keys.keygen", "invite": "keys.invite", "revoke": "keys.revoke",
 }  # fmt: skip
+
+
+STARTERS = ("local", "train", "host", "simulate")  # may begin a run, whose manifest has no path of this machine
 
 
 class Command(click.Command):
@@ -89,11 +104,14 @@ def run(
     if cfg == "job":
         return _write(config.to_yaml())
     if cfg == "manifest":
+        config = with_digests(config)
         manifest = config.manifest()
         click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
         return _write(manifest.to_json(indent=2))
     if command != "train" or not config.run.report:  # a supervisor has checked what the user typed, and adds its own
         refuse_ignored(config, command, overrides)
+        if command in STARTERS:
+            config = with_digests(config)
         for doubt in config.warnings():
             click.echo(f"diloco: warning: {doubt}", err=True)
     return implementation(command)(config, **options)
@@ -107,6 +125,15 @@ def _from_stdin(override: str) -> str:
     from diloco.config.sweeps import quoted
 
     return f"swarm.token={quoted(line_of_stdin('swarm.token').rpartition('?token=')[2])}"
+
+
+def with_digests(config: Config) -> Config:
+    """The configuration with digests in place of the files that it names, if it names any."""
+    if not config.names_files:
+        return config
+    from diloco.train.origin import resolved  # torch takes seconds
+
+    return resolved(config)
 
 
 def split_address(address: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:

@@ -13,7 +13,16 @@ from typing import Any
 from diloco.errors import DataError
 from diloco.text import one_line
 
-__all__ = ["MODEL_FILES", "TOKENIZER_FILES", "check_reachable", "commit_of", "files_at", "push", "size_at"]
+__all__ = [
+    "MODEL_FILES",
+    "TOKENIZER_FILES",
+    "check_push",
+    "check_reachable",
+    "commit_of",
+    "files_at",
+    "push",
+    "size_at",
+]
 
 WEIGHTS = "*.safetensors"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
@@ -89,23 +98,36 @@ def files_at(key: str, name: str, revision: str, files: Sequence[str], most_byte
         raise _refusal(key, "model", name, revision, error) from error
 
 
-def push(directory: Path, name: str, private: bool, message: str) -> str:
-    """Uploads a directory as the model repository `name`, made if it is missing; returns its address.
-
-    Raises DataError: nobody is logged in, the name is not valid or not theirs, or the hub cannot be reached.
-    """
+def check_push(key: str, name: str) -> None:
+    """Raises DataError if `push` would fail before it asks the hub: nobody is logged in, or the name is not valid."""
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import utils
+    from huggingface_hub.errors import HFValidationError
 
-    key, hub = "--push-to-hub", huggingface_hub.HfApi()
+    checks: Any = utils  # it does not declare the name
+    try:
+        checks.validate_repo_id(name)
+    except HFValidationError as error:
+        raise DataError(f"{key}={name} is no name on the hub ({one_line(error)}); give USER/NAME") from error
     if _offline():
-        raise DataError(f"{key}={name}: HF_HUB_OFFLINE is set; drop it")
+        raise DataError(f"{key}={name}: the hub is switched off by HF_HUB_OFFLINE; unset it")
     if huggingface_hub.get_token() is None:
         raise DataError(f"{key}={name}: nobody is logged in to the Hugging Face hub; run `hf auth login`")
+
+
+def push(key: str, name: str, directory: Path, private: bool, message: str) -> str:
+    """Uploads a directory as the model repository `name`, which is made if it is missing; returns its address.
+
+    The value of `key` is the name. Raises DataError: the hub cannot be reached, or does not let this user write there.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    hub = huggingface_hub.HfApi()
     try:
         address = hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=directory, commit_message=message)
-    except (HfHubHTTPError, HFValidationError) as error:
+    except HfHubHTTPError as error:
         raise DataError(
             f"{key}={name}: the Hugging Face hub refuses it ({one_line(error)}); give USER/NAME, where you may write"
         ) from error

@@ -85,7 +85,12 @@ class StubHub:
             name = f"{self.made.get('organization') or 'me'}/{self.made['name']}"
             reply = {"url": f"{self.url}/{name}", "id": name}
         elif "preupload" in parts:
-            reply = {"files": [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]}
+            reply = {
+                "files": [
+                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for one in json.loads(body)["files"]
+                ]
+            }
         elif "commit" in parts:
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":

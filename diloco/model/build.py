@@ -32,7 +32,7 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, commit_of, files_at
 from diloco.model.cross_entropy import prepare_head_
 from diloco.model.files import check_directory, load, transformers
-from diloco.model.recipe import allowed_names, fill_frozen_, set_generation_
+from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
 from diloco.text import one_line
 
 __all__ = ["build", "config_of", "directory_of", "has_files", "num_parameters", "outline"]
@@ -102,7 +102,7 @@ def config_of(settings: ModelConfig) -> Any:
     kind = library.CONFIG_MAPPING[settings.model_type]
     allowed = allowed_names(kind)
     for name in settings.config:
-        if name not in allowed:
+        if name not in allowed and not (settings.weights is not None and is_extra(kind, name)):
             # transformers would store it as an attribute that it never reads: a setting without effect.
             raise ConfigError(f"model.config.{name}: {kind.__name__} has no such setting{_nearest(name, allowed)}")
     try:

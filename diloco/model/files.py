@@ -95,9 +95,11 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
     if tokenizer is not None:
         # The default end token of the config (2 for Llama) is an ordinary token in another vocabulary. A checkpoint's
         # own settings fit its tokenizer, and may end a text at several tokens.
-        for config in (model_any.config, model_any.generation_config):
-            if config is not None and tokenizer.end not in _ends(config):
-                config.bos_token_id = config.eos_token_id = config.pad_token_id = tokenizer.end
+        if tokenizer.end not in _ends(model_any.config):
+            _end_at_(model_any.config, tokenizer.end)
+        if model_any.generation_config is not None and tokenizer.end not in _ends(model_any.generation_config):
+            model_any.generation_config = type(model_any.generation_config)()
+            _end_at_(model_any.generation_config, tokenizer.end)
         tokenizer.save(directory)
     try:
         model_any.save_pretrained(directory)
@@ -106,6 +108,10 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
         if type(error).__name__ == "SafetensorError":
             raise OSError(one_line(error)) from error
         raise
+
+
+def _end_at_(config: Any, end: int | None) -> None:
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = end
 
 
 def _ends(config: Any) -> Sequence[int]:

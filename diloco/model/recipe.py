@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.model.files import transformers
 from diloco.text import one_line
 
-__all__ = ["allowed_names", "fill_frozen_", "frozen_of", "pack", "recipe_of", "set_generation_", "unpack"]
+__all__ = [
+    "allowed_names", "fill_frozen_", "frozen_of", "is_extra", "pack", "recipe_of", "set_generation_", "unpack",
+]  # fmt: skip
 
 # Every config with rotary embeddings reads these names, although they are not fields of the dataclass.
 _ROTARY_NAMES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
-# What a saved config says of itself, and names of classes: it has no influence on the values of a model.
-_ABOUT = frozenset({"architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version"})
+# What a saved config says of itself, names of classes, and code of somebody else: a model from here reads none of it.
+_ABOUT = frozenset(
+    {"architectures", "auto_map", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version"}
+)
 
 
 def allowed_names(kind: Any) -> set[str]:
@@ -38,14 +43,20 @@ def allowed_names(kind: Any) -> set[str]:
     return allowed | _ROTARY_NAMES if "rope_parameters" in allowed else allowed
 
 
+def is_extra(kind: Any, name: str) -> bool:
+    """Whether a saved config may have this name beside its settings: some models read names that no field declares."""
+    return name.isidentifier() and not name.startswith("_") and name not in _ABOUT and not hasattr(kind, name)
+
+
 def recipe_of(model: Any) -> dict[str, Any]:
     """The settings `model_type`, `config` and `generation` of a loaded model (a `PreTrainedModel`).
 
     Raises ConfigError: its config cannot be said in settings, because it holds what is not JSON.
     """
     config, kind = model.config, type(model.config)
+    allowed = allowed_names(kind)
     told = {key: value for key, value in config.to_diff_dict().items() if key not in _ABOUT}
-    settings = {key: value for key, value in told.items() if key in allowed_names(kind)}
+    settings = {key: value for key, value in told.items() if key in allowed or is_extra(kind, key)}
     generation = {} if model.generation_config is None else model.generation_config.to_diff_dict()
     generation = {key: value for key, value in generation.items() if key in _generation_names()}
     try:
@@ -113,7 +124,11 @@ def set_generation_(model: Any, settings: Mapping[str, Any]) -> None:
         if name not in _generation_names():
             raise ConfigError(f"model.generation.{name} is no setting of generation_config.json; drop it")
     try:
-        model.generation_config = type(model.generation_config)(**settings)
+        # From a file, because many published settings are not valid in the library's eyes, which writes such ones again
+        # only if they come from a file and are unchanged.
+        with TemporaryDirectory(prefix="diloco-") as directory:
+            (Path(directory) / "generation_config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
+            model.generation_config = transformers().GenerationConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:
         raise ConfigError(f"model.generation: {one_line(error)}; change that value") from error
 

@@ -52,9 +52,9 @@ def resolved(config: Config) -> Config:
     return Config.parse(_with(config, model, _tokenizer(config)).model_dump())
 
 
-def with_origin(config: Config) -> Config:
-    """The configuration of a peer that has nothing but what is in `run.dir/origin`."""
-    origin = origin_of(config)
+def with_origin(config: Config, run_dir: Path | None = None) -> Config:
+    """The configuration of a peer that has nothing but what is in `run.dir/origin`; `run_dir` is where it is now."""
+    origin = origin_of(config) if run_dir is None else (run_dir / "origin").absolute()
     model = {"directory": str(origin)} if config.model.weights is not None else {}
     return _with(
         config, model, {"tokenizer_directory": str(origin / "tokenizer")} if config.data.tokenizer_files else {}

@@ -25,7 +25,7 @@ from diloco.protocol.messages.watching import (
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations import audit, contribution, units
 from diloco.swarm.conversations.context import Context
-from diloco.swarm.conversations.files import send_file
+from diloco.swarm.conversations.files import FileDonor
 from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
 from diloco.swarm.conversations.parts import AnchorDonor
 from diloco.swarm.conversations.probe import ProbeServer
@@ -63,7 +63,7 @@ class BulkServer:
                 ManifestReply(text=context.manifest_text, seal=context.gate.memory.seal)
             ),
             SnapshotRequest: lambda stream, request: send_snapshot(stream, context.recorder.packed(context.now())),
-            FileRequest: lambda stream, request: send_file(context, stream, request),
+            FileRequest: FileDonor(context).answer,
             AuditRequest: lambda stream, request: audit.answer(context, stream, request),
             Accusation: accused,
             Probe: probes.measure,

@@ -199,6 +199,8 @@ def test_a_peer_without_the_files_builds_the_same_model_but_for_its_weights(save
     model: Any = models.build(config.model, config.run.seed)
     origin.keep(config, model)
     kept = files_of(config)
+    next(iter(kept.values())).write_bytes(b"of another run that was here")
+    origin.keep(config, model)
     assert all(sha256(file.read_bytes()).hexdigest() == digest for digest, file in kept.items())
     other = joiner(config.manifest(), tmp_path, kept)
     built: Any = models.build(other.model, other.run.seed)

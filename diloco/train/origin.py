@@ -183,6 +183,6 @@ def _read(file: Path) -> bytes:
 def _keep(content: bytes, place: Path, digest: str, what: str) -> None:
     if sha256(content).hexdigest() != digest:
         raise CheckpointError(f"{what} is not what the run starts from; use the files of the run, or join it instead")
-    if not place.is_file():
+    if not place.is_file() or place.read_bytes() != content:  # of another run that was here
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(place, content)

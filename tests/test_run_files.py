@@ -124,9 +124,7 @@ def test_a_file_is_written_whole_or_not_at_all(wrong: bool, tmp_path: Path, monk
     monkeypatch.setattr(visiting, "request_file", request)
     place = tmp_path / "origin" / "tokenizer" / "vocab.json"
     if wrong:
-        with pytest.raises(
-            SwarmError, match=r"^no peer there gives vocab\.json, which the run needs \(that file"
-        ):
+        with pytest.raises(SwarmError, match=r"^no peer there gives vocab\.json, which the run needs \(that file"):
             fetch_files(["@x"], {DIGEST: (place, 9)}, 7)
         assert not place.parent.exists()
     else:

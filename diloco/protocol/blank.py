@@ -20,16 +20,11 @@ __all__ = ["begin_blank", "fill"]
 
 def begin_blank(view: View) -> None:
     """None of the anchors here is the run's."""
-    for fragment in view.fragments:
-        fragment.empty = True
     view.blank, view.holds = True, False
 
 
 def fill(view: View) -> None:
-    """See which anchors have come since the last time; with all of them the peer is like any other."""
-    if not view.blank:
-        return
-    for fragment in view.fragments:
-        fragment.empty = fragment.empty and fragment.came_at is None and not fragment.agrees()
-    view.blank = any(fragment.empty for fragment in view.fragments)
-    view.holds = view.may_hold and not view.blank
+    """See whether an anchor of each fragment has come, or is that of its syncer; then the peer is like any other."""
+    if view.blank:
+        view.blank = any(fragment.came_at is None and not fragment.agrees() for fragment in view.fragments)
+        view.holds = view.may_hold and not view.blank

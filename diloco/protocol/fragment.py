@@ -77,7 +77,6 @@ class Fragment:
     Attributes:
         version, digest: of the anchor here.
         came_at: when that version came; None for the version that the peer started with.
-        empty: this peer began without the run's anchor, and none has come (see `blank`).
         shares: which peer contributed how much to the anchor here.
         authors: who held the newest terms that were believed here, by term.
         record: the certificate of the version here; version 0 has none.
@@ -108,7 +107,6 @@ class Fragment:
     version: int
     digest: str
     came_at: float | None = None
-    empty: bool = False
     shares: Shares = field(default_factory=dict)
     record: Record | None = None
     lines: dict[str, Line] = field(default_factory=dict)

@@ -1,11 +1,11 @@
-"""The Hugging Face hub: whether a name is there, how large its files are, and the files at one commit."""
+"""The Hugging Face hub: whether a name is there, how large its files are, the files at one commit, and an upload."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,20 @@ from typing import Any
 from diloco.errors import DataError
 from diloco.text import one_line
 
-__all__ = ["MODEL_FILES", "TOKENIZER_FILES", "check_reachable", "files_at", "size_at"]
+__all__ = [
+    "MODEL_FILES",
+    "TOKENIZER_FILES",
+    "check_push",
+    "check_reachable",
+    "commit_of",
+    "files_at",
+    "push",
+    "size_at",
+]
 
-MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+WEIGHTS = "*.safetensors"
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
+MODEL_FILES = ("config.json", "generation_config.json", WEIGHTS, "*.safetensors.index.json")
 TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "config.json", "diloco.json", "merges.txt", "special_tokens_map.json",
     "spiece.model", "tokenizer*.json", "tokenizer.model", "vocab.*",
@@ -47,24 +58,31 @@ def size_at(key: str, name: str, revision: str, files: Sequence[str]) -> int | N
     return sum(sizes)
 
 
+def commit_of(kind: str, name: str, revision: str | None = None) -> str | None:
+    """The commit that a branch or a tag (without `revision`, the main branch) stands for now.
+
+    None if the hub does not say it.
+    """
+    if _offline():
+        return None
+    try:
+        commit: str | None = _ask(kind, name, revision).sha
+    except Exception:  # whatever it is, a commit has to be typed
+        return None
+    return commit
+
+
 def files_at(key: str, name: str, revision: str, files: Sequence[str], most_bytes: float = math.inf) -> Path:
     """The directory with the files of a model repository at a commit whose names match, fetched if they are not here.
 
     The name is one on the hub, also where a directory is called so. Raises DataError if the hub does not have them, if
-    they are more than `most_bytes`, or if this machine has no space for them.
+    they are more than `most_bytes`, or if this machine has no space for them. What was fetched before an error stays
+    in the cache of the hub's client, which goes on from there.
     """
     import huggingface_hub
 
-    size, cache = size_at(key, name, revision, files), Path(huggingface_hub.constants.HF_HUB_CACHE)
-    place = next(directory for directory in (cache, *cache.parents) if directory.is_dir())
-    free = shutil.disk_usage(place).free
-    if size is not None and size > most_bytes:
-        raise DataError(f"{key}: {', '.join(files)} of {name} has {size} bytes, and no honest one has; use another")
-    if size is not None and size > free:
-        raise DataError(
-            f"{key}: {name} has {size / 1e9:.1f} GB, and {place} has room for {free / 1e9:.1f} GB; free some space, or "
-            "set HF_HOME to a directory that has it"
-        )
+    if not _offline():
+        _check_size(key, name, files, _info(key, "model", name, revision, sizes=True).siblings, most_bytes)
     try:
         return Path(
             huggingface_hub.snapshot_download(
@@ -72,9 +90,71 @@ def files_at(key: str, name: str, revision: str, files: Sequence[str], most_byte
             )
         )
     except Exception as error:
+        if _offline():
+            raise DataError(
+                f"{key}: {name} at {revision[:12]} is not in the cache, and HF_HUB_OFFLINE is set; fetch it once "
+                "without that, or set HF_HOME to a directory that has it"
+            ) from error
+        raise _refusal(key, "model", name, revision, error) from error
+
+
+def check_push(key: str, name: str) -> None:
+    """Raises DataError if `push` would fail before it asks the hub: nobody is logged in, or the name is not valid."""
+    import huggingface_hub
+    from huggingface_hub import utils
+    from huggingface_hub.errors import HFValidationError
+
+    checks: Any = utils  # it does not declare the name
+    try:
+        checks.validate_repo_id(name)
+    except HFValidationError as error:
+        raise DataError(f"{key}={name} is no name on the hub ({one_line(error)}); give USER/NAME") from error
+    if _offline():
+        raise DataError(f"{key}={name}: the hub is switched off by HF_HUB_OFFLINE; unset it")
+    if huggingface_hub.get_token() is None:
+        raise DataError(f"{key}={name}: nobody is logged in to the Hugging Face hub; run `hf auth login`")
+
+
+def push(key: str, name: str, directory: Path, private: bool, message: str) -> str:
+    """Uploads a directory as the model repository `name`, which is made if it is missing; returns its address.
+
+    The value of `key` is the name. Raises DataError: the hub cannot be reached, or does not let this user write there.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    hub = huggingface_hub.HfApi()
+    try:
+        address = hub.create_repo(name, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=address.repo_id, folder_path=directory, commit_message=message)
+    except HfHubHTTPError as error:
         raise DataError(
-            f"{key}: {name} at {revision[:12]} cannot be fetched ({one_line(error)}); check the network"
+            f"{key}={name}: the Hugging Face hub refuses it ({one_line(error)}); give USER/NAME, where you may write"
         ) from error
+    except Exception as error:
+        raise DataError(
+            f"{key}={name}: the Hugging Face hub is not reachable ({one_line(error)}); check the network"
+        ) from error
+    return str(address)
+
+
+def _check_size(key: str, name: str, files: Sequence[str], siblings: Iterable[Any], most_bytes: float) -> None:
+    from huggingface_hub import constants
+
+    there = list(siblings)
+    cache = Path(constants.HF_HUB_CACHE)
+    place = next(directory for directory in (cache, *cache.parents) if directory.is_dir())
+    free, size = shutil.disk_usage(place).free, sum(file.size or 0 for file in there if _one_of(file, files))
+    if size > most_bytes:
+        raise DataError(f"{key}: {', '.join(files)} of {name} has {size} bytes, and no honest one has; use another")
+    if size > free:
+        raise DataError(
+            f"{key}: {name} has {size / 1e9:.1f} GB, and {place} has room for {free / 1e9:.1f} GB; free some space, or "
+            "set HF_HOME to a directory that has it"
+        )
+    if WEIGHTS in files and not any(_one_of(file, [WEIGHTS]) for file in there):
+        other = next((file.rfilename for file in there if file.rfilename.endswith(OTHER_WEIGHTS)), "no weights")
+        raise DataError(f"{key}: {name} has no *.safetensors, but {other}; other formats are not read, convert them")
 
 
 def _offline() -> bool:
@@ -82,21 +162,50 @@ def _offline() -> bool:
 
 
 def _info(key: str, kind: str, name: str, revision: str | None, sizes: bool = False) -> Any:
+    try:
+        return _ask(kind, name, revision, sizes)
+    except Exception as error:
+        raise _refusal(key, kind, name, revision, error) from error
+
+
+def _ask(kind: str, name: str, revision: str | None, sizes: bool = False) -> Any:
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     hub = huggingface_hub.HfApi()
-    try:
-        info = hub.dataset_info if kind == "dataset" else hub.model_info
-        return info(name, revision=revision, timeout=10, files_metadata=sizes)
-    except Exception as error:
-        if isinstance(error, HfHubHTTPError | HFValidationError):
-            text = f"is no {kind} that the Hugging Face hub shows you ({one_line(error)})"
-            remedy = "check the name, or log in with `hf auth login`"
-        else:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
-            text = f"cannot be fetched, the Hugging Face hub is not reachable ({one_line(error)})"
-            remedy = "check the network, or use local files"
-        raise DataError(f"{key}: {name!r} {text}; {remedy}") from error
+    info = hub.dataset_info if kind == "dataset" else hub.model_info
+    return info(name, revision=revision, timeout=10, files_metadata=sizes)
+
+
+def _refusal(key: str, kind: str, name: str, revision: str | None, error: Exception) -> DataError:
+    """What the hub's answer means for whoever typed the name, in one line."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
+
+    reason: BaseException = error
+    while reason.__cause__ is not None and not isinstance(reason, HfHubHTTPError):
+        reason = reason.__cause__  # of a download, the reason is inside what the client makes of it
+    if isinstance(reason, GatedRepoError):
+        return DataError(
+            f"{key}: {name!r} is shown only to those who accept its terms; accept them at {constants.ENDPOINT}/{name}, "
+            "and log in with `hf auth login`"
+        )
+    if isinstance(reason, RevisionNotFoundError):
+        newest = commit_of(kind, name)
+        remedy = "take a commit from its page" if newest is None else f"the newest one is {newest}"
+        return DataError(f"{key}: {name!r} has no commit {revision}; {remedy}")
+    if isinstance(reason, HfHubHTTPError) and reason.response.status_code >= 500:
+        text, remedy = "cannot be fetched, the Hugging Face hub has a fault", "try again later"
+    elif isinstance(reason, HfHubHTTPError | HFValidationError):
+        text, remedy = (
+            f"is no {kind} that the Hugging Face hub shows you",
+            "check the name, or log in with `hf auth login`",
+        )
+    else:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
+        text, remedy = (
+            "cannot be fetched, the Hugging Face hub is not reachable",
+            "check the network, or use local files",
+        )
+    return DataError(f"{key}: {name!r} {text} ({one_line(reason)}); {remedy}")
 
 
 def _one_of(file: Any, patterns: Sequence[str]) -> bool:

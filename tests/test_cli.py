@@ -238,7 +238,11 @@ def test_eval_starts_from_the_configuration_of_the_run(recorder: Recorder, tmp_p
 
 def test_export_and_generate_need_no_configuration(recorder: Recorder) -> None:
     assert exit_code("export", "runs/a", "out") == 0
-    assert recorder.calls[-1] == ((), {"source": Path("runs/a"), "out": Path("out")})
+    where = {"source": Path("runs/a"), "out": Path("out")}
+    assert recorder.calls[-1] == ((), {**where, "name": None, "private": False})
+    assert exit_code("export", "runs/a", "out", "--push-to-hub", "me/x", "--private") == 0
+    assert recorder.calls[-1] == ((), {**where, "name": "me/x", "private": True})
+    assert exit_code("export", "runs/a", "out", "--private") == 2
     assert exit_code("generate", "out", "--prompt", "def", "--tokens", "5", "--temperature", "0", "--seed", "3") == 0
     options = {"model": Path("out"), "prompt": "def", "tokens": 5, "temperature": 0.0, "seed": 3}
     assert recorder.calls[-1] == ((), options)

@@ -45,10 +45,15 @@ EFFECT = {
     "model.path": "lt.hspd. bqd",
     "model.revision": "lt.hspd. bqd",
     "model.config": "lt.hspd. bqd",
+    "model.weights": "lt.hspd. bqd",
+    "model.frozen": "lt.hspd. bqd",
+    "model.generation": "lt.hspd. bqd",
+    "model.directory": "ltjhspd. bqd",
     "data.source": "lt.hspde bqd",
     "data.sequence_length": "lt.hspde bqd",
     "data.tokenizer": "lt.hspde bqd",
     "data.tokenizer_revision": "lt.hspde bqd",
+    "data.tokenizer_files": "lt.hspde bqd",
     "data.field": "lt.hspde bqd",
     "data.holdout": "lt.hspde bqd",
     "data.name": "lt.hspde bqd",
@@ -58,6 +63,7 @@ EFFECT = {
     "data.mixture": "lt.hspde bqd",
     "data.path": "ltjhspde bqd",
     "data.paths": "ltjhspde bqd",
+    "data.tokenizer_directory": "ltjhspde bqd",
     "data.cache": "ltj.s..e bqd",
     "data.shard": ".tj..... bq.",
     "data.shards": ".tj..... bq.",
@@ -206,7 +212,7 @@ def test_a_simulation_reads_what_it_takes_and_nothing_that_it_refuses(
     # These depend on others: the rate of Muon, what late contributions count, how much a trimmed mean leaves out, a
     # clip of several contributions, and where files and their tokens are.
     conditional = {"inner.muon_lr_ratio", "outer.staleness_exponent", "outer.trim", "outer.clip_factor"}
-    conditional |= {"data.mixture", "data.paths", "data.cache"}
+    conditional |= {"data.mixture", "data.paths", "data.cache", "model.directory"}
     # These it reads after it has given each peer its own, and in order to know that there are no strangers.
     replaced = {"run.name", "run.lead", "run.key", "checkpoint.every", "checkpoint.keep", "train.step_delay_s"}
     replaced |= {"swarm.min_peers", "swarm.token", "swarm.key_path", "swarm.initial_peers"}

@@ -238,7 +238,7 @@ def test_only_the_heir_gets_the_outer_state_and_all_readers_share_a_copy() -> No
         host = Host()
         [header, *_] = await host.serve(asks(outer=True))
         assert isinstance(header, StateHeader) and header.outer, "there is no other heir"
-        host.protocol.members.get(OTHER).holds = False  # type: ignore[union-attr]
+        host.protocol.members.get(OTHER).may_hold = False  # type: ignore[union-attr]
         host.protocol.members.generation += 1
         [refusal] = await host.serve(asks(outer=True))
         assert isinstance(refusal, Refusal) and refusal.reason == "only the heir of fragment 0 gets its outer state"

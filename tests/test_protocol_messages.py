@@ -60,6 +60,8 @@ from diloco.protocol.messages.watching import (
     MAX_SNAPSHOT_PIECE_BYTES,
     DialBack,
     DialBackReply,
+    FileReply,
+    FileRequest,
     ManifestReply,
     ManifestRequest,
     Probe,
@@ -213,6 +215,7 @@ ANY = st.one_of(
     st.builds(ManifestRequest),
     st.builds(ManifestReply, text=st.text(max_size=1000)),
     st.builds(SnapshotRequest),
+    st.builds(FileReply, data=st.binary(max_size=1000), more=st.booleans()),
     st.builds(SnapshotReply, wire_version=st.just(WIRE_VERSION), data=st.binary(max_size=1000), more=st.booleans()),
     st.builds(Probe, sends=st.integers(0, MAX_PROBE_BYTES), wants=st.integers(0, MAX_PROBE_BYTES)),
     st.builds(
@@ -296,6 +299,8 @@ EXAMPLES: list[Message] = [
     DialBack(addresses=["/ip4/127.0.0.1/tcp/4100"]),
     DialBackReply(reached=["/ip4/127.0.0.1/tcp/4100"], why="no answer", observed="/ip4/127.0.0.1/tcp/9"),
     ManifestReply(text="{}"),
+    FileRequest(digest="ab" * 32),
+    FileReply(data=b"piece", more=True),
     SnapshotRequest(),
     SnapshotReply(wire_version=WIRE_VERSION, data=b"packed", more=True),
     Refusal(reason="no"),
@@ -374,7 +379,9 @@ def test_there_is_an_example_of_every_kind() -> None:
 
 def test_admission_lets_each_role_begin_these_conversations() -> None:
     may = {role: {kind for kind, message in KINDS.items() if role in message.roles} for role in EVERYBODY}
-    assert may["observer"] == {"greeting", "manifest_request", "snapshot_request", "probe", "dial_back"}
+    assert may["observer"] == {
+        "greeting", "manifest_request", "file_request", "snapshot_request", "probe", "dial_back",
+    }  # fmt: skip
     assert may["host"] - may["observer"] == {
         "hello", "state_request", "part_request", "audit_request", "accusation",
     }  # fmt: skip

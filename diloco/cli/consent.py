@@ -56,7 +56,9 @@ def terms(config: Config, parameters: int, memory_bytes: float, device: str) -> 
         owner = f"its owner, who has key {manifest.run.key[:16]}, signed these settings"
     yield "run", f"{manifest.run.id}: {owner}"
     made = f"{human_count(parameters)} parameters"
-    if "model" in needed:
+    if manifest.model.weights is not None:
+        yield "model", f"{_published(needed['model'])}, {made}, whose weights come from the run's peers"
+    elif "model" in needed:
         yield "model", f"{_published(needed['model'])}, {_size(needed['model'])}, {made}"
     else:
         yield "model", f"{manifest.model.name}, random weights, {made}"
@@ -72,7 +74,10 @@ def terms(config: Config, parameters: int, memory_bytes: float, device: str) -> 
             "data",
             f"{_published(data)}{subset}, {manifest.data.split}; fetched piece by piece, for as long as you train",
         )
-    if "tokenizer" in needed:
+    if manifest.data.tokenizer_files:
+        count = len(manifest.data.tokenizer_files)
+        yield "tokenizer", f"{_published(needed['tokenizer'])}, {count} files from the run's peers"
+    elif "tokenizer" in needed:
         yield "tokenizer", f"{_published(needed['tokenizer'])}, {_size(needed['tokenizer'])}"
     yield (
         "here",
@@ -82,7 +87,8 @@ def terms(config: Config, parameters: int, memory_bytes: float, device: str) -> 
 
 
 def _published(source: Source) -> str:
-    assert source.name is not None and source.revision is not None
+    if source.name is None or source.revision is None:
+        return f"a {source.what} of whoever started the run"
     return f"{source.name} at {source.revision[:12]}, published by {source.publisher}"
 
 

@@ -105,7 +105,7 @@ def _prepare(
             with stages.paused():
                 consent(stages.console, config, layout.need.parameters, layout.nbytes, layout.text, yes)
         volunteer.move_aside(config)
-        return config, layout
+        return _with_files(config, found), layout
     machine = inspect_machine(config.train.device, config.train.threads)
     config, need = volunteer.fit_to_machine(config, machine, typed, len(found.peers) + 1)
     batch_size = config.inner.batch_size
@@ -124,7 +124,16 @@ def _prepare(
         with stages.paused():
             consent(stages.console, config, need.parameters, used_bytes, machine.name, yes)
     volunteer.move_aside(config)
-    return config, None
+    return _with_files(config, found), None
+
+
+def _with_files(config: Config, found: Found) -> Config:
+    """The configuration with the small files that the run starts from, from its peers."""
+    from diloco.swarm.wire.gate import watching
+    from diloco.train.origin import fetch
+
+    gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
+    return fetch(config, found.addresses or config.swarm.initial_peers, gate, Path(config.swarm.identity_path or ""))
 
 
 def _warn(warning: str | None) -> None:

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import click
 
-from diloco import data
+from diloco import data, hub
 from diloco import model as models
+from diloco.cli.card import model_card
 from diloco.config import Config, compose
 from diloco.errors import CheckpointError, ConfigError
 from diloco.outer.fragments import partition, scatter_
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
+from diloco.rundir.files import write_atomic
 from diloco.train import evaluate as evaluation
 from diloco.train.island import Island
+from diloco.train.origin import with_origin
 from diloco.train.precision import autocast
 
 __all__ = ["evaluate", "export", "generate"]
@@ -51,10 +54,15 @@ def _saved(place: Path) -> Path:
     return place / "model" if (place / "model" / "config.json").is_file() else place
 
 
-def export(source: Path, out: Path) -> int:
-    """Write the newest checkpoint of a run directory (or of one peer's checkpoints) to `out`."""
+def export(source: Path, out: Path, name: str | None = None, private: bool = False) -> int:
+    """Write the newest checkpoint of a run directory (or of one peer's checkpoints) to `out`.
+
+    With a `name`, upload it to the hub, which is asked only once all of it is written.
+    """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"OUT={out} is not empty; name a directory that does not exist yet")
+    if name is not None:
+        hub.check_push("--push-to-hub", name)
     run_dir = next((place for place in (source, *source.parents) if (place / "config.yaml").is_file()), None)
     if run_dir is None:
         raise CheckpointError(f"{source} is no run directory: there is no config.yaml in it; name the run.dir of a run")
@@ -62,19 +70,22 @@ def export(source: Path, out: Path) -> int:
     peers = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
     newest = [one for place in peers if (one := CheckpointStore(place, keep=1).load_latest()) is not None]
     checkpoint = max(newest, key=lambda one: one.step, default=None)
-    if checkpoint is None and (run_dir / "model").is_dir():
-        shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
-        click.echo(f"{out}: the model of {run_dir}")
-        return 0
-    if checkpoint is None:
+    if checkpoint is None and not (run_dir / "model").is_dir():
         raise CheckpointError(f"{run_dir} holds no checkpoint yet; let the run reach its first outer step")
-    _write(config, checkpoint, out)
-    click.echo(f"{out}: outer step {checkpoint.step} of run {config.run.id}")
+    what = f"outer step {checkpoint.step}" if checkpoint is not None else "final model"
+    if checkpoint is None:
+        shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
+    else:
+        _write(with_origin(config, run_dir), checkpoint, out)
+    write_atomic(out / "README.md", model_card(config, run_dir, checkpoint))
+    click.echo(f"{out}: {what} of run {config.run.id}")
+    if name is not None:
+        click.echo(hub.push("--push-to-hub", name, out, private, f"{what} of run {config.run.id}"))
     return 0
 
 
 def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
-    tokenizer = data.load_tokenizer(config.data.tokenizer, config.data.tokenizer_revision)
+    tokenizer = data.load_tokenizer(*config.data.tokenizer_place)
     model = models.build(config.model, config.run.seed, vocab_size=tokenizer.vocab_size)
     parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
     anchors = checkpoint.tensors["anchor"]

@@ -9,8 +9,9 @@ from diloco.config.base import PeerLocal, RunOwned
 from diloco.config.compose import compose
 from diloco.config.data import MIXTURE_BLOCK, DataConfig, MixedSource
 from diloco.config.effect import refuse_ignored, refuse_run_owned
-from diloco.config.groups import BudgetConfig, InnerConfig, ModelConfig, OuterConfig
+from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig
 from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
+from diloco.config.model import ModelConfig, ModelRecipe
 from diloco.config.peer_local import SwarmConfig
 from diloco.config.schema import Config
 from diloco.config.shown import help_text
@@ -18,6 +19,6 @@ from diloco.config.sources import Start, choices, launch_files
 
 __all__ = [
     "MIXTURE_BLOCK", "WIRE_VERSION", "BudgetConfig", "Config", "DataConfig", "InnerConfig", "Manifest", "MixedSource",
-    "ModelConfig", "OuterConfig", "PeerLocal", "RunOwned", "Start", "SwarmConfig", "choices", "compose", "flatten",
-    "help_text", "launch_files", "refuse_ignored", "refuse_run_owned",
+    "ModelConfig", "ModelRecipe", "OuterConfig", "PeerLocal", "RunOwned", "Start", "SwarmConfig", "choices", "compose",
+    "flatten", "help_text", "launch_files", "refuse_ignored", "refuse_run_owned",
 ]  # fmt: skip

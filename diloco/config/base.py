@@ -18,6 +18,7 @@ from diloco.config.explain import Expected, explain
 from diloco.errors import ConfigError
 
 __all__ = [
+    "Digest",
     "Directory",
     "Multiaddr",
     "Name",
@@ -98,6 +99,7 @@ Name = Annotated[
 Revision = Annotated[
     str, Field(pattern=r"^[0-9a-f]{40}$"), Expected("a commit of a hub repository, 40 hexadecimal digits")
 ]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Expected("a digest, 64 hexadecimal digits")]
 Multiaddr = Annotated[str, Field(pattern=f"^({_PART})+$"), Expected("a multiaddr such as /ip4/0.0.0.0/tcp/4100")]
 PeerAddress = Annotated[
     str,

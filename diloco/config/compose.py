@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from diloco.config.explain import accepts, explain, leaves, nearest, show, unknown_key
 from diloco.config.files import Request, compose_files, installed, missing_plugin
+from diloco.config.hub_names import with_commits
 from diloco.config.hydra_block import HydraBlock, block_of, read_block
 from diloco.config.overrides import Typed, first_line, parse
 from diloco.config.saved import read_saved
@@ -92,7 +93,7 @@ def validated(composed: Composed) -> Config:
         place = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{place}{first_line(error)}") from None
     try:
-        config = Config.model_validate(content)
+        config = Config.model_validate(with_commits(content, typed.keys()))
     except ValidationError as error:
         raise ConfigError(_complaint(error, content, typed, composed)) from None
     return _closed(config)

@@ -7,12 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from diloco.config.base import Name, Revision, RunOwned, Tuple
+from diloco.config.base import Digest, Name, Revision, RunOwned, Tuple
 from diloco.config.explain import Expected
 from diloco.config.peer_local import DataPlace
 
-__all__ = ["DataConfig", "DataRecipe", "MixedSource"]
+__all__ = ["FILES", "DataConfig", "DataRecipe", "MixedSource"]
 
+FILES = "files"  # in place of a directory, in the manifest: the files themselves are named by their digests
+MAX_TOKENIZER_FILES = 32
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 MIXTURE_BLOCK = 10_000  # sequences; a weight counts to this part of the whole
 
 LocalSource = Literal["stdlib", "text", "json", "parquet"]
@@ -31,14 +34,19 @@ class DataRecipe(RunOwned):
     source: Literal[LocalSource, "hub", "mixture"]
     """stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset; mixture: several."""
     sequence_length: int = Field(128, ge=2, le=1 << 20, description="Tokens of one packed sequence.")
-    tokenizer: str = Field("bytes", min_length=1, description="'bytes', a directory, or a Hugging Face name.")
+    tokenizer: str = Field("bytes", min_length=1, description="'bytes', a directory, or NAME@COMMIT on the hub.")
     tokenizer_revision: Revision | None = None
-    """Commit of data.tokenizer on the Hugging Face hub; null: the newest, or a directory."""
+    """Commit of data.tokenizer on the Hugging Face hub; null: that in data.tokenizer, the newest, or a directory."""
+    tokenizer_files: Annotated[dict[FileName, Digest], Field(max_length=MAX_TOKENIZER_FILES)] = Field(
+        default_factory=dict
+    )
+    """Names and digests of the tokenizer's files; filled in from data.tokenizer."""
     field: str = Field("text", min_length=1, description="Column that holds the text (json, parquet, hub).")
     holdout: float = Field(0.02, gt=0, le=0.5, description="Part of the documents kept for evaluation, by hash.")
     name: str | None = Field(None, min_length=1)
-    """Dataset on the Hugging Face hub, such as allenai/c4 (hub)."""
-    revision: Revision | None = Field(None, description="Commit of data.name on the hub; null: the newest (hub).")
+    """Dataset on the Hugging Face hub, such as allenai/c4 or allenai/c4@COMMIT (hub)."""
+    revision: Revision | None = None
+    """Commit of data.name on the hub; null: that in data.name, or the newest (hub)."""
     subset: str | None = Field(None, min_length=1, description="Configuration of the dataset, such as en (hub).")
     split: str = Field("train", min_length=1, description="Split of the dataset (hub).")
     mixture: Annotated[
@@ -49,12 +57,10 @@ class DataRecipe(RunOwned):
     """Sources and how much of each: weights of sequences, of any sum (mixture). Their files are in data.paths."""
 
     @model_serializer(mode="wrap", when_used="json")
-    def _without_empty_mixture(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A run without one has the hash that it had before there were mixtures.
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A run without them has the hash that it had before there were such settings.
         content: dict[str, Any] = handler(self)
-        if not self.mixture:
-            content.pop("mixture", None)
-        return content
+        return {key: value for key, value in content.items() if value or key not in ("mixture", "tokenizer_files")}
 
     @model_validator(mode="after")
     def _fits_source(self) -> DataRecipe:
@@ -64,6 +70,10 @@ class DataRecipe(RunOwned):
             raise ValueError(
                 f"data.tokenizer_revision={self.tokenizer_revision} has no effect with data.tokenizer=bytes; drop it"
             )
+        if (self.tokenizer == FILES) > bool(self.tokenizer_files):
+            raise ValueError("data.tokenizer=files is what a run says of a directory; give the directory")
+        if self.tokenizer == "bytes" and self.tokenizer_files:
+            raise ValueError("data.tokenizer_files has no effect with data.tokenizer=bytes; drop it")
         for key in ("name", "revision", "subset"):
             if self.source != "hub" and getattr(self, key) is not None:
                 raise ValueError(
@@ -101,6 +111,13 @@ class DataRecipe(RunOwned):
 
 class DataConfig(DataPlace, DataRecipe):
     """Which text is trained on, and where this peer finds its part."""
+
+    @property
+    def tokenizer_place(self) -> tuple[str, str | None]:
+        """Name and commit of the tokenizer, or the directory where this peer has its files."""
+        if self.tokenizer_directory is not None:
+            return self.tokenizer_directory, None
+        return self.tokenizer, self.tokenizer_revision
 
     @model_validator(mode="after")
     def _path_fits_source(self) -> DataConfig:

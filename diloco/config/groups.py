@@ -1,25 +1,24 @@
 """The settings that define a run, with type, range and meaning, one class per group; the cross-checks inside a group.
 
-`RunConfig` adds what each peer decides for itself, from `peer_local.py`; the data has a module of its own. Values that
-make a preset live in `configs/`; a default here is one that suits every preset. Checks across groups are in `schema.py`
-and, for the run-owned half, in `manifest.py`.
+`RunConfig` adds what each peer decides for itself, from `peer_local.py`; model and data have modules of their own.
+Values that make a preset live in `configs/`; a default here is one that suits every preset. Checks across groups are in
+`schema.py` and, for the run-owned half, in `manifest.py`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, JsonValue, PlainSerializer, field_validator, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from diloco.config.base import Name, Revision, RunOwned, Tuple
+from diloco.config.base import Name, RunOwned, Tuple
 from diloco.config.explain import Expected
 from diloco.config.peer_local import RunPlace
 
 __all__ = [
-    "BudgetConfig", "InnerConfig", "ModelConfig", "OuterConfig", "RunConfig", "RunIdentity",
+    "BudgetConfig", "InnerConfig", "OuterConfig", "RunConfig", "RunIdentity",
 ]  # fmt: skip
 
 # What `diloco/outer` implements. A new codec, merge rule or outer optimizer is a new name in one of these.
@@ -83,44 +82,6 @@ class BudgetConfig(RunOwned):
         """Whether a limit is reached after so many outer steps and applied tokens."""
         steps_over = self.outer_steps is not None and outer_steps >= self.outer_steps
         return steps_over or (self.tokens is not None and tokens >= self.tokens)
-
-
-class ModelConfig(RunOwned):
-    """A causal LM that transformers builds from a config (random weights) or loads from a directory or the hub."""
-
-    name: Name = Field(description="Name of the model in logs and summaries.")
-    model_type: Name = Field("llama", description="transformers model type that model.config belongs to.")
-    path: str | None = Field(None, min_length=1)
-    """Directory of a Hugging Face checkpoint to start from; with model.revision its name on the hub."""
-    revision: Revision | None = None
-    """Commit of model.path on the Hugging Face hub; null: model.path is a directory."""
-    config: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of the transformers config; any of them can be overridden."""
-
-    @field_validator("config", mode="before")
-    @classmethod
-    def _is_json(cls, config: Any) -> Any:
-        # NaN and infinity are floats but no JSON, and the manifest is hashed as JSON.
-        try:
-            json.dumps(config, allow_nan=False)
-        except ValueError:
-            raise ValueError("model.config holds nan or an infinity; use finite numbers") from None
-        return config
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> ModelConfig:
-        if self.path is not None and self.config:
-            raise ValueError(
-                f"model.path={self.path} together with model.config (from model={self.name}) leaves open which one "
-                "counts; add model=pretrained, or drop model.path"
-            )
-        if self.path is None and not self.config:
-            raise ValueError(
-                "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME"
-            )
-        if self.revision is not None and self.path is None:
-            raise ValueError(f"model.revision={self.revision} is a commit of model.path, which is null; drop it")
-        return self
 
 
 class InnerConfig(RunOwned):

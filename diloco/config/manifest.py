@@ -17,7 +17,8 @@ from pydantic import Field, ValidationError, model_validator
 from diloco.config.base import RunOwned
 from diloco.config.data import DataRecipe
 from diloco.config.explain import explain, show
-from diloco.config.groups import BudgetConfig, InnerConfig, ModelConfig, OuterConfig, RunIdentity
+from diloco.config.groups import BudgetConfig, InnerConfig, OuterConfig, RunIdentity
+from diloco.config.model import ModelRecipe
 from diloco.errors import ConfigError
 
 __all__ = [
@@ -35,7 +36,7 @@ class Manifest(RunOwned):
 
     run: RunIdentity
     budget: BudgetConfig
-    model: ModelConfig
+    model: ModelRecipe
     data: DataRecipe
     inner: InnerConfig
     outer: OuterConfig
@@ -98,7 +99,7 @@ class Manifest(RunOwned):
         ]
 
 
-def check_model_fits_data(model: ModelConfig, data: DataRecipe) -> None:
+def check_model_fits_data(model: ModelRecipe, data: DataRecipe) -> None:
     """Raises ValueError if the model cannot hold the tokens or the sequences of the data.
 
     Only what the config itself says is checked; a model from `model.path` is checked when it is loaded.

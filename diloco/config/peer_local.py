@@ -45,6 +45,8 @@ class DataPlace(PeerLocal):
     """File, directory or list of them with this peer's data (text, json, parquet)."""
     paths: dict[str, Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Tuple]] = Field(default_factory=dict)
     """The same for each source of data.mixture that has files, by its name."""
+    tokenizer_directory: str | None = Field(None, min_length=1)
+    """Where this peer has the tokenizer's files; filled in from data.tokenizer."""
     cache: str | None = Field("auto", min_length=1)
     """Directory for the tokens of files; auto: ~/.cache/diloco/tokens; null: none, all tokens are kept in memory."""
     shard: int | None = Field(None, ge=0, description="Which of data.shards parts this peer reads; null derives it.")

@@ -16,10 +16,11 @@ from pydantic import Field, ValidationError, model_validator
 from diloco.config import groups, peer_local
 from diloco.config.address import scope
 from diloco.config.base import RunOwned, Settings
-from diloco.config.data import DataConfig, DataRecipe
+from diloco.config.data import FILES, DataConfig, DataRecipe
 from diloco.config.explain import explain
 from diloco.config.foreign import check_foreign
 from diloco.config.manifest import Manifest, check_model_fits_data, check_warmup_ends
+from diloco.config.model import ModelConfig, ModelRecipe
 from diloco.errors import ConfigError
 
 __all__ = ["Config"]
@@ -31,7 +32,7 @@ class Config(Settings):
     run: groups.RunConfig
     budget: groups.BudgetConfig
     local: peer_local.LocalConfig = Field(default_factory=peer_local.LocalConfig)
-    model: groups.ModelConfig
+    model: ModelConfig
     data: DataConfig
     inner: groups.InnerConfig
     outer: groups.OuterConfig
@@ -62,12 +63,20 @@ class Config(Settings):
             return "diloco join"
         return f"diloco invite --key {shlex.quote(self.swarm.key_path or 'run.key')} --run {shlex.quote(self.run.id)}"
 
+    @property
+    def names_files(self) -> bool:
+        """Whether the manifest would name files of this machine or of the hub, and not yet their digests."""
+        model, data = self.model, self.data
+        return (model.path is not None and model.weights is None) or (
+            data.tokenizer not in ("bytes", FILES) and not data.tokenizer_files
+        )
+
     def manifest(self) -> Manifest:
         """The run-owned half."""
         return Manifest(
             run=_half(groups.RunIdentity, self.run),
             budget=self.budget,
-            model=self.model,
+            model=_half(ModelRecipe, self.model),
             data=_half(DataRecipe, self.data),
             inner=self.inner,
             outer=self.outer,

@@ -27,10 +27,11 @@ from diloco.data.numbered import Leases
 from diloco.data.prefetch import AHEAD, Planned, Prefetched
 from diloco.data.streaming import HubDataset
 from diloco.data.token_files import OnProgress
-from diloco.data.tokenizers import Tokenizer, load_tokenizer
+from diloco.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 
 __all__ = [
-    "AHEAD", "Dataset", "Leases", "PlannedStream", "Prefetched", "Stream", "Tokenizer", "load", "load_tokenizer",
+    "AHEAD", "Dataset", "Leases", "PlannedStream", "Prefetched", "Stream", "Tokenizer", "is_bytes", "load",
+    "load_tokenizer",
 ]  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def load(settings: DataConfig, seed: int, on_progress: OnProgress = lambda done,
     `on_progress` is called with bytes of text that are tokenised and of all, while files of tokens are made. Raises
     DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer or hub dataset.
     """
-    tokenizer = load_tokenizer(settings.tokenizer, settings.tokenizer_revision)
+    tokenizer = load_tokenizer(*settings.tokenizer_place)
     if settings.source == "hub":
         return HubDataset(settings, tokenizer, seed)
     return LocalDataset(settings, tokenizer, seed, on_progress)

@@ -57,9 +57,7 @@ def tokenised(
     if processes == 1:
         yield from (_encode(group, tokenizer, settings.holdout) for group in groups)
         return
-    pool = ProcessPoolExecutor(
-        processes, get_context("spawn"), _begin, (settings.tokenizer, settings.tokenizer_revision)
-    )
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, settings.tokenizer_place)
     coming: deque[Future[Part]] = deque()
     try:
         for group in groups:

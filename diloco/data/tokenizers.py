@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from diloco.errors import DataError, DilocoError
 from diloco.hub import TOKENIZER_FILES, check_reachable, files_at
 
-__all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "load_tokenizer"]
+__all__ = ["ByteTokenizer", "HubTokenizer", "Tokenizer", "Tokens", "is_bytes", "load_tokenizer"]
 
 Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds the vocabulary
 
@@ -62,11 +62,14 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     if revision is not None:
         return load_tokenizer(str(files_at("data.tokenizer", name, revision, TOKENIZER_FILES, MAX_TOKENIZER_BYTES)))
-    marker = Path(name) / _MARKER
+    return ByteTokenizer() if is_bytes(Path(name)) else HubTokenizer(name)
+
+
+def is_bytes(directory: Path) -> bool:
+    """Whether the tokenizer in a saved model's directory is 'bytes'."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if json.loads(marker.read_text(encoding="utf-8"))["tokenizer"] == "bytes":
-            return ByteTokenizer()
-    return HubTokenizer(name)
+        return bool(json.loads((directory / _MARKER).read_text(encoding="utf-8"))["tokenizer"] == "bytes")
+    return False
 
 
 class ByteTokenizer:

@@ -3,12 +3,17 @@
 1. `build` makes a model from a config, with the initial weights of a seed, or loads `model.path`; in fp32.
 2. `loss` is the mean next-token cross entropy of a batch of token sequences, in nats.
 3. `save` writes the Hugging Face format beside its tokenizer, atomically; `load` reads such a directory back.
+4. `recipe_of` and `frozen_of` say of a loaded model what others need to build it without its files.
 """
 
 from __future__ import annotations
 
-from diloco.model.build import build, config_of, num_parameters, outline
+from diloco.model.build import build, config_of, directory_of, has_files, num_parameters, outline
 from diloco.model.cross_entropy import loss, prepare_head_
 from diloco.model.files import Vocabulary, load, save
+from diloco.model.recipe import frozen_of, pack, recipe_of
 
-__all__ = ["Vocabulary", "build", "config_of", "load", "loss", "num_parameters", "outline", "prepare_head_", "save"]
+__all__ = [
+    "Vocabulary", "build", "config_of", "directory_of", "frozen_of", "has_files", "load", "loss", "num_parameters",
+    "outline", "pack", "prepare_head_", "recipe_of", "save",
+]  # fmt: skip

@@ -4,8 +4,10 @@
 2. The config is checked against the data (vocabulary, sequence length) before any weight is allocated.
 3. The weights are drawn on the CPU, in fp32, from a generator seeded by `run.seed` alone: all peers start equal.
 
-With `model.path`, config and weights come from that directory instead of steps 1 and 3; with `model.revision` too, from
-the Hugging Face hub at that commit.
+With `model.path`, config and weights come from that directory instead of steps 1 and 3; with `model.revision` too,
+from the Hugging Face hub at that commit. Once `model.weights` names the weights, `model.config` counts, and weights
+come from `model.directory`. A peer that has none there gets them from the swarm, except for what is not trained
+(`recipe.py`).
 
 A config is small and may ask for a model of any size. Therefore its numbers have a limit, and so has the number of
 layers and other parts that are made of it, before its memory is counted.
@@ -14,7 +16,6 @@ layers and other parts that are made of it, before its memory is counted.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import json
 import math
@@ -26,20 +27,19 @@ import torch
 from torch import default_generator, nn
 
 from diloco.config import ModelConfig, flatten
+from diloco.config.hub_names import HUB_NAME
 from diloco.errors import CheckpointError, ConfigError
-from diloco.hub import MODEL_FILES, files_at
+from diloco.hub import MODEL_FILES, commit_of, files_at
 from diloco.model.cross_entropy import prepare_head_
 from diloco.model.files import check_directory, load, transformers
+from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
 from diloco.text import one_line
 
-__all__ = ["build", "config_of", "num_parameters", "outline"]
+__all__ = ["build", "config_of", "directory_of", "has_files", "num_parameters", "outline"]
 
 MAX_CONFIG_NUMBER = 2**24  # the longest contexts have 10M positions, and transformers makes lists of some numbers
 MAX_CONFIG_BYTES = 2**20
 MAX_PARTS = 2**16  # modules of a model; the largest public ones have some thousands
-
-# Every config with rotary embeddings reads these names, although they are not fields of the dataclass.
-_ROTARY_NAMES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 
 
 def build(
@@ -53,9 +53,10 @@ def build(
     Raises ConfigError for an unknown model type or name, an impossible value, or a model too small for the data, and
     CheckpointError if `model.path` is not a directory with a readable safetensors checkpoint.
     """
-    if settings.path is not None:
-        config_of(settings)
-        loaded: Any = load(_directory(settings, MODEL_FILES), key="model.path")
+    if has_files(settings):
+        if settings.weights is None:
+            config_of(settings)  # which is small, and may be absurd
+        loaded: Any = load(directory_of(settings), key="model.path")
         _check_fit(loaded.config, vocab_size, sequence_length)
         model: nn.Module = loaded.float().train()
         prepare_head_(model)
@@ -70,7 +71,17 @@ def build(
             # Some contradictions (heads that do not divide the width) show only in a forward pass. One of two tokens
             # costs a read of the weights.
             prepare_head_(built)
+    set_generation_(built, settings.generation)
+    if settings.frozen and settings.directory is not None:
+        fill_frozen_(built, settings.frozen, Path(settings.directory))
     return built.train()
+
+
+def has_files(settings: ModelConfig) -> bool:
+    """Whether the weights are in files, here or on the hub."""
+    if settings.weights is None:
+        return settings.path is not None
+    return settings.directory is not None and (Path(settings.directory) / "config.json").is_file()
 
 
 def config_of(settings: ModelConfig) -> Any:
@@ -80,8 +91,8 @@ def config_of(settings: ModelConfig) -> Any:
     `model.path` has no config.
     """
     library = transformers()
-    if settings.path is not None:
-        return _saved_config(_directory(settings, ("config.json",), MAX_CONFIG_BYTES))
+    if settings.path is not None and settings.weights is None:
+        return _saved_config(directory_of(settings, ("config.json",), MAX_CONFIG_BYTES))
     _refuse_absurd(settings.config, "model.config")
     names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports no model
     if settings.model_type not in names:
@@ -89,13 +100,9 @@ def config_of(settings: ModelConfig) -> Any:
         why = "has no causal language model" if known else "is no model type of transformers"
         raise ConfigError(f"model.model_type: {settings.model_type!r} {why}{_nearest(settings.model_type, names)}")
     kind = library.CONFIG_MAPPING[settings.model_type]
-    # Configs are dataclasses only in late versions 5 of transformers; before, a default instance shows the settings.
-    fields = (field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else vars(kind())
-    allowed = set(fields) | set(kind.attribute_map)
-    if "rope_parameters" in allowed:
-        allowed |= _ROTARY_NAMES
+    allowed = allowed_names(kind)
     for name in settings.config:
-        if name not in allowed:
+        if name not in allowed and not (settings.weights is not None and is_extra(kind, name)):
             # transformers would store it as an attribute that it never reads: a setting without effect.
             raise ConfigError(f"model.config.{name}: {kind.__name__} has no such setting{_nearest(name, allowed)}")
     try:
@@ -119,12 +126,24 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _directory(settings: ModelConfig, files: Collection[str], most_bytes: float = math.inf) -> Path:
-    """Where the files of `model.path` are; those of the hub are fetched first."""
+def directory_of(settings: ModelConfig, files: Collection[str] = MODEL_FILES, most_bytes: float = math.inf) -> Path:
+    """Where the files of `model.path` are; those of the hub are fetched first.
+
+    Raises DataError as `files_at`, and CheckpointError for a name on the hub without a commit.
+    """
+    if settings.weights is not None and settings.directory is not None:
+        return Path(settings.directory)
     assert settings.path is not None
-    if settings.revision is None:
-        return Path(settings.path)
-    return files_at("model.path", settings.path, settings.revision, tuple(files), most_bytes)
+    if settings.revision is not None:
+        return files_at("model.path", settings.path, settings.revision, tuple(files), most_bytes)
+    directory = Path(settings.path).expanduser()
+    if not directory.exists() and HUB_NAME.fullmatch(settings.path):
+        commit = commit_of("model", settings.path)
+        remedy = f"{settings.path}@COMMIT" if commit is None else f"{settings.path}@{commit}, the newest"
+        raise CheckpointError(
+            f"model.path: {settings.path} is no directory; if it is a name on the hub, write {remedy}"
+        )
+    return directory
 
 
 def _saved_config(directory: Path) -> Any:

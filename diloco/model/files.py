@@ -10,6 +10,7 @@ import functools
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +34,8 @@ class Vocabulary(Protocol):
 def save(model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabulary | None = None) -> None:
     """Writes `model` to `directory` and replaces an old one; `AutoModelForCausalLM.from_pretrained` loads it.
 
-    With a tokenizer, its files are written too, and generation stops at its end token. POSIX cannot exchange two
+    With a tokenizer, its files are written too, and generation stops at its end token; what else a checkpoint
+    says of generation stays. POSIX cannot exchange two
     directories: between two renames, an existing `directory` is absent for a moment.
 
     Raises ConfigError: the directory cannot be written (permission, no space); its old content stays.
@@ -91,10 +93,13 @@ def check_directory(path: Path, key: str) -> None:
 def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> None:
     model_any: Any = model  # a PreTrainedModel
     if tokenizer is not None:
-        # The default end token of the config (2 for Llama) is an ordinary token in another vocabulary.
-        for config in (model_any.config, model_any.generation_config):
-            if config is not None:
-                config.bos_token_id = config.eos_token_id = config.pad_token_id = tokenizer.end
+        # The default end token of the config (2 for Llama) is an ordinary token in another vocabulary. A checkpoint's
+        # own settings fit its tokenizer, and may end a text at several tokens.
+        if tokenizer.end not in _ends(model_any.config):
+            _end_at_(model_any.config, tokenizer.end)
+        if model_any.generation_config is not None and tokenizer.end not in _ends(model_any.generation_config):
+            model_any.generation_config = type(model_any.generation_config)()
+            _end_at_(model_any.generation_config, tokenizer.end)
         tokenizer.save(directory)
     try:
         model_any.save_pretrained(directory)
@@ -103,6 +108,15 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
         if type(error).__name__ == "SafetensorError":
             raise OSError(one_line(error)) from error
         raise
+
+
+def _end_at_(config: Any, end: int | None) -> None:
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = end
+
+
+def _ends(config: Any) -> Sequence[int]:
+    ends = config.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _replace(target: Path, fresh: Path) -> None:

@@ -22,10 +22,10 @@ from diloco.protocol.messages.base import MAX_FRAME_BYTES
 
 __all__ = [
     "ACCUSATIONS", "ACCUSATIONS_PER_S", "CALLS_PER_MINUTE", "CALL_EVERY_S", "CAUSED_BY_OTHERS",
-    "CLAIMS_AGAINST_THE_LIVING", "COPIES", "LONGEST_DOUBT_S", "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES",
-    "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS", "REFUSALS_PER_S", "REQUEST_BYTES", "UNSHOWN",
-    "UNSHOWN_PER_S", "Bucket", "Buckets", "Dials", "EventLines", "Limiter", "Newest", "audited_parts", "bulk_streams",
-    "control_messages", "control_streams", "frame_bytes",
+    "CLAIMS_AGAINST_THE_LIVING", "COPIES", "FILE_BYTES", "FILE_BYTES_IN_ALL", "FILE_BYTES_S", "LONGEST_DOUBT_S",
+    "MAX_PEERS", "MIN_BYTES_PER_S", "OUTER_COPIES", "PATIENCE_S", "PROBE_BYTES", "PROBE_BYTES_IN_ALL", "REFUSALS",
+    "REFUSALS_PER_S", "REQUEST_BYTES", "UNSHOWN", "UNSHOWN_PER_S", "Bucket", "Buckets", "Dials", "EventLines",
+    "Limiter", "Newest", "audited_parts", "bulk_streams", "control_messages", "control_streams", "frame_bytes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -56,6 +56,7 @@ AUDITED_TIMES, AUDITED_AT_LEAST = 4.0, 16
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
 PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute
+FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0  # at once, and as many again in an hour
 CALLS_PER_MINUTE, CALL_EVERY_S = 20, 10.0
 # Lines of the event log: at once, and per second after that.
 REFUSALS, REFUSALS_PER_S = 20.0, 1 / 3

@@ -36,7 +36,7 @@ class Member:
     peer: str
     name: str
     trains: bool
-    holds: bool
+    may_hold: bool
     status: Status
     heard_at: float
     progress_at: float
@@ -50,6 +50,11 @@ class Member:
 
     def __post_init__(self) -> None:
         self._note_round(begins=True)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it can be a syncer now."""
+        return self.may_hold and not self.status.blank
 
     def hear(self, status: Status, now: float) -> None:
         """Take in a status; the interval between statuses is measured as a moving average."""
@@ -133,7 +138,7 @@ class Membership:
         member = self._members[peer]
         before = member.status
         member.hear(status, now)
-        if status.gone != before.gone:
+        if (status.gone, status.blank) != (before.gone, before.blank):
             self.generation += 1
         if self._highest is not None and status.versions != before.versions:
             if any(new < old for new, old in zip(status.versions, before.versions, strict=True)):

@@ -5,8 +5,7 @@
 It never sleeps, opens a socket or reads a clock; the owner passes monotonic seconds and carries out the actions. Life
 of a peer (`states` has the table):
 
-1. `starting`: it hears the others' hellos. Once enough peers are connected, it claims vacant fragments, and fetches the
-   anchors that differ from those that the syncers published.
+1. `starting`: it hears hellos. Once enough peers are there, it claims vacant fragments and fetches others' anchors.
 2. `ready`: it agrees with every syncer on version and digest, and is in step with the round under way. It may train
    when others do, or when no connected trainer is still starting.
 3. `training`, `exchanging`: in turn.
@@ -22,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
 from diloco.protocol.belief import donors, doubt
+from diloco.protocol.blank import fill
 from diloco.protocol.elections import Elector
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease
 from diloco.protocol.ledger import Units, difference
@@ -137,6 +137,7 @@ class Peer(Elector):
     def tick(self, now: float) -> list[Action]:
         """Let time pass: silent members go, vacant fragments are claimed, rounds close, gaps are caught up with."""
         self._pace.ticks(now)
+        fill(self)
         actions: list[Action] = []
         for peer in self.members.silent(now) if self._pace.looks(now) else ():
             actions += [Disconnect(peer), *self._forget(peer, "silent")]
@@ -147,11 +148,10 @@ class Peer(Elector):
         actions += self._close_versions(now)
         actions += catch_ups(self)
         if (self.state == "starting" and not self.warming) or (self.state == "ready" and self.trains):
-            agrees = all(self.near(fragment.index) for fragment in self.fragments)
+            agrees = not self.blank and all(self.near(fragment.index) for fragment in self.fragments)
             state: State = "ready" if self.opened and agrees and self.in_step(now) else "starting"
-            if state != self.state:
-                self.state = state
-                actions += self._tell(now, at_once=True)
+            before, self.state = self.state, state
+            actions += self._tell(now, at_once=True) if state != before else []
         return actions + self._tell(now) if self._pace.untold else actions
 
     def heartbeat(self, now: float, traffic: tuple[int, int] = (0, 0)) -> list[Action]:

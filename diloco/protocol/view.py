@@ -39,7 +39,7 @@ class View:
         digests: digest of each fragment's anchor; its length is the number of fragments.
         versions: anchor version of each fragment (all 0 in a new run).
         applied_tokens: swarm clock at these versions.
-        trains, holds: whether this peer contributes, and whether it can be a syncer.
+        trains, holds: whether this peer contributes, and whether it can be a syncer; not while it is `blank`.
         min_peers: connected peers, this one included, before anything is claimed; not waited for where others train.
         newcomer: this peer joins others. It claims nothing until `Peer.discovered` says that it has heard all of them;
             else it would take every fragment for vacant.
@@ -77,7 +77,7 @@ class View:
         self.signer = signer or Nobody()
         self.me, self.name, self.device = me, name, device
         self.run_id, self.manifest_hash = run_id, manifest_hash
-        self.trains, self.holds = trains, holds
+        self.trains, self.holds, self.may_hold, self.blank = trains, holds, holds, False
         self.min_peers, self.newcomer = min_peers, newcomer
         self.outer, self.tokens_per_step = outer, tokens_per_step
         self.state: State = "starting"
@@ -144,7 +144,7 @@ class View:
             units=[list(unit) for unit in self.accounts.units[:MAX_UNIT_RANGES]],
             disputed=[fragment.index for fragment in self.fragments if fragment.disputed],
             missed=[fragment.index for fragment in self.fragments if fragment.misses],
-            figures=Figures(**self._figures) if figures else None,
+            figures=Figures(**self._figures) if figures else None, blank=self.blank,
         )  # fmt: skip
 
     def hello(self) -> Hello:
@@ -152,7 +152,7 @@ class View:
         peers = self._named()
         return Hello(
             wire_version=WIRE_VERSION, run_id=self.run_id, manifest_hash=self.manifest_hash,
-            name=self.name, trains=self.trains, holds=self.holds, device=self.device,
+            name=self.name, trains=self.trains, holds=self.may_hold, device=self.device,
             peers=peers, addresses=self.address_book.all([self.me, *peers]), status=self.status(),
             claims=[self.claim_of(lease) for lease in self.leases.held_by(self.me)], votes=self.votes(),
         )  # fmt: skip

@@ -25,8 +25,10 @@ __all__ = [
     "JsonLines",
     "check_same_run",
     "exclusive",
+    "files_of",
     "finite",
     "number",
+    "origin_of",
     "prepare_run_directory",
     "read_json_lines",
     "write_atomic",
@@ -48,6 +50,18 @@ def prepare_run_directory(path: Path) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+def origin_of(config: Config) -> Path:
+    """Where a peer keeps the small files that the run starts from: tokenizer, and tensors that are not trained."""
+    return (config.run.dir / "origin").absolute()
+
+
+def files_of(config: Config) -> dict[str, Path]:
+    """Where the small files are that the manifest names, by digest."""
+    origin = origin_of(config)
+    tokenizer = {digest: origin / "tokenizer" / name for name, digest in config.data.tokenizer_files.items()}
+    return tokenizer | {digest: origin / digest for digest in config.model.frozen.values()}
 
 
 def check_same_run(config: Config, manifest: str) -> None:

@@ -21,6 +21,10 @@ def _main(arguments: list[str]) -> int:
     config = compose(arguments, start)
     if not config.run.report:  # a supervisor has checked what the user typed, and adds settings of its own
         refuse_ignored(config, "train", arguments, start)
+    if config.names_files:
+        from diloco.train.origin import resolved
+
+        config = resolved(config)
     logging.basicConfig(level=logging.INFO, format="diloco: %(message)s", stream=sys.stderr)
     from diloco.rundir.reporting import json_lines, log_lines
     from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco import model as models
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.errors import ConfigError
+from diloco.rundir.files import files_of
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread, Runtime
@@ -128,6 +130,8 @@ class Swarm:
             self.key = gate_for(run_id, None, token, key_path).run_key
         self._identity = identity
         self._memory_path: Path | None = None
+        self._files: Mapping[str, Path] = {}
+        self._blank = False
         self.on_event = on_event or (lambda kind, fields: logger.info("%s %s", kind, fields))
         self.on_ready = on_ready or (lambda address: logger.info("this peer can be reached at %s", address))
         self.runtime = runtime
@@ -163,6 +167,8 @@ class Swarm:
         swarm.network = config.swarm
         if runtime is None:  # a simulation begins anew each time
             swarm._memory_path = config.run.dir / "refusals" / f"{name}.json"
+            swarm._files = files_of(config)
+            swarm._blank = config.model.weights is not None and not models.has_files(config.model)
         return swarm
 
     def __enter__(self) -> Swarm:
@@ -314,4 +320,15 @@ class Swarm:
         gate = gate_for(
             self.run_id, self.key, network.token, network.key_path, trains, spec.manifest_hash, self._memory_path
         )
-        return NodeOptions(spec, self.network, self._identity, self.name, saved, gate, trains, device=device)
+        return NodeOptions(
+            spec,
+            self.network,
+            self._identity,
+            self.name,
+            saved,
+            gate,
+            trains,
+            device=device,
+            blank=self._blank,
+            files=self._files,
+        )

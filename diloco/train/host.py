@@ -20,6 +20,7 @@ from diloco.rundir.summary import write_contributions
 from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.visit.look import check_clock, look, parse_manifest
 from diloco.swarm.wire.gate import watching
+from diloco.train import origin
 from diloco.train.api import Swarm
 from diloco.train.parameters import Trained
 from diloco.train.session import identity_path
@@ -45,10 +46,14 @@ class Host:
             found = look(config.swarm.initial_peers, identity_path(config, name), gate=gate)
             check_clock(found)
             manifest = parse_manifest(found.manifest_text)
+            config = origin.fetch(
+                origin.with_manifest(config, manifest), found.addresses, gate, identity_path(config, name)
+            )
         self.manifest = manifest
         why, seeds = "it is a host, on which others rely", config.swarm.initial_peers
         self._presence = Presence(config.run.dir, name, manifest.run.id, why, seeds, config.swarm.token)
-        model = models.build(manifest.model, manifest.run.seed)
+        model = models.build(config.model, manifest.run.seed)
+        origin.keep(config, model)
         parameters = Trained(model)
         outer = manifest.outer
         if outer.method != "diloco":

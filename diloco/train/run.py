@@ -34,7 +34,7 @@ from diloco.rundir.summary import (
     write_summary,
 )
 from diloco.swarm.wire.libp2p import identity_number
-from diloco.train import devices
+from diloco.train import devices, origin
 from diloco.train.api import Attachment, Swarm
 from diloco.train.baseline import DataParallel
 from diloco.train.evaluate import loss_of
@@ -147,7 +147,10 @@ def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at:
         models.build, config.model, config.run.seed, vocab_size=tokenizer.vocab_size,
         sequence_length=config.data.sequence_length,
     )  # fmt: skip
-    model = build().to(island.device)
+    model = build()
+    if island.leads:
+        origin.keep(config, model)
+    model = model.to(island.device)
     chosen = prepare_(model, config, island.device)
     wrapped = island.wrap(model)
     optimizer = inner_optimizer(model, config.inner)
@@ -183,6 +186,8 @@ def _run(config: Config, island: Island, tell: Tell, standby: Standby, began_at:
                 with standby.watching(sync):
                     with _arriving(sync, model, tell):
                         stack.enter_context(sync)
+                    if sync.version == 0 and not island.sharded:
+                        origin.check_start(config, model)
                     with island.following():  # before the swarm is left, which takes longer than torchrun waits
                         trainer.train()
                 if island.leads:

@@ -59,13 +59,20 @@ def evaluate(model: Path, asked: Asked, **arguments: Any) -> int:
 @click.command(cls=Command)
 @click.argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-def export(source: Path, out: Path) -> int:
+@click.option("--push-to-hub", "name", metavar="NAME", help="Upload OUT as this model of the Hugging Face hub, too.")
+@click.option("--private", is_flag=True, help="Make a new model of the hub a private one.")
+def export(source: Path, out: Path, name: str | None, private: bool) -> int:
     """Write a checkpoint as a Hugging Face model directory.
 
     \b
     diloco export runs/quickstart exported/
+    diloco export runs/quickstart exported/ --push-to-hub me/quickstart --private
+
+    OUT holds weights, tokenizer, chat template, generation settings, and a README.md that says what was trained.
     """
-    return implementation("export")(source=source, out=out)
+    if private and name is None:
+        raise ConfigError("--private has no effect without --push-to-hub; drop it")
+    return implementation("export")(source=source, out=out, name=name, private=private)
 
 
 @click.command(cls=Command)

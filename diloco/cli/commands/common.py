@@ -16,12 +16,12 @@ import click
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # a help text does not wait for pydantic
-    from diloco.config import Start
+    from diloco.config import Config, Start
     from diloco.config.address import Address
 
 __all__ = [
     "PATH", "Asked", "Command", "Function", "configured", "guest", "implementation", "run", "split_address",
-    "sweepable",
+    "sweepable", "with_digests",
 ]  # fmt: skip
 
 PATH = click.Path(path_type=Path)
@@ -34,6 +34,9 @@ WORKERS = {
     "pause": "runs.pause", "resume": "runs.resume",
     "keygen": "keys.keygen", "invite": "keys.invite", "revoke": "keys.revoke",
 }  # fmt: skip
+
+
+STARTERS = ("local", "train", "host", "simulate")  # may begin a run, whose manifest has no path of this machine
 
 
 class Command(click.Command):
@@ -163,6 +166,8 @@ def run(
     config = validated(composed)
     if command != "train" or not config.run.report:  # a supervisor has checked what the user typed, and adds its own
         refuse_ignored(config, command, overrides, start)
+        if command in STARTERS:
+            config = with_digests(config)
         for doubt in config.warnings():
             click.echo(f"diloco: warning: {doubt}", err=True)
     _listen(block.verbose)
@@ -181,7 +186,7 @@ def _show(overrides: tuple[str, ...], given: Sequence[str], asked: Asked, start:
     if asked.info is not None:
         return _write(info_text(composed, asked.info))
     if asked.cfg == "manifest":
-        manifest = validated(composed).manifest()
+        manifest = with_digests(validated(composed)).manifest()
         click.echo(f"manifest hash {manifest.hash()}", err=True)  # apart, so that stdout is the JSON itself
         return _write(manifest.to_json(indent=2))
     return _write(cfg_text(composed, asked.cfg or "job", asked.package, asked.resolve))
@@ -206,6 +211,15 @@ def _from_stdin(override: str) -> str:
     from diloco.config.overrides import quoted
 
     return f"swarm.token={quoted(line_of_stdin('swarm.token').rpartition('?token=')[2])}"
+
+
+def with_digests(config: Config) -> Config:
+    """The configuration with digests in place of the files that it names, if it names any."""
+    if not config.names_files:
+        return config
+    from diloco.train.origin import resolved  # torch takes seconds
+
+    return resolved(config)
 
 
 def split_address(address: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:

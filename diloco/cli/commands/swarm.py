@@ -73,6 +73,8 @@ def join(address: str | None, yes: bool, overrides: tuple[str, ...], asked: Aske
     if address is None or common.split_address(address, overrides)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
     found, given = common.guest(address, overrides)
+    if "data.path" in _typed(overrides):  # for the text of the run, whose kind the swarm will say
+        given = ["data=text", *given]
     return run("join", overrides, asked, given, guest=True, address=found, typed=_typed(overrides), yes=yes)
 
 

@@ -108,6 +108,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
         disputed: fragments whose syncer goes on from a history with less work than the one here (see `forks`).
         missed: fragments whose syncer has announced a version that this peer has not been given for long.
         figures: only in a heartbeat; None says that those of the last heartbeat still hold.
+        blank: the peer has not got what the run starts from yet, and holds no fragment (see `blank`).
     """
 
     state: State
@@ -121,6 +122,7 @@ class Status(Message, kind="status", place=Place.CONTROL):
     disputed: Annotated[list[Index], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
     missed: Annotated[list[Index], Field(max_length=2**20), FailFast()] = Field(default_factory=list)
     figures: Figures | None = None
+    blank: bool = False
 
     @property
     def in_round(self) -> bool:

@@ -6,15 +6,25 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from diloco.protocol.messages.base import EVERYBODY, MAX_FRAME_BYTES, Addresses, Message, Name, Place, Said, Seal
+from diloco.protocol.messages.base import (
+    EVERYBODY,
+    MAX_FRAME_BYTES,
+    Addresses,
+    Digest,
+    Message,
+    Name,
+    Place,
+    Said,
+    Seal,
+)
 from diloco.protocol.numbers import MAX_COUNT, Count
 
 __all__ = [
-    "MAX_PROBE_BYTES", "MAX_SNAPSHOT_PIECE_BYTES", "DialBack", "DialBackReply", "ManifestReply", "ManifestRequest",
-    "Probe", "ProbeReply", "SnapshotReply", "SnapshotRequest",
+    "MAX_FILE_PIECE_BYTES", "MAX_PROBE_BYTES", "MAX_SNAPSHOT_PIECE_BYTES", "DialBack", "DialBackReply", "FileReply",
+    "FileRequest", "ManifestReply", "ManifestRequest", "Probe", "ProbeReply", "SnapshotReply", "SnapshotRequest",
 ]  # fmt: skip
 
-MAX_SNAPSHOT_PIECE_BYTES = MAX_FRAME_BYTES // 2
+MAX_SNAPSHOT_PIECE_BYTES = MAX_FILE_PIECE_BYTES = MAX_FRAME_BYTES // 2
 MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
 
 
@@ -38,6 +48,19 @@ class SnapshotReply(Message, kind="snapshot"):
 
     wire_version: Count
     data: Annotated[bytes, Field(max_length=MAX_SNAPSHOT_PIECE_BYTES)]
+    more: bool = False
+
+
+class FileRequest(Message, kind="file_request", place=Place.REQUEST, roles=EVERYBODY):
+    """Asks for one of the small files that the manifest names by digests; a newcomer needs them before it can train."""
+
+    digest: Digest
+
+
+class FileReply(Message, kind="file"):
+    """A piece of a file; the next message is the next piece if there is `more`."""
+
+    data: Annotated[bytes, Field(max_length=MAX_FILE_PIECE_BYTES)]
     more: bool = False
 
 

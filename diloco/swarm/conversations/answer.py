@@ -14,10 +14,18 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.audits import Accusation, AuditRequest
 from diloco.protocol.messages.base import Place
 from diloco.protocol.messages.bulk import Contribution, InnerRequest, PartRequest, StateRequest, UnitRequest
-from diloco.protocol.messages.watching import DialBack, ManifestReply, ManifestRequest, Probe, SnapshotRequest
+from diloco.protocol.messages.watching import (
+    DialBack,
+    FileRequest,
+    ManifestReply,
+    ManifestRequest,
+    Probe,
+    SnapshotRequest,
+)
 from diloco.protocol.penalties import Offence, offences
 from diloco.swarm.conversations import audit, contribution, units
 from diloco.swarm.conversations.context import Context
+from diloco.swarm.conversations.files import FileDonor
 from diloco.swarm.conversations.inner_state import InnerDonor, Snapshot, send_inner
 from diloco.swarm.conversations.parts import AnchorDonor
 from diloco.swarm.conversations.probe import ProbeServer
@@ -55,6 +63,7 @@ class BulkServer:
                 ManifestReply(text=context.manifest_text, seal=context.gate.memory.seal)
             ),
             SnapshotRequest: lambda stream, request: send_snapshot(stream, context.recorder.packed(context.now())),
+            FileRequest: FileDonor(context).answer,
             AuditRequest: lambda stream, request: audit.answer(context, stream, request),
             Accusation: accused,
             Probe: probes.measure,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diloco.errors import PayloadError
 from diloco.outer.replica import Replica
@@ -32,7 +33,8 @@ class Context:
 
     `locks`, by fragment, are held to read or move an anchor, and to fold in a whole contribution. `records` are the
     newest update records that this peer made, by fragment, the oldest first. `contributing` are the streams on which
-    contributions arrive, by peer and fragment. `carry_out` does what the protocol asks for; the node sets it.
+    contributions arrive, by peer and fragment. `files` are those that the manifest names, by digest.
+    `carry_out` does what the protocol asks for; the node sets it.
     """
 
     protocol: Peer
@@ -41,6 +43,7 @@ class Context:
     manifest_text: str
     gate: Gate
     on_event: OnEvent
+    files: Mapping[str, Path] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     tasks: Tasks = field(default_factory=Tasks)
     records: dict[int, list[UpdateRecord]] = field(default_factory=dict)

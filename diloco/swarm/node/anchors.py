@@ -162,7 +162,7 @@ class Anchors:
         for donor in [*donors, *further]:
             if now < self._refused.get((fragment, donor), (0.0, 0.0))[0]:
                 continue
-            whole_only = whole or donor in further or donor in disputants(self._protocol, here)
+            whole_only = whole or self._protocol.blank or donor in further or donor in disputants(self._protocol, here)
             for have in [-1] if whole_only else [here.version, -1]:
                 if donor in dishonest:
                     break

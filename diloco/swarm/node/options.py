@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.config import SwarmConfig, flatten
 from diloco.errors import PayloadError
 from diloco.outer.replica import Replica
+from diloco.protocol.blank import begin_blank
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import union
 from diloco.protocol.peer import Peer
@@ -72,6 +74,8 @@ class NodeOptions:
     device: str = ""  # shown to watchers
     inner_state: Snapshot = lambda: None  # what a joiner gets of the inner optimizer; called in other threads
     loss: Loss | None = None  # for spot checks; without it this peer's contributors are not checked against data
+    blank: bool = False  # it has not got what the run starts from
+    files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
     seed: str | None = None  # for choices that no other peer may foresee; None takes the operating system's randomness
 
 
@@ -98,6 +102,8 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         signer=transport,
         payload_bytes=[replica.payload_numel(fragment) for fragment in range(len(replica.fragments))],
     )
+    if options.blank and saved is None:
+        begin_blank(protocol)
     if saved is not None:
         # An author signs a version under a term once. Terms that came after the checkpoint are not in it.
         gap = random.Random(options.seed).randint(1, TERM_GAP) if options.seed else secrets.randbelow(TERM_GAP) + 1
@@ -120,6 +126,7 @@ async def make_context(options: NodeOptions, replica: Replica, transport: Transp
         manifest_text=options.run.manifest_text,
         gate=options.gate,
         on_event=on_event,
+        files=options.files,
         traffic=Traffic(upload_limit=options.network.upload_limit),
     )
     options.gate.on_refused = lambda peer, why: context.note("refused", peer=peer, why=why)

@@ -1,0 +1,188 @@
+"""What a run starts from, so that it can be joined from anywhere: the files behind `model.path` and `data.tokenizer`.
+
+1. `resolved`: whoever starts a run has the files, from a directory or the hub. The manifest gets the model's config,
+   and digests of the trained weights, of each tensor that is not trained, and of the tokenizer's files, but no path.
+2. `keep`: each peer compares the values that it built its model with, and keeps the small files in `run.dir/origin`.
+   Its node gives them to whoever names a digest.
+3. `fetch`: a volunteer takes the small files from the run's peers, and checks the digests. The trained weights come as
+   the swarm's anchor, as for every joiner.
+4. `check_start`: before the first outer step nothing certifies an anchor, so it is compared with the manifest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from diloco import data
+from diloco import model as models
+from diloco.config import Config, DataConfig, Manifest, ModelConfig
+from diloco.config.data import FILES, MAX_TOKENIZER_FILES
+from diloco.config.model import MAX_FROZEN
+from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
+from diloco.hub import TOKENIZER_FILES, files_at
+from diloco.rundir.files import files_of, origin_of, write_atomic
+from diloco.swarm.visit.files import fetch_files
+from diloco.swarm.wire.gate import Gate
+from diloco.train.parameters import values_digest
+
+__all__ = ["check_start", "fetch", "keep", "resolved", "with_manifest", "with_origin"]
+
+MAX_TOKENIZER_BYTES = 2**26  # that travel through the swarm; the largest public vocabularies have some 40 MB
+HEADER_BYTES = 2**12  # of a file with one tensor, beside its values
+
+Values = Mapping[str, object]
+
+
+def resolved(config: Config) -> Config:
+    """The configuration with config and digests in place of names of directories; `Config.names_files` is false then.
+
+    A tokenizer of the hub without a commit stays as it is: nobody can join such a run. Raises ConfigError, DataError
+    and CheckpointError for files that are missing or that no run can start from.
+    """
+    model: Values = {}
+    if config.model.path is not None and config.model.weights is None:
+        model = _model(config)
+    return Config.parse(_with(config, model, _tokenizer(config)).model_dump())
+
+
+def with_origin(config: Config, run_dir: Path | None = None) -> Config:
+    """The configuration of a peer that has nothing but what is in `run.dir/origin`; `run_dir` is where it is now."""
+    origin = origin_of(config) if run_dir is None else (run_dir / "origin").absolute()
+    model = {"directory": str(origin)} if config.model.weights is not None else {}
+    return _with(
+        config, model, {"tokenizer_directory": str(origin / "tokenizer")} if config.data.tokenizer_files else {}
+    )
+
+
+def with_manifest(config: Config, manifest: Manifest) -> Config:
+    """The configuration of a host, which trains on nothing, with what a run starts from."""
+    names = ("tokenizer", "tokenizer_revision", "tokenizer_files")
+    return _with(config, manifest.model.model_dump(), {name: getattr(manifest.data, name) for name in names})
+
+
+def keep(config: Config, model: nn.Module) -> None:
+    """Keep the small files of the run, where `files_of` says. The model is as it was built, and not sharded.
+
+    Raises CheckpointError: a tensor that is not trained, or a file of the tokenizer, is not that of the run.
+    """
+    frozen = models.frozen_of(model) if config.model.weights is not None else {}
+    if unknown := sorted(frozen.keys() ^ config.model.frozen.keys()):
+        raise CheckpointError(
+            f"model.frozen.{unknown[0]} is here or in the run, and not in both; start from other files"
+        )
+    packed = {name: models.pack(name, tensor) for name, tensor in frozen.items()}
+    for name, digest in config.model.frozen.items():
+        _keep(packed[name], origin_of(config) / digest, digest, f"model.frozen.{name}")
+    here = config.data.tokenizer_directory
+    if here is not None:
+        for name, digest in config.data.tokenizer_files.items():
+            place = origin_of(config) / "tokenizer" / name
+            _keep(_read(Path(here) / name), place, digest, f"data.tokenizer_files.{name}")
+
+
+def fetch(config: Config, addresses: Sequence[str], gate: Gate | None = None, identity: Path | None = None) -> Config:
+    """Take the small files of the run from its peers; returns the configuration that has their places.
+
+    Raises SwarmError: no peer has them.
+    """
+    places = files_of(config)
+    if places:
+        shutil.rmtree(origin_of(config), ignore_errors=True)  # of an earlier run of that name
+        with torch.device("meta"):
+            expected = models.frozen_of(models.outline(config.model)) if config.model.frozen else {}
+        sizes = {
+            digest: expected[name].numel() * expected[name].element_size() + HEADER_BYTES
+            for name, digest in config.model.frozen.items()
+            if name in expected
+        }
+        wanted = {digest: (place, sizes.get(digest, MAX_TOKENIZER_BYTES)) for digest, place in places.items()}
+        fetch_files(addresses, wanted, MAX_TOKENIZER_BYTES + sum(sizes.values()), identity, gate)
+    return with_origin(config)
+
+
+def check_start(config: Config, model: nn.Module) -> None:
+    """Raises SwarmError unless the trained parameters are those that the manifest names."""
+    if config.model.weights is not None and _trained_digest(model) != config.model.weights:
+        raise SwarmError(
+            f"the run starts from weights {config.model.weights[:12]}, and the swarm sent others; join at the address "
+            "of another peer"
+        )
+
+
+def _model(config: Config) -> Values:
+    """The settings of the model that the files hold."""
+    directory = models.directory_of(config.model)
+    built = models.build(config.model, config.run.seed)
+    frozen = models.frozen_of(built)
+    if len(frozen) > MAX_FROZEN:
+        raise ConfigError(
+            f"model.path={config.model.path} has {len(frozen)} buffers and parameters that are not trained; a run has "
+            f"room for the digests of {MAX_FROZEN}"
+        )
+    digests = {name: sha256(models.pack(name, tensor)).hexdigest() for name, tensor in frozen.items()}
+    at_commit = config.model.path if config.model.revision is not None else None
+    return {
+        **models.recipe_of(built), "path": at_commit, "weights": _trained_digest(built), "frozen": digests,
+        "directory": str(directory.resolve()),
+    }  # fmt: skip
+
+
+def _tokenizer(config: Config) -> Values:
+    """The settings of the tokenizer that the files hold."""
+    named, commit = config.data.tokenizer, config.data.tokenizer_revision
+    if named in ("bytes", FILES) or config.data.tokenizer_files:
+        return {}
+    if commit is None:
+        directory = Path(named).expanduser()
+    else:
+        directory = files_at("data.tokenizer", named, commit, TOKENIZER_FILES, MAX_TOKENIZER_BYTES)
+    if data.is_bytes(directory):
+        return {"tokenizer": "bytes", "tokenizer_revision": None}
+    if not directory.is_dir():
+        return {}
+    files = [file for file in sorted(directory.iterdir()) if any(fnmatch(file.name, one) for one in TOKENIZER_FILES)]
+    nbytes = sum(file.stat().st_size for file in files)
+    if not files or len(files) > MAX_TOKENIZER_FILES or nbytes > MAX_TOKENIZER_BYTES:
+        raise DataError(
+            f"data.tokenizer: {named} has {len(files)} files of a tokenizer with {nbytes} bytes; a run takes 1 to "
+            f"{MAX_TOKENIZER_FILES} of {MAX_TOKENIZER_BYTES} bytes in all"
+        )
+    return {
+        "tokenizer": FILES if commit is None else named,
+        "tokenizer_files": {file.name: sha256(_read(file)).hexdigest() for file in files},
+        "tokenizer_directory": str(directory.resolve()),
+    }
+
+
+def _with(config: Config, model: Values, tokenizer: Values) -> Config:
+    changed = {
+        "model": ModelConfig.parse({**config.model.model_dump(), **model}),
+        "data": DataConfig.parse({**config.data.model_dump(), **tokenizer}),
+    }
+    return config.model_copy(update=changed)
+
+
+def _trained_digest(model: nn.Module) -> str | None:
+    return values_digest({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"data.tokenizer: {file} cannot be read ({error.strerror})") from error
+
+
+def _keep(content: bytes, place: Path, digest: str, what: str) -> None:
+    if sha256(content).hexdigest() != digest:
+        raise CheckpointError(f"{what} is not what the run starts from; use the files of the run, or join it instead")
+    if not place.is_file() or place.read_bytes() != content:  # of another run that was here
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(place, content)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,17 @@ def test_the_swarm_loop_runs_and_learns() -> None:
     code = block("swarm loop") + "\nprint('exchanges', swarm.attachment.version, 'loss', float(loss))\n"
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
     assert "exchanges 3 " in done.stdout
+
+
+def test_the_callback_of_the_readme_is_one_that_a_trainer_takes() -> None:
+    from transformers import TrainerCallback
+
+    given: dict[str, object] = {}
+    trainer = SimpleNamespace(train=lambda: None)
+    names = {"model": 1, "args": 2, "data": 3, "Trainer": lambda *_, **settings: given.update(settings) or trainer}
+    exec(block("trainer"), names)
+    [callback] = given["callbacks"]  # type: ignore[misc]
+    assert isinstance(callback, TrainerCallback)
 
 
 def tree(text: str) -> set[str]:

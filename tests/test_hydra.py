@@ -13,6 +13,7 @@ from diloco.config.compose import compose_tree
 from diloco.config.sources import search_path, stamp
 from diloco.config.sweeps import plan_sweep
 from diloco.errors import ConfigError
+from diloco.train.__main__ import _start
 
 PACKAGE = Path(__file__).parents[1] / "configs"
 README = (PACKAGE / "README.md").read_text()
@@ -140,6 +141,24 @@ def test_a_command_of_hydras_documentation(
 def test_the_table_of_the_readme_has_every_command() -> None:
     rows = re.findall(r"^\| `(diloco [^`]*)`", README, flags=re.MULTILINE)
     assert rows == [command for command, _ in COMMANDS]
+
+
+def test_the_sweep_of_the_readme_is_planned_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    write("configs/experiment/page.yaml", found[1])
+    assert diloco("sweep", "simulate", "experiment=page", "--dry-run") == 0
+    assert "outer.codec_up=int8,e3m0" in (shown := capsys.readouterr().out) and "with submitit_slurm" in shown
+    settings = plan_sweep(["experiment=page"], Start())[1].block.settings
+    assert settings["sweeper.n_trials"] == 40 and settings["launcher.partition"] == "gpu"
+
+
+def test_torchrun_takes_the_same_options() -> None:
+    start, others = _start(["experiment=smoke", "-cd", "shared", "~outer.lr", "--config-name", "paper", "+lab=north"])
+    assert start == Start(folder=Path("shared"), name="paper")
+    assert others == ["experiment=smoke", "~outer.lr", "+lab=north"]
+    with pytest.raises(ConfigError, match=r"^--config: expected one argument$"):
+        _start(["--config"])
 
 
 # --- Where files are looked for ---------------------------------------------------------------------------------------

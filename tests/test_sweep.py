@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -292,6 +293,71 @@ def test_hydra_hands_over_the_values_and_leaves_the_command_line(tmp_path: Path)
     assert sys.argv == before and "HYDRA_FULL_ERROR" not in os.environ
 
 
+def test_a_launcher_of_hydra_here_runs_several_members_at_a_time() -> None:
+    assert sweep("run.seed=20,21", "--launcher", "basic", "--jobs", "2") == 0  # each waits for the other
+    assert list(states().values()) == ["done"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The ..declarative_base")  # of SQLAlchemy, for Optuna
+def test_optuna_looks_for_several_objectives_and_the_result_has_our_names(capsys: pytest.CaptureFixture[str]) -> None:
+    optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "sweep.objective=[loss,wall_s]", "--jobs", "2")
+    assert sweep("run.seed=1,5", "outer.lr=0.5,0.7", *optuna) == 0
+    assert list(states().values()) == ["done"] * 2
+    found = (Path("s") / "optimization_results.yaml").read_text()
+    assert "run.seed: " in found and "outer.lr: " in found and "- 1.0" in found
+    assert "what optuna found best by loss, wall_s" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:The ..declarative_base")
+@pytest.mark.parametrize(("seed", "code"), [(3, 3), (4, 0)])
+@pytest.mark.parametrize("objective", ["loss", "[loss,wall_s]"])
+def test_a_member_that_ends_badly_does_not_stop_optuna(seed: int, code: int, objective: str) -> None:
+    optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"sweep.objective={objective}")
+    assert sweep(f"run.seed={seed}", "outer.lr=0.5,0.7", *optuna) == code
+    assert set(states().values()) == {"failed" if code else "diverged"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["hydra.sweeper.direction=minimize"], "hydra.sweeper.direction=minimize is for 1 objectives, and sweep.obj"),
+        (["hydra.sweeper.storage=sqlite:///o.db"], "hydra.sweeper.storage=sqlite:///o.db needs SQLAlchemy below 2"),
+        (["hydra.run.dir=x"], "hydra.run.dir=x has no effect in a sweep; set hydra.sweep.dir, or --dir"),
+        (["hydra.sweep.dir=x"], "--dir=s and hydra.sweep.dir=x are one setting; drop one of them"),
+        (["sweep.jobs=1,2"], "sweep.jobs=1,2 is said once for all members; give one value"),
+        (["hydra/sweeper=basic", "sweep.objective=loss"], "sweep.objective has no effect on every combination"),
+    ],
+)
+def test_what_a_sweep_of_hydra_cannot_do_is_said_in_the_dry_run(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.config.multirun.version", lambda name: "2.1.9")
+    objective = ["hydra/sweeper=optuna", "sweep.objective=[loss,wall_s]"] if len(arguments) == 1 else []
+    assert sweep("run.seed=1,2", *objective, *arguments, "--dry-run") == 2
+    assert capsys.readouterr().err.startswith(f"diloco: error: {complaint}")
+    assert not Path("s").exists()
+
+
+# --- A sweep in a file ------------------------------------------------------------------------------------------------
+
+
+def test_one_page_holds_a_sweep_its_seeds_and_its_plot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("sweep", "experiment=lr-sweep", "--dir", "s") == 0
+    assert list(states()) == ["0-lr0.5_seed0", "1-lr0.5_seed1", "2-lr0.9_seed0", "3-lr0.9_seed1"]
+    shown = "local experiment=lr-sweep outer.lr=0.9 run.seed=0 hydra.mode=RUN run.id=lr-2 run.dir=s/2-lr0.9_seed0"
+    assert calls("2-lr0.9_seed0") == [shown]
+    assert [picture.name for picture in Path("s").glob("*.png")] == ["loss-by-tokens.png"]
+    assert "s: sweep.json, loss-by-tokens.png" in capsys.readouterr().out
+
+
+def test_the_mode_of_a_file_makes_a_command_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {run.seed: '1,2'}}}\n"
+    Path("configs/experiment").mkdir(parents=True)
+    Path("configs/experiment/seeds.yaml").write_text(page)
+    assert exit_code("local", "experiment=[smoke,seeds]") == 0
+    assert set(states("runs/smoke-sweep")) == {"0-seed1", "1-seed2"}
+
+
 # --- For real ---------------------------------------------------------------------------------------------------------
 
 
@@ -309,3 +375,23 @@ def test_a_sweep_of_simulations_ends_in_a_table(
     assert all(member["result"]["virtual_s"] == 12 for member in outcome()["members"])
     assert exit_code(*arguments) == 0
     assert "2 of 2 members have ended before" in capsys.readouterr().out
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(120)
+def test_optuna_chooses_and_submitit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = """# @package _global_
+defaults: [smoke, {override /hydra/sweeper: optuna}, {override /hydra/launcher: submitit_local}, _self_]
+hydra:
+  sweeper: {n_trials: 2, n_jobs: 2, sampler: {seed: 1}, params: {inner.lr: 'tag(log,interval(1e-3,1e-2))'}}
+  launcher: {timeout_min: 2}
+sweep: {objective: [loss, bytes_sent]}
+"""
+    (tmp_path / "configs" / "experiment").mkdir(parents=True)
+    (tmp_path / "configs" / "experiment" / "page.yaml").write_text(page)
+    command = [sys.executable, "-m", "diloco", "sweep", "simulate", "experiment=page", "--dir", "s"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert list(states().values()) == ["done"] * 2
+    assert len(list(Path("s/.submitit").glob("*/*_result.pkl"))) == 2
+    assert "inner.lr: 0.00" in (Path("s") / "optimization_results.yaml").read_text()

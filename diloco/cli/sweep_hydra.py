@@ -117,8 +117,8 @@ class _Goal(NamedTuple):
 
 def _measured(
     goal: _Goal, processes: Processes | None, number: int, chosen: tuple[tuple[str, str], ...]
-) -> float | tuple[float, ...]:
-    """The objectives of a member; the worst values where it diverged, and no numbers where it failed."""
+) -> float | tuple[float, ...] | None:
+    """The objectives of a member; the worst values where it diverged, and None where it failed or does not have one."""
     if processes is None:  # in a process of the launcher
         with Processes() as own:
             return _measured(goal, own, number, chosen)
@@ -133,6 +133,8 @@ def _measured(
     values = goal.worst
     if member.state != "diverged":
         [run] = read_runs([goal.place / member.name])
-        found = (getattr(run, name) if member.state == "done" else None for name in goal.config.sweep.objective)
-        values = tuple(math.nan if one is None else float(one) for one in found)
+        found = [getattr(run, name) for name in goal.config.sweep.objective]
+        if member.state != "done" or None in found:
+            return None
+        values = tuple(map(float, found))
     return values if len(values) > 1 else values[0]

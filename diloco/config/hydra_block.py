@@ -84,7 +84,7 @@ def read_block(tree: DictConfig) -> HydraBlock:
     mine, theirs = dict(_flat(node)), dict(_flat(usual if _is_usual(chosen, usual) else defaults_of_hydra(chosen)))
     settings = {key: value for key, value in mine.items() if key not in theirs or theirs[key] != value}
     for key, value in settings.items():
-        if key.endswith("._target_"):
+        if key.endswith(("._target_", ".custom_search_space")):  # a function that somebody names
             group = key.partition(".")[0]
             raise ConfigError(f"hydra.{key}={show(value)} is not a setting here; choose hydra/{group}=NAME")
         if not key.startswith(_USED) and not (key == "job.chdir" and value is False):

@@ -48,8 +48,8 @@ def hydra_multirun(
 ) -> None:
     """Lets the sweeper of `composed` choose values of the axes and its launcher call `task(number, chosen)` with them.
 
-    `task` returns what the sweeper looks for, a number or a tuple. `settings` are more of hydra.sweeper, such as
-    {"n_jobs": 2}. Raises ConfigError for what Hydra refuses.
+    `task` returns what the sweeper looks for, a number or a tuple, or None for a failure. `settings` are more of
+    hydra.sweeper, such as {"n_jobs": 2}. Raises ConfigError for what Hydra refuses.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -73,6 +73,9 @@ def hydra_multirun(
     except HydraException as error:
         place = f"hydra/sweeper={composed.block.sweeper}"
         raise ConfigError(f"{place}: {show(str(error).splitlines()[0], limit=200)}") from None
+    except ValueError as error:
+        if "No trials are completed" not in str(error):  # what Optuna says where all have failed, as sweep.json does
+            raise
     best = directory / RESULTS
     if best.is_file():  # under the names that Hydra saw
         text = best.read_text(encoding="utf-8")

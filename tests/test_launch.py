@@ -88,6 +88,16 @@ def test_every_example_is_accepted(example: str, tmp_path: Path, monkeypatch: py
     assert exit_code(*arguments, "--dry-run") == 0 and not list(tmp_path.iterdir())
 
 
+def test_settings_of_another_peer_do_not_travel_with_its_configuration(tmp_path: Path) -> None:
+    base = tmp_path / "config.yaml"
+    theirs = ["run.name=a", "data.shard=0", "data.shards=2", f"swarm.initial_peers=[/ip4/127.0.0.1/tcp/1/p2p/{ID}]"]
+    base.write_text(compose(["experiment=smoke", "outer.lr=0.5", *theirs]).to_yaml())
+    assert launch("compose", [], base, tmp_path / "out", False, False, {}) == 0
+    config = compose(base=tmp_path / "out" / "config.yaml")
+    assert config.outer.lr == 0.5 and not config.swarm.initial_peers
+    assert config.run.name is config.data.shard is config.data.shards is None
+
+
 def test_where_a_peer_listens_is_what_was_typed(tmp_path: Path) -> None:
     written("slurm", tmp_path / "out", "swarm.listen=[/ip4/127.0.0.1/tcp/0]")
     assert compose(base=tmp_path / "out" / "config.yaml").swarm.listen == ("/ip4/127.0.0.1/tcp/0",)
@@ -147,6 +157,10 @@ REFUSED = [
     (["slurm", "outer.lrr=1"], "outer.lrr is not a setting; did you mean outer.lr?"),
     (["slurm", "sim.loss=0.1"], "sim.loss=0.1 has no effect with diloco train, which runs in real time"),
     (["slurm", "run.name=a"], "run.name has no effect with diloco launch, which gives each peer its own; drop it"),
+    (
+        ["slurm", "local.peers=8"],
+        "local.peers has no effect with diloco launch, which starts them elsewhere; set --peers",
+    ),
     (["slurm", "outer=data_parallel"], "outer.method=data_parallel has no swarm that could be launched"),
     (["slurm", "--peers", "0"], "Invalid value for '--peers': 0 is not in the range 1<=x<=1000"),
     (["slurm", "--image", "a"], "--image has no effect with launch slurm; drop it (it is for kubernetes, compose)"),
@@ -627,3 +641,12 @@ def test_skypilot_gets_one_address_and_every_variable_of_its_scripts(gpus: int, 
             dict.fromkeys(kinds, 8) if gpus and name != "host.yaml" else None
         )
     assert task["envs"]["HOST_ID"] == ID and task["envs"]["HOST_IP"] is None
+
+
+def test_skypilot_brings_a_wheel_along(tmp_path: Path) -> None:
+    wheel = tmp_path / "diloco-1-py3-none-any.whl"
+    wheel.touch()
+    files = written("sky", tmp_path / "out", gpus=0, install=str(wheel))
+    for name in ("host.yaml", "peer.yaml"):
+        [task] = documents(files[name])
+        assert task["file_mounts"][task["envs"]["DILOCO"]] == str(wheel)

@@ -32,7 +32,8 @@ class Job:
     """What is launched: one host, and `peers` peers on `gpus` accelerators each, of one of the `kinds`.
 
     name: for names of machines. out: absolute directory of the written files. run_dir: where peers on a shared file
-    system keep their runs. host_id: peer id of the host, where its identity is made beforehand.
+    system keep their runs. requirement: what pip installs there, of which `wheel` is the file here, if it is one.
+    host_id: peer id of the host, where its identity is made beforehand.
     """
 
     run_id: str
@@ -45,6 +46,7 @@ class Job:
     port: int = 4100
     image: str = ""
     requirement: str = ""
+    wheel: str = ""
     sbatch: tuple[str, ...] = ()
     user: str = ""
     host_id: str = ""

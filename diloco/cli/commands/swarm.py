@@ -109,7 +109,9 @@ def host(new: bool, address: str | None, overrides: tuple[str, ...], **arguments
 )
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the host.  [default: 4100; slurm: any]")
 @click.option("--image", help="Image (kubernetes, compose).  [default: diloco:cuda, or diloco:cpu]")
-@click.option("--install", metavar="REQUIREMENT", help="What pip installs there (sky).  [default: this version]")
+@click.option(
+    "--install", metavar="REQUIREMENT", help="What pip installs there, or a wheel (sky).  [default: this version]"
+)
 @click.option("--sbatch", multiple=True, metavar="KEY=VALUE", help="Option of sbatch (slurm); repeatable.")
 @click.option("--out", type=PATH, metavar="DIR", help="New directory for the files.  [default: runs/RUN_ID-launch]")
 @click.option("--submit", is_flag=True, help="Start it, too.")

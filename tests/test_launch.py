@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from diloco.cli.engines import ENGINES
 from diloco.cli.launch import run as launch
 from diloco.cli.main import main
 from diloco.config import compose, launch_files
+from diloco.train.host import Host
 from tests.swarm_helpers import MARK, ROOT, SMOKE, eventually, json_lines, marked
 
 ID = "QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
@@ -73,6 +75,27 @@ def test_peers_get_the_settings_that_were_checked(engine: str, tmp_path: Path) -
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")], "nothing else is left"
     if engine != "slurm":
         assert stat.S_IMODE((tmp_path / "out" / "host.key").stat().st_mode) == 0o600
+
+
+README = (ROOT / "diloco" / "cli" / "README.md").read_text() + (ROOT / "README.md").read_text()
+EXAMPLES = sorted(set(re.findall(r"^ *diloco launch ([^#\n]*)", README + str(command_line.help), re.M)))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_is_accepted(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [word for word in shlex.split(example) if word not in ("--submit", "--dry-run")]
+    assert exit_code(*arguments, "--dry-run") == 0 and not list(tmp_path.iterdir())
+
+
+def test_settings_of_another_peer_do_not_travel_with_its_configuration(tmp_path: Path) -> None:
+    base = tmp_path / "config.yaml"
+    theirs = ["run.name=a", "data.shard=0", "data.shards=2", f"swarm.initial_peers=[/ip4/127.0.0.1/tcp/1/p2p/{ID}]"]
+    base.write_text(compose(["experiment=smoke", "outer.lr=0.5", *theirs]).to_yaml())
+    assert launch("compose", [], base, tmp_path / "out", False, False, {}) == 0
+    config = compose(base=tmp_path / "out" / "config.yaml")
+    assert config.outer.lr == 0.5 and not config.swarm.initial_peers
+    assert config.run.name is config.data.shard is config.data.shards is None
 
 
 def test_where_a_peer_listens_is_what_was_typed(tmp_path: Path) -> None:
@@ -134,6 +157,10 @@ REFUSED = [
     (["slurm", "outer.lrr=1"], "outer.lrr is not a setting; did you mean outer.lr?"),
     (["slurm", "sim.loss=0.1"], "sim.loss=0.1 has no effect with diloco train, which runs in real time"),
     (["slurm", "run.name=a"], "run.name has no effect with diloco launch, which gives each peer its own; drop it"),
+    (
+        ["slurm", "local.peers=8"],
+        "local.peers has no effect with diloco launch, which starts them elsewhere; set --peers",
+    ),
     (["slurm", "outer=data_parallel"], "outer.method=data_parallel has no swarm that could be launched"),
     (["slurm", "--peers", "0"], "Invalid value for '--peers': 0 is not in the range 1<=x<=1000"),
     (["slurm", "--image", "a"], "--image has no effect with launch slurm; drop it (it is for kubernetes, compose)"),
@@ -189,6 +216,32 @@ def test_names_of_machines_are_labels_whatever_the_run_is_called(tmp_path: Path)
 
 def documents(text: str) -> list[Any]:
     return list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize(
+    ("steps", "states", "over"),
+    [
+        (0, [], False),  # nobody has come yet
+        (0, ["training"], False),
+        (3, [], True),
+        (3, ["training"], False),  # it has not heard of the last version
+        (2, ["done"], False),
+        (2, ["leaving"], False),
+    ],
+)
+def test_a_host_ends_when_the_budget_is_used_up_and_nobody_trains(steps: int, states: list[str], over: bool) -> None:
+    members = [SimpleNamespace(trains=True, status=SimpleNamespace(state=state)) for state in states]
+    protocol = SimpleNamespace(
+        members=SimpleNamespace(all=lambda: [SimpleNamespace(trains=False), *members]),
+        fragments=[SimpleNamespace(steps=steps)],
+        applied_tokens=0,
+    )
+    host = object.__new__(Host)
+    host.manifest, host._used_up = compose(["experiment=smoke"]).manifest(), False
+    host.node = SimpleNamespace(protocol=protocol)  # type: ignore[assignment]
+    assert host.is_over() is over
+    members.clear()
+    assert host.is_over() is (over or steps == 3 or "done" in states), "what a peer has said still counts"
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
@@ -462,6 +515,8 @@ def test_kubernetes_takes_every_object(gpus: int, tmp_path: Path) -> None:
     generators = kustomization["configMapGenerator"] + kustomization["secretGenerator"]
     named = [one for generator in generators for one in generator["files"]]
     assert set(named + kustomization["resources"]) <= {path.name for path in (tmp_path / "out").iterdir()}
+    words = [[*one.get("command", []), *one["args"]] for spec in specs for one in spec["containers"]]
+    assert all("/launch/again.sh" in one for one in words) and "again.sh" in files
     volumes = specs[0]["volumes"]
     assert volumes[1]["configMap"]["name"] == generators[0]["name"] == generators[1]["name"]
 
@@ -474,6 +529,22 @@ def test_the_check_of_kubernetes_finds_a_misspelt_key(broken: str, tmp_path: Pat
     place["restartsPolicy"] = "OnFailure"
     with pytest.raises(Exception, match="restartsPolicy"):
         check_kubernetes(service if broken == "service" else jobset)
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize(("codes", "number", "ends_with"), [("0", 0, 0), ("3", 0, 3), ("notice", signal.SIGTERM, 143)])
+def test_a_peer_that_had_to_leave_has_failed(
+    shell: str, codes: str, number: int, ends_with: int, tmp_path: Path
+) -> None:
+    (tmp_path / "peer.py").write_text(PEER.replace("SIGUSR1", "SIGTERM"))
+    environment = {**os.environ, "TRIED": str(tmp_path / "tried"), "CODES": codes}
+    command = [shell, str(launch_files() / "again.sh"), sys.executable, "-S", str(tmp_path / "peer.py")]
+    with (tmp_path / "log").open("w") as log:
+        started = subprocess.Popen(command, env=environment, stdout=log)
+        if number:
+            eventually(lambda: "trains" in (tmp_path / "log").read_text(), "the peer")
+            started.send_signal(number)
+        assert started.wait(60) == ends_with
 
 
 # -- compose, Dockerfile, SkyPilot ------------------------------------------------------------------------------------
@@ -570,3 +641,12 @@ def test_skypilot_gets_one_address_and_every_variable_of_its_scripts(gpus: int, 
             dict.fromkeys(kinds, 8) if gpus and name != "host.yaml" else None
         )
     assert task["envs"]["HOST_ID"] == ID and task["envs"]["HOST_IP"] is None
+
+
+def test_skypilot_brings_a_wheel_along(tmp_path: Path) -> None:
+    wheel = tmp_path / "diloco-1-py3-none-any.whl"
+    wheel.touch()
+    files = written("sky", tmp_path / "out", gpus=0, install=str(wheel))
+    for name in ("host.yaml", "peer.yaml"):
+        [task] = documents(files[name])
+        assert task["file_mounts"][task["envs"]["DILOCO"]] == str(wheel)

@@ -32,7 +32,8 @@ class Job:
     """What is launched: one host, and `peers` peers on `gpus` accelerators each, of one of the `kinds`.
 
     name: for names of machines. out: absolute directory of the written files. run_dir: where peers on a shared file
-    system keep their runs. host_id: peer id of the host, where its identity is made beforehand.
+    system keep their runs. requirement: what pip installs there, of which `wheel` is the file here, if it is one.
+    host_id: peer id of the host, where its identity is made beforehand.
     """
 
     run_id: str
@@ -45,6 +46,7 @@ class Job:
     port: int = 4100
     image: str = ""
     requirement: str = ""
+    wheel: str = ""
     sbatch: tuple[str, ...] = ()
     user: str = ""
     host_id: str = ""
@@ -56,7 +58,7 @@ class Engine:
 
     program: what its files are given to. commands: what to type, once the files are there, as lists of words.
     host_name: the name under which peers call the host, if it has one. python: the words that start Python there.
-    options: those of `diloco launch` that it takes.
+    options: those of `diloco launch` that it takes. shared: templates of `configs/launch` itself that it uses.
     """
 
     program: str
@@ -64,6 +66,7 @@ class Engine:
     host_name: Callable[[Job], str] = lambda job: ""
     python: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
     @property
     def makes_identity(self) -> bool:
@@ -88,12 +91,14 @@ ENGINES = {
         lambda job: [["bash", str(job.out / "submit.sh")]],
         python=("python3",),
         options=("gpu", "port", "install"),
+        shared=("again.sh",),
     ),
     "kubernetes": Engine(
         "kubectl",
         lambda job: [["kubectl", "apply", "-k", str(job.out)]],
         host_name=lambda job: f"{job.name}-host",
         options=("port", "image"),
+        shared=("again.sh",),
     ),
     "compose": Engine(
         "docker",
@@ -106,12 +111,13 @@ ENGINES = {
 
 def render(engine_name: str, job: Job) -> dict[str, str]:
     """The files of an engine by name, filled in."""
-    engine, folder = ENGINES[engine_name], launch_files() / engine_name
+    engine, folder = ENGINES[engine_name], launch_files()
     values = _values(engine, job)
     files = {}
-    for template in sorted(path for path in folder.iterdir() if path.is_file()):
+    own = (path for path in (folder / engine_name).iterdir() if path.is_file())
+    for template in sorted([*own, *(folder / name for name in engine.shared)]):
         environment = Environment(
-            loader=FileSystemLoader(folder),
+            loader=FileSystemLoader(template.parent),
             undefined=StrictUndefined,
             finalize=_shell_word if template.suffix in SCRIPTS else _yaml_value,
             trim_blocks=True,

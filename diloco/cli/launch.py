@@ -35,11 +35,17 @@ LONGEST_NAME = 40  # Kubernetes allows 63 letters, of which it takes some itself
 ANY_ADDRESS = "/ip4/0.0.0.0/tcp/0"
 PORT = 4100
 PLACEHOLDER = "PEER_ID"  # of a host whose identity is not made yet
-GIVEN = (  # settings that each peer is given, with what to do instead
-    ("run.name run.lead run.report data.shard data.shards swarm.identity_path", "drop it"),
-    ("swarm.initial_peers", "drop it, or start the peers with diloco train"),
-    ("swarm.announce", "drop it, or name the port of the host with --port"),
-    ("swarm.token", "drop it; in a closed run the owner's peers have swarm.key_path"),
+OWN = "which gives each peer its own"
+GIVEN = (  # settings that are not for the user to give, why, and what to do instead
+    ("run.name run.lead run.report data.shard data.shards swarm.identity_path", OWN, "drop it"),
+    ("swarm.initial_peers", OWN, "drop it, or start the peers with diloco train"),
+    ("swarm.announce", OWN, "drop it, or name the port of the host with --port"),
+    ("swarm.token", OWN, "drop it; in a closed run the owner's peers have swarm.key_path"),
+    ("local.peers", "which starts them elsewhere", "set --peers"),
+)
+CLEAN = (  # what --config may hold of another peer
+    *("run.name=null", "run.lead=true", "run.report=false", "data.shard=null", "data.shards=null"),
+    *("swarm.identity_path=null", "swarm.initial_peers=[]", "swarm.announce=[]", "swarm.token=null"),
 )
 FORMS = {
     "image": (re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}"), "registry/diloco:cuda"),
@@ -107,17 +113,17 @@ def run(
 
 def _config(overrides: Sequence[str], start: Start) -> Config:
     """The configuration of every peer. Where nobody typed where they listen, others can connect to them."""
-    config = compose(overrides, start)
-    refuse_ignored(config, "train", overrides, start)
     typed = _typed(overrides)
-    for keys, remedy in GIVEN:
+    for keys, why, remedy in GIVEN:
         for key in keys.split():
             if key in typed:
-                raise ConfigError(f"{key} has no effect with diloco launch, which gives each peer its own; {remedy}")
+                raise ConfigError(f"{key} has no effect with diloco launch, {why}; {remedy}")
+    config = compose([*overrides, *CLEAN], start)
+    refuse_ignored(config, "train", overrides, start)
     if config.outer.method == "data_parallel":
         raise ConfigError("outer.method=data_parallel has no swarm that could be launched; choose another outer")
     if config.only_here and not {"swarm", "swarm.listen"} & typed:
-        config = compose([*overrides, f"swarm.listen=[{ANY_ADDRESS}]"], start)
+        config = compose([*overrides, *CLEAN, f"swarm.listen=[{ANY_ADDRESS}]"], start)
     for doubt in config.warnings():
         click.echo(f"diloco: warning: {doubt}", err=True)
     return config
@@ -162,6 +168,10 @@ def _check(engine: str, config: Config, overrides: Sequence[str], out: Path, ask
 
 
 def _job(engine: str, config: Config, out: Path, asked: Options) -> Job:
+    requirement, wheel = asked.install or f"diloco=={__version__}", ""
+    if Path(requirement).is_file():
+        wheel = str(Path(requirement).absolute())
+        requirement = f"/tmp/{Path(wheel).name}"
     return Job(
         run_id=config.run.id,
         name=_machine_name(config.run.id),
@@ -172,7 +182,8 @@ def _job(engine: str, config: Config, out: Path, asked: Options) -> Job:
         kinds=asked.gpu,
         port=asked.port or (0 if ENGINES[engine].shares_files else PORT),
         image=asked.image or f"diloco:{'cuda' if asked.gpus else 'cpu'}",
-        requirement=asked.install or f"diloco=={__version__}",
+        requirement=requirement,
+        wheel=wheel,
         sbatch=asked.sbatch,
         user=f"{os.getuid()}:{os.getgid()}",
     )

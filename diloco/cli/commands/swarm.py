@@ -112,7 +112,9 @@ def host(new: bool, until_done: bool, address: str | None, overrides: tuple[str,
 )
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the host.  [default: 4100; slurm: any]")
 @click.option("--image", help="Image (kubernetes, compose).  [default: diloco:cuda, or diloco:cpu]")
-@click.option("--install", metavar="REQUIREMENT", help="What pip installs there (sky).  [default: this version]")
+@click.option(
+    "--install", metavar="REQUIREMENT", help="What pip installs there, or a wheel (sky).  [default: this version]"
+)
 @click.option("--sbatch", multiple=True, metavar="KEY=VALUE", help="Option of sbatch (slurm); repeatable.")
 @click.option("--out", type=PATH, metavar="DIR", help="New directory for the files.  [default: runs/RUN_ID-launch]")
 @click.option("--submit", is_flag=True, help="Start it, too.")
@@ -123,10 +125,10 @@ def launch(
     """Start a host and several peers on a cluster.
 
     \b
-    diloco launch slurm run.id=mine model=150m --peers 8 --sbatch partition=gpu --sbatch time=12:00:00 --submit
-    diloco launch sky run.id=mine model=150m --peers 4 --gpu H100 --gpu A100
-    diloco launch kubernetes run.id=mine --peers 8 --image registry/diloco:cuda
-    diloco launch compose run.id=mine --peers 2 --gpus 0 --dry-run
+    diloco launch slurm experiment=diloco-150m --peers 8 --sbatch partition=gpu --sbatch time=12:00:00 --submit
+    diloco launch sky experiment=diloco-150m --gpu H100 --gpu A100
+    diloco launch kubernetes experiment=diloco-150m --image registry/diloco:cuda
+    diloco launch compose experiment=quickstart --peers 2 --gpus 0 --dry-run
 
     Writes what SLURM, SkyPilot, Kubernetes (JobSet) or Docker compose needs, and says what to type next. Settings are
     those of diloco train. Every peer is a job of its own, which may end and come back; the host keeps the state.

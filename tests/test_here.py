@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from diloco.cli import runs as cli_runs
+from diloco.cli import status as cli_status
 from diloco.cli.main import main
 from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.here import read_run
@@ -214,6 +215,20 @@ def test_without_an_address_the_one_living_run_is_meant(tmp_path: Path, capsys: 
     for command in (["status", "--watch"], ["dashboard", "--port=0"]):
         text = shown(capsys, *command, code=2)
         assert "3 runs live here: " in text and ", mine in runs/mine" in text and "give the ADDRESS" in text
+
+
+def test_a_swarm_that_does_not_answer_is_a_line_below_the_list(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nobody(place: Any, *_: object) -> None:
+        raise SwarmError(f"{place.peers[0]} cannot be reached")
+
+    make(joined(), replace(MINE, run_id="theirs", state="paused", addresses=(SEED,)))
+    monkeypatch.setattr(cli_status, "_status", nobody)
+    monkeypatch.setattr(cli_status, "light_hivemind", lambda: None)
+    lines = shown(capsys, "status").splitlines()
+    assert lines[0].strip() == "runs of this machine" and lines[-1] == f"{SEED} cannot be reached"
+    assert f"theirs: {SEED}" in lines
 
 
 # -- what may be paused -----------------------------------------------------------------------------------------------

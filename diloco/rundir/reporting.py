@@ -83,7 +83,6 @@ class Status(Message):
 
     t = "status"
     state: str = ""
-    why: str | None = None
     version: int | None = None
     outer_steps: int | None = None
     inner_step: int | None = None
@@ -97,6 +96,7 @@ class Status(Message):
     bytes_sent: int | None = None
     bytes_received: int | None = None
     peers: int | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_swarm import snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from swarm_helpers import SMOKE, command, eventually, json_lines
@@ -291,16 +290,12 @@ ADDRESS = "/ip4/203.0.113.7/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswo
 
 
 class Session:
-    """Stands for what a session trains with: bytes that it sent, whom it sees, and whether it was interrupted."""
+    """Stands for what a session trains with: bytes that it sent, and whether it was interrupted."""
 
-    def __init__(self, sent: int, *addresses: str, own: str = "/ip4/127.0.0.1/tcp/4242/p2p/Qm1") -> None:
-        seen = snapshot(1 + len(addresses))
-        pairs = zip(seen.peers[1:], addresses, strict=True)
-        others = [row.model_copy(update={"addresses": [address]}) for row, address in pairs]
-        seen = seen.model_copy(update={"peers": [seen.peers[0], *others]})
+    def __init__(self, sent: int) -> None:
         self.sent, self.looked = sent, threading.Semaphore(0)
-        self.addresses = [own]
-        self.view: Any = SimpleNamespace(node=self, observe=lambda: seen)
+        self.addresses = ["/ip4/127.0.0.1/tcp/4242/p2p/Qm1"]
+        self.view: Any = SimpleNamespace(node=self)
         self.interrupted = threading.Event()
 
     @property
@@ -351,13 +346,12 @@ def test_who_pauses_leaves_at_a_signal(tmp_path: Path) -> None:
     assert not standby.wait(ALONE, lambda message: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def test_who_comes_back_calls_those_that_were_there_and_listens_where_it_did(tmp_path: Path) -> None:
-    typed = settings(tmp_path, f"swarm.initial_peers=[{ADDRESS}]", "swarm.listen=[/ip4/0.0.0.0/tcp/0]")
-    standby, other = Standby(typed, tmp_path / "me.key"), ADDRESS.replace("203.0.113.7", "203.0.113.8")
+def test_who_comes_back_listens_where_it_did(tmp_path: Path) -> None:
+    typed = settings(tmp_path, "swarm.listen=[/ip4/0.0.0.0/tcp/0]")
+    standby = Standby(typed, tmp_path / "me.key")
     assert standby.coming().swarm == typed.swarm and standby.sessions == 1
-    standby.remember(Session(0, other))  # type: ignore[arg-type]
-    found = standby.coming().swarm
-    assert (found.initial_peers, found.listen) == ((other, ADDRESS), ("/ip4/0.0.0.0/tcp/4242",))
+    standby.remember(Session(0))  # type: ignore[arg-type]
+    assert standby.coming().swarm.listen == ("/ip4/0.0.0.0/tcp/4242",)
     assert standby.forget() and not standby.forget()
     assert standby.coming().swarm == typed.swarm
 
@@ -404,7 +398,8 @@ def test_a_volunteer_that_pauses_comes_back_as_the_same_peer_and_nobody_waits(
     assert len(rows) == 2, "the guest came back by the key that it had"
     steps = [line["inner_step"] for line in json_lines(joined / "metrics.jsonl")]
     [mine] = json.loads((joined / "summary.json").read_text())["peers"]
-    assert steps == sorted(steps) and steps[-1] <= mine["steps"] and mine["tokens"] == 64 * mine["steps"]
+    # It goes on from the last boundary: steps that it took after that are taken again.
+    assert steps[-1] <= mine["steps"] and mine["tokens"] == 64 * mine["steps"]
 
 
 def version(shown: str) -> int:

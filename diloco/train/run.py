@@ -118,15 +118,14 @@ def _sessions(config: Config, island: Island, tell: Tell, standby: Standby) -> S
 def _session_of(island: Island, tell: Tell, standby: Standby, began_at: float) -> tuple[Summary, bool]:
     """One session, and whether a pause ended it.
 
-    If nobody is left where the others were, or this peer's port is taken, it begins as the first session did: the peer
-    that started the swarm starts it again from its checkpoint.
+    If this peer's port is taken by now, it takes another.
     """
     try:
         return _run(standby.coming(), island, tell, standby, began_at)
     except SwarmError as error:
         if standby.joined or island.size > 1 or not standby.forget():
             raise
-        logger.warning("%s; this peer begins as at its start", error)
+        logger.warning("%s; this peer takes another port", error)
     return _run(standby.coming(), island, tell, standby, began_at)
 
 

@@ -3,7 +3,7 @@
 1. While a session trains, a thread of rank 0 asks for reasons to pause, and interrupts the session at the first one.
 2. The session ends as with Ctrl+C: leases are handed over, a checkpoint is written. Nobody waits for this peer.
 3. Its model and optimizer are freed. The process waits until no reason is left, and keeps the run directory locked.
-4. The next session goes on from the checkpoint, as the same peer, through the peers that were there before.
+4. The next session goes on from the checkpoint, as the same peer, through the peers whose addresses it has.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ LOOK_S = 0.5  # between two looks for `diloco pause`, and at the bytes that were
 PROBE_S = 5.0  # between two looks at the machine
 KEEP_S = 10.0  # between two writes of the count of bytes; a crash loses so much of it
 BY_HAND = "diloco pause"
-MAX_ADDRESSES = 16
 _PORT, _ANY_PORT = re.compile(r"/tcp/(\d+)/"), re.compile(r"/tcp/0$")
 
 
@@ -127,7 +126,7 @@ class Standby:
     ) -> None:  # fmt: skip
         self._config = config
         self.why = ""
-        self._remembered: dict[str, tuple[str, ...]] = {}
+        self._listen: tuple[str, ...] | None = None  # in a later session
         self.paused_s = 0.0
         self.joined = False
         self.sessions = 0
@@ -213,32 +212,23 @@ class Standby:
             self._uploads.count(sync.view.node.traffic.bytes_sent)
 
     def remember(self, sync: Sync) -> None:
-        """Keeps where the other peers are, because the one by which this peer joined may be gone when it comes back,
-        and at which port this peer listens, because others may come back by its address.
-        """
-        snapshot = None if sync.view is None else sync.view.observe()
-        if sync.view is None or snapshot is None:
-            return
-        rows = [row for row in snapshot.peers if row.peer_id != snapshot.run.answered_by]
-        seeds = (row.addresses[0] for row in rows if row.addresses)
-        ports = {found[1] for one in sync.view.node.addresses if (found := _PORT.search(one))}
-        swarm = self._config.swarm
-        listen = swarm.listen
+        """Keeps at which port this peer listens, because others may come back by its address."""
+        addresses = () if sync.view is None else sync.view.node.addresses
+        ports = {found[1] for one in addresses if (found := _PORT.search(one))}
         if len(ports) == 1:
-            listen = tuple(_ANY_PORT.sub(f"/tcp/{next(iter(ports))}", one) for one in listen)
-        peers = tuple(dict.fromkeys((*list(seeds)[:MAX_ADDRESSES], *swarm.initial_peers)))
-        self._remembered = {"initial_peers": peers, "listen": listen}
+            self._listen = tuple(_ANY_PORT.sub(f"/tcp/{next(iter(ports))}", one) for one in self._config.swarm.listen)
 
     def coming(self) -> Config:
-        """The configuration of the coming session, with what is remembered of the one before."""
+        """The configuration of the coming session, which listens where the one before did."""
         self.joined, self.sessions = False, self.sessions + 1
-        swarm = self._config.swarm.model_copy(update=self._remembered)
-        return self._config.model_copy(update={"swarm": swarm})
+        if self._listen is None:
+            return self._config
+        return self._config.model_copy(update={"swarm": self._config.swarm.model_copy(update={"listen": self._listen})})
 
     def forget(self) -> bool:
-        """Forgets that; returns whether there was anything."""
-        remembered, self._remembered = self._remembered, {}
-        return bool(remembered)
+        """Forgets the port; returns whether there was one."""
+        remembered, self._listen = self._listen, None
+        return remembered is not None
 
     def wait(self, island: Island, tell: Callable[[Message], None]) -> bool:
         """All ranks: returns when this peer may take part; False if Ctrl+C, or notice of the machine's end, came first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(peers: list[Found]) -> N
         assert (second["version"], second["steps"], second["seen"]) == (5, 100, 100 * 16)
         assert first["peer"] == second["peer"]
         # The schedule is a cosine of 60 steps there and back: the last step was the 99th.
-        assert second["rate"] == pytest.approx(0.5e-2 * (1 + __import__("math").cos(99 / 60 * 3.141592653589793)))
+        assert second["rate"] == pytest.approx(0.5e-2 * (1 + math.cos(math.pi * 99 / 60)))
 
 
 @pytest.mark.swarm

@@ -396,7 +396,8 @@ def test_a_volunteer_that_pauses_comes_back_as_the_same_peer_and_nobody_waits(
     assert came_back["paused_s"] > 0 and resumed["version"] == paused["version"]  # type: ignore[operator]
     rows = (tmp_path / "runs/mine/contributions.csv").read_text().splitlines()[1:]
     assert len(rows) == 2, "the guest came back by the key that it had"
-    steps = [line["inner_step"] for line in json_lines(joined / "metrics.jsonl")]
+    # At the ends of rounds: steps of a round that the pause broke off are in no checkpoint, as after Ctrl+C.
+    steps = [line["inner_step"] for line in json_lines(joined / "metrics.jsonl") if "bytes_sent" in line]
     [mine] = json.loads((joined / "summary.json").read_text())["peers"]
     # It goes on from the last boundary: steps that it took after that are taken again.
     assert steps[-1] <= mine["steps"] and mine["tokens"] == 64 * mine["steps"]

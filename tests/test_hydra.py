@@ -305,8 +305,8 @@ def test_a_file_to_begin_with_that_has_no_defaults_is_told_so() -> None:
 def test_a_setting_of_a_newer_version_says_what_to_do() -> None:
     file = write("run.yaml", compose().to_yaml().replace("outer:\n", "outer:\n  telepathy: true\n"))
     assert complaint(start=Start(base=file)) == (
-        "outer.telepathy is not a setting; did you mean outer.delay?; "
-        f"if a newer diloco wrote {file}, use that one, or delete the key from the file"
+        "outer.telepathy is not a setting; did you mean outer.delay? "
+        f"If a newer diloco wrote {file}, use that one, or delete the key from the file"
     )
 
 

@@ -118,7 +118,8 @@ def _complaint(error: ValidationError, content: Mapping[str, Any], typed: Mappin
         return f"{text}; does {start.name}.yaml begin with defaults: [config, _self_]?"
     unknown = [key for key in content if key not in SECTIONS] or " is not a setting" in text
     if start.base is not None and unknown and not any(text.startswith(key) for key in typed):
-        return f"{text}; if a newer diloco wrote {start.base}, use that one, or delete the key from the file"
+        text += " If" if text.endswith("?") else "; if"
+        return f"{text} a newer diloco wrote {start.base}, use that one, or delete the key from the file"
     return text
 
 

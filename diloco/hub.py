@@ -203,7 +203,7 @@ def _refusal(key: str, kind: str, name: str, revision: str | None, error: Except
     else:  # huggingface_hub has changed its HTTP client, and so its exceptions, twice
         text, remedy = (
             "cannot be fetched, the Hugging Face hub is not reachable",
-            "check the network, or use local files",
+            "check the network, set HF_HUB_OFFLINE=1 if it was fetched before, or use local files",
         )
     return DataError(f"{key}: {name!r} {text} ({one_line(reason)}); {remedy}")
 

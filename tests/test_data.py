@@ -659,7 +659,7 @@ def test_a_tokenizer_at_a_commit_is_never_a_directory_of_this_machine(
     (tmp_path / "org" / "words").mkdir(parents=True)
     (tmp_path / "org" / "words" / "diloco.json").write_text('{"tokenizer": "bytes"}')
     assert data.load_tokenizer("org/words").vocab_size == 256  # a directory, which `diloco train` may name
-    with pytest.raises(DataError, match=r"data\.tokenizer: org/words at a1a1a1a1a1a1 cannot be fetched"):
+    with pytest.raises(DataError, match=r"data\.tokenizer: org/words at a1a1a1a1a1a1 is not in the cache"):
         data.load_tokenizer("org/words", COMMIT)
     shutil.copytree(word_tokenizer, cache / "models--org--words" / "snapshots" / COMMIT)
     assert data.load_tokenizer("org/words", COMMIT).vocab_size == 402

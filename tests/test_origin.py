@@ -228,18 +228,25 @@ def test_a_peer_without_the_files_builds_the_same_model_but_for_its_weights(save
 
 def test_a_tensor_or_a_file_that_is_not_the_runs_is_named(saved: Path, tmp_path: Path) -> None:
     config = started(saved, f"run.dir={tmp_path / 'first'}")
+    shifted: Any = models.build(config.model, 0)
+    shifted.get_buffer(BIAS).add_(1)
     with pytest.raises(
         CheckpointError, match=rf"^model\.frozen\.{BIAS} is not what the run starts from; use the files"
     ):
-        origin.keep(config, experts(shift=1.0))
+        origin.keep(config, shifted)
     with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is here or in the run, and not in both"):
-        origin.keep(config, small_model())
+        origin.keep(origin.with_origin(config), small_model())
+    trained = experts()
+    with torch.no_grad():
+        next(trained.parameters()).add_(1)
+    with pytest.raises(CheckpointError, match=r"^model\.directory=.* has other weights than [0-9a-f]{12}, from which"):
+        origin.keep(config, trained)
     words = tmp_path / "words"
     shutil.copytree(saved, words)
     (words / "chat_template.jinja").write_text("another")
     changed = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer_directory": str(words)})})
     with pytest.raises(CheckpointError, match=r"^data\.tokenizer_files\.chat_template\.jinja is not what the run star"):
-        origin.keep(changed, experts())
+        origin.keep(changed, models.build(config.model, 0))
     assert not (origin_of(config) / "tokenizer" / "chat_template.jinja").exists()
 
 

@@ -70,8 +70,15 @@ def with_manifest(config: Config, manifest: Manifest) -> Config:
 def keep(config: Config, model: nn.Module) -> None:
     """Keep the small files of the run, where `files_of` says. The model is as it was built, and not sharded.
 
-    Raises CheckpointError: a tensor that is not trained, or a file of the tokenizer, is not that of the run.
+    Raises CheckpointError: a tensor that is not trained, or a file of the tokenizer, is not that of the run, or
+    `model.directory` has other weights.
     """
+    weights = config.model.weights
+    if weights is not None and models.has_files(config.model) and _trained_digest(model) != weights:
+        raise CheckpointError(
+            f"model.directory={config.model.directory} has other weights than {weights[:12]}, from which the run "
+            "starts; drop it, and they come from the swarm"
+        )
     frozen = models.frozen_of(model) if config.model.weights is not None else {}
     if unknown := sorted(frozen.keys() ^ config.model.frozen.keys()):
         raise CheckpointError(

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.config import compose
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Contributor
-from diloco.rundir.reporting import Finished, Message, Ready, Stage, Status, json_lines, read_message, to_wire
+from diloco.rundir.reporting import (
+    Finished,
+    Message,
+    Ready,
+    Stage,
+    Status,
+    json_lines,
+    log_lines,
+    read_message,
+    to_wire,
+)  # fmt: skip
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
 
 PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
@@ -72,3 +85,32 @@ def test_no_object_breaks_a_reader(kind: str, given_fields: dict[str, Any]) -> N
     assert message is None or message.t == kind
     if message is not None:
         json.dumps(to_wire(message), allow_nan=False)
+
+
+def test_the_log_has_a_line_per_outer_step_one_now_and_then_and_a_last_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    listen = log_lines(compose([f"run.dir={tmp_path}"]), lambda: now[0])
+    known = {"outer_steps": 9, "target_steps": 50, "loss": 2.5, "peers": 2, "tokens_per_s": 4100.0, "bytes_sent": 12e6}
+
+    def status(at: float, state: str, version: int, **more: Any) -> None:
+        now[0] = at
+        listen(Status(state=state, version=version, **more))
+
+    status(1, "training", 0, inner_step=1)
+    assert not caplog.records, "no loss is known yet"
+    status(2, "training", 0, inner_step=2, **known)
+    status(31, "training", 0, inner_step=20)
+    status(33, "training", 0, inner_step=22)
+    status(40, "evaluating", 1)
+    status(41, "training", 1, eval_loss=2.25, peers=1)
+    (tmp_path / "model").mkdir()
+    listen(Finished(summary=replace(SUMMARY, outer_steps=9, eval=Evaluation(2.0))))
+    assert [record.getMessage() for record in caplog.records] == [
+        "[   2.0s] outer step 0/9, loss 2.500, 4.1k tok/s, 12.0 MB sent, 2 peers",
+        "[  33.0s] outer step 0/9, inner step 22 of 50, loss 2.500, 4.1k tok/s, 12.0 MB sent, 2 peers",
+        "[  41.0s] outer step 1/9, loss 2.500, held-out 2.250, 4.1k tok/s, 12.0 MB sent, 1 peer",
+        f"{tmp_path}: outer step 9, held-out loss 2.000 nats per token; the model is in {tmp_path / 'model'}",
+    ]

@@ -11,13 +11,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from diloco.config import Config
 from diloco.protocol.snapshot import Snapshot
 from diloco.rundir.files import finite, number
 from diloco.rundir.summary import Summary
+from diloco.text import human_bytes, human_count
 
 __all__ = [
     "Finished",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+LINE_EVERY_S = 30.0  # between lines of the log while the outer step stays the same
 
 
 @dataclass(frozen=True)
@@ -167,29 +170,56 @@ def json_lines(said: Said) -> None:
 
 
 class log_lines:
-    """Writes messages to the log, one line per outer step, for a peer without a terminal."""
+    """Writes messages to the log, for a peer without a terminal: a line per outer step, one every 30 s where that takes
+    longer, and at the end one that says where the model is.
+    """
 
-    def __init__(self, config: Config) -> None:
-        self._notice = who_can_join(config, config.run.key)
-        self._began_at = time.monotonic()
-        self._version: int | None = -1
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._notice, self._place, self._clock = who_can_join(config, config.run.key), config.run.dir, clock
+        self._began_at = self._line_at = clock()
+        self._shown: int | None = -1  # the outer step of the last line
+        self._known = Status()
 
     def __call__(self, said: Said) -> None:
         message = read_message(said)
         if isinstance(message, Ready):
-            if self._notice is not None:
-                text, is_warning = self._notice
-                logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-            if message.address:
-                logger.info("this peer can be reached at %s", message.address)
-            if message.address and message.first:
-                logger.info("others join with: %s %s", message.command, message.address)
+            self._ready(message)
         elif isinstance(message, Status) and message.why:
             logger.info("%s: %s", message.state, message.why)
-        elif isinstance(message, Status) and message.version != self._version and message.loss is not None:
-            self._version = message.version
-            now, steps = time.monotonic() - self._began_at, f"{message.version}/{message.outer_steps}"
-            logger.info("[%6.1fs] outer step %s loss %.3f, %s peers", now, steps, message.loss, message.peers)
+        elif isinstance(message, Status):
+            self._status(message)
+        elif isinstance(message, Finished):
+            loss, model = message.summary.eval.loss, self._place / "model"
+            held_out = "" if loss is None else f", held-out loss {loss:.3f} nats per token"
+            where = f"; the model is in {model}" if model.is_dir() else ""
+            logger.info("%s: outer step %d%s%s", self._place, message.summary.outer_steps, held_out, where)
+
+    def _ready(self, message: Ready) -> None:
+        if self._notice is not None:
+            text, is_warning = self._notice
+            logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+        if message.address:
+            logger.info("this peer can be reached at %s", message.address)
+        if message.address and message.first:
+            logger.info("others join with: %s %s", message.command, message.address)
+
+    def _status(self, message: Status) -> None:
+        self._known = replace(
+            self._known, **{name: value for name, value in vars(message).items() if value is not None}
+        )
+        known, now = self._known, self._clock()
+        stepped = known.version != self._shown and message.state != "evaluating"
+        if known.loss is None or not (stepped or now - self._line_at >= LINE_EVERY_S):
+            return
+        self._shown, self._line_at = known.version, now
+        within = "" if stepped else f", inner step {known.inner_step} of {known.target_steps}"
+        held_out = "" if known.eval_loss is None else f", held-out {known.eval_loss:.3f}"
+        logger.info(
+            "[%6.1fs] outer step %s/%s%s, loss %.3f%s, %s tok/s, %s sent, %s",
+            now - self._began_at, known.version, known.outer_steps, within, known.loss, held_out,
+            human_count(known.tokens_per_s), human_bytes(known.bytes_sent),
+            "1 peer" if known.peers == 1 else f"{known.peers} peers",
+        )  # fmt: skip
 
 
 def who_can_join(config: Config, run_key: str | None) -> tuple[str, bool] | None:

@@ -1,6 +1,7 @@
 """Known bugs, to be made again one at a time: text of a module, and what it becomes.
 
     python -m tests.mutants NAME [FIRST [SEEDS]]      ends with 1 when the bug is found
+    python -m tests.mutants --all                     a line for each bug, as JSON: its name, and what finds it
 
 The fuzz has to find each of them within its stated seeds. A few need a coincidence for which thousands of seeds would
 have to be played; for those a test arranges it, and has to fail. A mutant whose text is not in its module any more is
@@ -9,10 +10,14 @@ an error: when the code changes, so does the mutant.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
+import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -362,7 +367,25 @@ def find(name: str, first: int | None = None, seeds: int | None = None) -> str |
     return None
 
 
-if __name__ == "__main__":
+def find_all() -> None:
+    """Print what finds each bug, as soon as it is known. Each is played in a process of its own, forked from one that
+    has imported the libraries, and nothing of diloco.
+    """
+    for library in ("numpy", "omegaconf", "pydantic", "safetensors.torch", "scipy.stats", "torch"):
+        importlib.import_module(library)
+    with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
+        for found in pool.imap_unordered(_found, [mutant.name for mutant in MUTANTS]):
+            print(json.dumps(found), flush=True)
+
+
+def _found(name: str) -> tuple[str, str | None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # what pytest says of the test
+        return name, find(name)
+
+
+if __name__ == "__main__" and sys.argv[1] == "--all":
+    find_all()
+elif __name__ == "__main__":
     found = find(sys.argv[1], *map(int, sys.argv[2:]))
     print(f"{sys.argv[1]}: {'not found' if found is None else f'found by {found}'}")
     sys.exit(found is not None)

@@ -24,7 +24,7 @@ from diloco.cli.commands.swarm import launch as command_line
 from diloco.cli.engines import ENGINES
 from diloco.cli.launch import run as launch
 from diloco.cli.main import main
-from diloco.config import compose, launch_files
+from diloco.config import Start, compose, launch_files
 from diloco.train.host import Host
 from tests.swarm_helpers import MARK, ROOT, SMOKE, eventually, json_lines, marked
 
@@ -92,7 +92,7 @@ def test_settings_of_another_peer_do_not_travel_with_its_configuration(tmp_path:
     base = tmp_path / "config.yaml"
     theirs = ["run.name=a", "data.shard=0", "data.shards=2", f"swarm.initial_peers=[/ip4/127.0.0.1/tcp/1/p2p/{ID}]"]
     base.write_text(compose(["experiment=smoke", "outer.lr=0.5", *theirs]).to_yaml())
-    assert launch("compose", [], base, tmp_path / "out", False, False, {}) == 0
+    assert launch("compose", [], Start(base=base), tmp_path / "out", False, False, {}) == 0
     config = compose(base=tmp_path / "out" / "config.yaml")
     assert config.outer.lr == 0.5 and not config.swarm.initial_peers
     assert config.run.name is config.data.shard is config.data.shards is None
@@ -406,7 +406,7 @@ def test_tasks_of_slurm_train_leave_at_the_end_of_their_time_and_go_on(cluster: 
     run_dir, out = tmp_path / "the run", tmp_path / "out"
     settings = [f"run.dir='{run_dir}'", "swarm.listen=[/ip4/127.0.0.1/tcp/0]", "swarm.min_peers=3"]
     settings += ["budget.outer_steps=12", "eval.every=0", "train.step_delay_s=0.05"]
-    assert launch("slurm", [*SMOKE, *settings], None, out, True, False, {"peers": 2, "gpus": 0}) == 0
+    assert launch("slurm", [*SMOKE, *settings], Start(), out, True, False, {"peers": 2, "gpus": 0}) == 0
     peers = [run_dir / name for name in ("peer-0", "peer-1")]
 
     def logs() -> str:

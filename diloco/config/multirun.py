@@ -51,6 +51,7 @@ def hydra_multirun(
     `task` returns what the sweeper looks for, a number or a tuple, or None for a failure. `settings` are more of
     hydra.sweeper, such as {"n_jobs": 2}. Raises ConfigError for what Hydra refuses.
     """
+    os.environ.setdefault("SQLALCHEMY_SILENCE_UBER_WARNING", "1")  # Optuna 2 needs its version 1.4
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException

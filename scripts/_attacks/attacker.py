@@ -22,6 +22,7 @@ from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
 from diloco.outer.held import Held
 from diloco.outer.merkle import payload_root
+from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment, Lease
 from diloco.protocol.heads import lines_digest, shares_digest, sign_head, sign_line
 from diloco.protocol.messages import Message
@@ -43,6 +44,12 @@ Handler = Callable[[Stream, Any], Awaitable[None]]
 def bend(thing: object, name: str, make: Callable[[Any], Any]) -> None:
     """Put what `make` makes of a method in its place."""
     setattr(thing, name, make(getattr(thing, name)))
+
+
+def pseudo_gradient(replica: Replica, fragment: int, chunk: int) -> Tensor:
+    """One chunk of what a peer has learned since its anchor."""
+    [delta] = (each.clone() for each in replica._deltas(replica._local[fragment], [replica.chunks[fragment][chunk]]))
+    return delta
 
 
 class Attacker:
@@ -199,7 +206,7 @@ class Attacker:
         replica = self.node.replica
 
         def encode(fragment: int, chunk: int) -> Tensor:
-            honest = replica._delta(replica._local[fragment], chunk).clone()
+            honest = pseudo_gradient(replica, fragment, chunk)
             payload = torch.empty(replica.payload_nbytes(fragment, chunk), dtype=torch.uint8)
             replica.up.encode(lie(honest, fragment, chunk), payload)
             if garble is not None:
@@ -223,7 +230,7 @@ class Attacker:
         """The same chunk of what each honest peer that trains has learned since its anchor."""
         lives = [life for life in self.arena.trainers() if life.node is not None and not life.ended]
         replicas = [life.node.replica for life in lives if life.node is not None]
-        return [each._delta(each._local[fragment], chunk).clone() for each in replicas]
+        return [pseudo_gradient(each, fragment, chunk) for each in replicas]
 
     def counts(self, steps: int, tokens: int) -> None:
         """Claim so many times the inner steps and tokens of each round."""

@@ -29,6 +29,7 @@ from diloco.config import (
     refuse_ignored,
 )
 from diloco.config.explain import leaves
+from diloco.config.sizes import fragments_for
 from diloco.errors import ConfigError
 from tests.changes import CHANGES, RUN_KEY, SECRETS, TOKEN
 
@@ -131,6 +132,21 @@ def test_every_group_of_the_contract_is_shipped() -> None:
     assert set(choices()) == {*Config.model_fields, "experiment"} - {"run"}
     assert set(choices()["model"]) >= {"tiny", "14m", "60m", "150m", "400m", "1b"}
     assert set(choices()["data"]) == {"stdlib", "text", "json", "parquet", "hub", "mixture"}
+
+
+@pytest.mark.parametrize(
+    ("model", "fragments"), [("tiny", 1), ("14m", 1), ("60m", 2), ("150m", 5), ("400m", 12), ("1b", 38)]
+)
+def test_the_number_of_fragments_follows_from_the_size_of_the_model(model: str, fragments: int) -> None:
+    for preset in ("diloco", "async", "sparse"):
+        assert compose([f"outer={preset}", f"model={model}"]).outer.fragments == fragments
+    assert compose(["outer=diloco", f"model={model}", "outer.fragments=3"]).outer.fragments == 3
+    assert compose(["outer=decoupled", f"model={model}"]).outer.fragments == 24
+
+
+def test_a_model_whose_sizes_are_not_known_is_one_fragment(tmp_path: Path) -> None:
+    assert compose(["model=pretrained", f"model.path={tmp_path}"]).outer.fragments == 1
+    assert fragments_for({"vocab_size": "many", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 8}) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
 from diloco.config.explain import accepts, explain, leaves, nearest, show, unknown_key
 from diloco.config.files import Request, compose_files, installed, missing_plugin
 from diloco.config.hub_names import with_commits

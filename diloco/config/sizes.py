@@ -1,0 +1,31 @@
+"""`${fragments_for:${model.config}}`: into how many fragments a model is cut, where nobody says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+__all__ = ["MOST_PARAMETERS", "fragments_for"]
+
+# Of one fragment: 384 MiB of outer state for its syncer. Several syncers share what all peers send, too.
+MOST_PARAMETERS = 2**25
+
+
+def fragments_for(config: Mapping[str, Any]) -> int:
+    """Fragments of at most `MOST_PARAMETERS`, by the sizes of a model like Llama; 1 where the config does not say them.
+
+    All peers have to agree on the number, so it depends on the settings of the run alone.
+    """
+    sizes = (config.get(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"))
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    if len(known) < 4:
+        return 1
+    vocabulary, width, inner, layers = known
+    embeddings = vocabulary * width * (1 if config.get("tie_word_embeddings") else 2)
+    return math.ceil((embeddings + layers * width * (4 * width + 3 * inner)) / MOST_PARAMETERS)
+
+
+OmegaConf.register_new_resolver("fragments_for", fragments_for, replace=True)

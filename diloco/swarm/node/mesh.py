@@ -330,7 +330,8 @@ class ControlMesh:
                 outgoing.end()
             said_goodbye = member.status.gone
             if said_goodbye or not await self.dial(peer):
-                self._context.do(self._protocol.lost(peer, self._context.now(), "connection reset"))
+                why = "said goodbye" if said_goodbye else "connection reset"
+                self._context.do(self._protocol.lost(peer, self._context.now(), why))
         finally:
             self._checking.discard(peer)
 

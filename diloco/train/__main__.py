@@ -25,7 +25,8 @@ def _main(arguments: list[str]) -> int:
         from diloco.train.origin import resolved
 
         config = resolved(config)
-    logging.basicConfig(level=logging.INFO, format="diloco: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="diloco: %(message)s", stream=sys.stderr)
+    logging.getLogger("diloco").setLevel(logging.INFO)
     from diloco.rundir.reporting import json_lines, log_lines
     from diloco.train.run import run  # after the configuration is known to be good: torch takes seconds
 

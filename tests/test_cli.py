@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from exit_codes import exit_code
 
 from diloco import __version__
 from diloco.cli.commands.common import WORKERS
-from diloco.cli.main import cli, main
+from diloco.cli.main import cli
 from diloco.config import Config, choices, compose
 from diloco.errors import SwarmError
 
@@ -69,13 +70,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         name = WORKERS.get(command, command).partition(".")[0]
         monkeypatch.setitem(sys.modules, f"diloco.cli.{name}", module)
     return module
-
-
-def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exit_codes import exit_code
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from diloco.cli.compare import show
-from diloco.cli.main import main
 from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.protocol.phase_seconds import PhaseSeconds
@@ -45,13 +45,6 @@ def make(place: Path, *overrides: str, losses: Sequence[float] = LOSSES, exit: i
     )
     write_summary(place / "summary.json", summary)
     return place
-
-
-def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 # --- Numbers ----------------------------------------------------------------------------------------------------------

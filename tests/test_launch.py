@@ -12,12 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from exit_codes import exit_code as of_diloco
 from pydantic import BaseModel, ConfigDict, Field
 
 from diloco.cli.commands.swarm import launch as command_line
@@ -31,11 +33,7 @@ from tests.swarm_helpers import MARK, ROOT, SMOKE, eventually, json_lines, marke
 ID = "QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
 
 
-def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(["launch", *arguments])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+exit_code = partial(of_diloco, "launch")
 
 
 @pytest.fixture(autouse=True)

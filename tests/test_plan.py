@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from exit_codes import exit_code
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diloco import model as models
-from diloco.cli.main import main
 from diloco.config import OuterConfig, compose
 from diloco.errors import ConfigError
 from diloco.fit.speed import step_seconds
@@ -48,13 +48,6 @@ exchanges = st.builds(
 links = st.builds(Link, st.floats(1e3, 1e12), st.floats(0, 0.2))
 steps_s = st.floats(1e-3, 10)
 targets = st.floats(0.05, 0.999)
-
-
-def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 # --- By hand ----------------------------------------------------------------------------------------------------------

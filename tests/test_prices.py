@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from exit_codes import exit_code
 
-from diloco.cli.main import main
 from diloco.config import compose, launch_files
 from diloco.config.prices import Machine, read_machine
 from diloco.errors import ConfigError
@@ -26,13 +26,6 @@ slow: {usd_per_hour: 1}
 def prices(tmp_path: Path) -> Path:
     (tmp_path / "prices.yaml").write_text(PRICES)
     return tmp_path / "prices.yaml"
-
-
-def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exit_codes import exit_code
 
 from diloco.cli import members
-from diloco.cli.main import main
 from diloco.config import Start, compose
 from diloco.config.multirun import hydra_multirun
 from diloco.config.sweeps import Axis, grid, parse_axes, plan_sweep
@@ -59,13 +59,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.write_text(STAND_IN)
     monkeypatch.setattr(members, "PROGRAM", (sys.executable, "-S", str(program)))
     monkeypatch.chdir(tmp_path)
-
-
-def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 def sweep(*arguments: str) -> int:

@@ -128,8 +128,7 @@ class LiveView:
             self._console.print(Text(line, style="dim"), soft_wrap=True)
 
     def _fill(self, row: _Row, status: Status) -> None:
-        known = {name: value for name, value in vars(status).items() if value is not None}
-        row.status = replace(row.status, **known | {"state": plain(status.state) or row.status.state})
+        row.status = replace(status.over(row.status), state=plain(status.state) or row.status.state)
         if self._total is None:
             self._total = status.outer_steps
         if self._first is None and row.status.version is not None and row.status.state == "training":

@@ -56,8 +56,7 @@ class AccelerateSwarm(Swarm):
         sync = self.attachment
         if sync is None or sync.view is None or sync.view.closed or self.run is None:
             return
-        with sync.checkpointing() as saved:
-            save_beside(Path(output_dir), sync.version, *PeerState.of(sync, self.run, saved).flatten())
+        save_beside(Path(output_dir), self)
 
     def _load_beside(self, models: list[nn.Module], input_dir: str) -> None:
         if self.attachment is not None and self.attachment.view is not None and not self.attachment.view.closed:

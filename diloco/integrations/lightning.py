@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from diloco.errors import ConfigError
-from diloco.integrations.membership import Membership
+from diloco.integrations.membership import Membership, peer_state
 from diloco.rundir.background import copied
 from diloco.train.api import Attachment
 from diloco.train.peer_state import PeerState
@@ -106,8 +106,9 @@ class DilocoLightningCallback(Callback):
         if self._fits:
             self._membership.pause()  # until the next batch: Lightning writes after this
             if trainer.is_global_zero:
-                groups, state = self._membership.state()
-                checkpoint[KEY] = {"tensors": copied(groups), "state": json.dumps(state)}
+                assert self._membership.swarm is not None
+                with peer_state(self._membership.swarm) as (groups, state):
+                    checkpoint[KEY] = {"tensors": copied(groups), "state": json.dumps(state)}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if KEY in checkpoint:

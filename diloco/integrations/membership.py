@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from diloco.train.island import Island
 from diloco.train.peer_state import PeerState
 from diloco.train.rows import kept
 
-__all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "save_beside", "say_address"]
+__all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "peer_state", "save_beside", "say_address"]
 
 KEY = "output directory"
 FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
@@ -93,12 +93,6 @@ class Membership:
         """The pause is over."""
         self._pause.close()
 
-    def state(self) -> tuple[Groups, dict[str, Any]]:
-        """Rank 0: what `PeerState.restore` reads. The tensors are the live ones."""
-        assert self.swarm is not None and self.swarm.run is not None and self.attachment is not None
-        with self.attachment.checkpointing() as saved:
-            return PeerState.of(self.attachment, self.swarm.run, saved).flatten()
-
     def close(self, keep_model: bool = False) -> None:
         """Leave the swarm. The model becomes its last anchor, unless `keep_model`: then it stays as it is."""
         atexit.unregister(self.abandon)
@@ -132,9 +126,19 @@ def say_address(address: str) -> None:
         print(f"diloco: others join with address={address!r}", file=sys.stderr)
 
 
-def save_beside(checkpoint: Path, version: int, groups: Groups, state: dict[str, Any]) -> None:
-    """Write a peer's state into the directory of another library's checkpoint. Raises `CheckpointError`."""
-    CheckpointStore(checkpoint / FOLDER, 1, KEY).save(version, groups, state)
+@contextmanager
+def peer_state(swarm: Swarm) -> Iterator[tuple[Groups, dict[str, Any]]]:
+    """Rank 0: what `PeerState.restore` reads. The tensors are the live ones, and do not move inside the context."""
+    assert swarm.run is not None and swarm.attachment is not None
+    with swarm.attachment.checkpointing() as saved:
+        yield PeerState.of(swarm.attachment, swarm.run, saved).flatten()
+
+
+def save_beside(checkpoint: Path, swarm: Swarm) -> None:
+    """Rank 0: write a peer's state into the directory of another library's checkpoint. Raises `CheckpointError`."""
+    with peer_state(swarm) as (groups, state):
+        assert swarm.attachment is not None
+        CheckpointStore(checkpoint / FOLDER, 1, KEY).save(swarm.attachment.version, groups, state)
 
 
 def load_beside(checkpoint: Path) -> PeerState | None:

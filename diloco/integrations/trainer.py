@@ -141,11 +141,11 @@ class DilocoCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         place = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-        sync = self.attachment
-        if sync is None or args.save_only_model or not state.is_world_process_zero or not place.is_dir():
+        swarm = self._membership.swarm
+        if swarm is None or args.save_only_model or not state.is_world_process_zero or not place.is_dir():
             return
         try:
-            save_beside(place, sync.version, *self._membership.state())
+            save_beside(place, swarm)
         except CheckpointError as error:  # the swarm has the model, and the next checkpoint is another chance
             logger.warning("%s", error)
 

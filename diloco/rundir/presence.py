@@ -15,8 +15,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from diloco.errors import ConfigError, DilocoError
-from diloco.rundir.files import number, write_atomic
-from diloco.rundir.reporting import Message, Ready, Status
+from diloco.rundir.files import write_atomic
+from diloco.rundir.reporting import Message, Ready, Status, read_fields
 
 __all__ = ["LIVING", "Presence", "Record", "data_home", "pause_file", "read_records"]
 
@@ -155,21 +155,5 @@ def read_records(run_dir: Path) -> dict[str, Record]:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             content = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(content, dict):
-                found[path.stem] = _read(content)
+                found[path.stem] = Record(**read_fields(Record, content))
     return found
-
-
-def _read(content: Mapping[str, Any]) -> Record:
-    """A record from its JSON object; a field that is missing or of another type has its default."""
-    values: dict[str, Any] = {}
-    for column in fields(Record):
-        value = content.get(column.name)
-        if column.name == "addresses":
-            values["addresses"] = tuple(map(str, value)) if isinstance(value, list) else ()
-        elif column.name in ("process", "exit"):
-            values[column.name] = value if isinstance(value, int) else column.default
-        elif column.name in ("started_at", "since"):
-            values[column.name] = number(value) or 0.0
-        else:
-            values[column.name] = value if isinstance(value, str) else column.default
-    return Record(**values)

@@ -29,6 +29,7 @@ __all__ = [
     "Status",
     "json_lines",
     "log_lines",
+    "read_fields",
     "read_message",
     "swarm_figures",
     "to_wire",
@@ -101,6 +102,10 @@ class Status(Message):
     peers: int | None = None
     why: str | None = None
 
+    def over(self, before: Status) -> Status:
+        """This status, with values of the one before where they are not known."""
+        return replace(before, **{name: value for name, value in vars(self).items() if value is not None})
+
 
 @dataclass(frozen=True)
 class Finished(Message):
@@ -141,12 +146,17 @@ def read_message(said: Said) -> Message | None:
             summary = Summary.from_message(said)
             return Finished(_text(said.get("peer")) or "?", number(said.get("time")) or 0.0, summary)
         return None
+    return kind(**read_fields(kind, said))
+
+
+def read_fields(kind: type[Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for a dataclass from a JSON object, by name; a field that is missing or of another type is left out."""
     values = {}
     for column in fields(kind):
-        value = _READ[str(column.type).removesuffix(" | None")](said.get(column.name))
+        value = _READ[str(column.type).removesuffix(" | None")](content.get(column.name))
         if value is not None:
             values[column.name] = value
-    return kind(**values)
+    return values
 
 
 def _text(value: Any) -> str | None:
@@ -204,10 +214,8 @@ class log_lines:
             logger.info("others join with: %s %s", message.command, message.address)
 
     def _status(self, message: Status) -> None:
-        self._known = replace(
-            self._known, **{name: value for name, value in vars(message).items() if value is not None}
-        )
-        known, now = self._known, self._clock()
+        known, now = message.over(self._known), self._clock()
+        self._known = known
         stepped = known.version != self._shown and message.state != "evaluating"
         if known.loss is None or not (stepped or now - self._line_at >= LINE_EVERY_S):
             return

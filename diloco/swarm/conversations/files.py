@@ -12,10 +12,10 @@ from typing import BinaryIO
 
 from diloco.errors import PayloadError
 from diloco.protocol.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Bucket, Buckets
-from diloco.protocol.messages import expect
 from diloco.protocol.messages.watching import MAX_FILE_PIECE_BYTES, FileReply, FileRequest
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.conversations.tasks import in_thread
+from diloco.swarm.conversations.watch import receive_pieces
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
@@ -24,19 +24,13 @@ __all__ = ["FileDonor", "request_file"]
 
 async def request_file(transport: Transport, peer: str, digest: str, most_bytes: int) -> bytes:
     """A file of the run; `PayloadError` when the peer does not have it, or sends another or a longer one."""
-    content = bytearray()
     async with open_bulk(transport, peer, Traffic()) as stream:
         await stream.send(FileRequest(digest=digest))
-        while True:
-            reply = expect(await stream.receive(), FileReply)
-            content += reply.data
-            if len(content) > most_bytes:
-                raise PayloadError(f"file {digest[:12]} has more than {most_bytes} bytes")
-            if not reply.more:
-                break
+        too_long = f"file {digest[:12]} has more than {most_bytes} bytes"
+        content = await receive_pieces(stream, FileReply, most_bytes, too_long)
     if sha256(content).hexdigest() != digest:
         raise PayloadError(f"file {digest[:12]} is another one than the manifest names")
-    return bytes(content)
+    return content
 
 
 class FileDonor:

@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.protocol.messages import expect
-from diloco.protocol.messages.watching import ManifestReply, ManifestRequest, SnapshotReply, SnapshotRequest
+from diloco.protocol.messages.watching import (
+    FileReply,
+    ManifestReply,
+    ManifestRequest,
+    SnapshotReply,
+    SnapshotRequest,
+)
 from diloco.protocol.snapshot import MAX_PACKED_BYTES, Snapshot, unpack
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["request_manifest", "request_snapshot", "send_snapshot"]
+__all__ = ["receive_pieces", "request_manifest", "request_snapshot", "send_snapshot"]
 
 
 async def request_manifest(transport: Transport, peer: str) -> ManifestReply:
@@ -24,16 +30,24 @@ async def request_manifest(transport: Transport, peer: str) -> ManifestReply:
 
 async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
     """What a peer knows of the swarm; `PayloadError` when it refuses, or answers nonsense or in another version."""
-    packed = bytearray()
     async with open_bulk(transport, peer, Traffic()) as stream:
         await stream.send(SnapshotRequest())
-        while True:
-            reply = expect(await stream.receive(), SnapshotReply)
-            packed += reply.data
-            if len(packed) > MAX_PACKED_BYTES:
-                raise PayloadError(f"a snapshot of more than {MAX_PACKED_BYTES} bytes")
-            if not reply.more:
-                return unpack(bytes(packed))
+        too_long = f"a snapshot of more than {MAX_PACKED_BYTES} bytes"
+        return unpack(await receive_pieces(stream, SnapshotReply, MAX_PACKED_BYTES, too_long))
+
+
+async def receive_pieces(
+    stream: Stream, kind: type[SnapshotReply] | type[FileReply], most_bytes: int, too_long: str
+) -> bytes:
+    """The data of all replies up to the one after which no more come; `PayloadError(too_long)` above so many bytes."""
+    content = bytearray()
+    while True:
+        reply = expect(await stream.receive(), kind)
+        content += reply.data
+        if len(content) > most_bytes:
+            raise PayloadError(too_long)
+        if not reply.more:
+            return bytes(content)
 
 
 async def send_snapshot(stream: Stream, pieces: Sequence[bytes]) -> None:

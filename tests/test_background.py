@@ -54,7 +54,9 @@ class Scene:
         island, self.session, self.events = Island(torch.device("cpu")), Session(config), list[tuple[str, Any]]()
         phases: Any = SimpleNamespace(seconds=lambda: self.session.seconds)
         self.sync = DataParallel(self.model, optimizer, island, 1, phases)
-        log: Any = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
+        log: Any = SimpleNamespace(
+            event=lambda kind, **fields: self.events.append((kind, fields)), metric=lambda **_: None
+        )
         self.position = {"next": 0}
         stream: Any = SimpleNamespace(state=lambda: self.position)
         self.trainer = Trainer(
@@ -62,13 +64,20 @@ class Scene:
             log, lambda message: None,
         )  # fmt: skip
 
-    def step(self, version: int, background: bool = True) -> None:
+    def reach(self, version: int) -> None:
         """The parameters are the number of the version from now on."""
         self.sync.version = self.position["next"] = version
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(version)
+
+    def step(self, version: int, background: bool = True) -> None:
+        self.reach(version)
         self.trainer.save(background)
+
+    def boundary(self, version: int) -> None:
+        self.reach(version)
+        self.trainer._boundary()
 
 
 def found(config: Config) -> tuple[int, float, int]:
@@ -108,6 +117,23 @@ def test_where_the_disk_is_behind_a_boundary_is_left_out_and_the_last_one_never(
     scene.step(3, background=False)
     assert found(config) == (3, 3.0, 3)
     assert len(scene.events) == 1
+
+
+def test_a_boundary_that_was_left_out_is_made_up_for_at_the_next(tmp_path: Path, disk: Disk) -> None:
+    every_tenth = ["checkpoint.every=10", "budget.outer_steps=100"]
+    scene = Scene(compose(["experiment=smoke", f"run.dir={tmp_path}", "run.lead=false", *every_tenth]))
+    for version in (9, 10, 19, 20, 21):
+        scene.boundary(version)
+    assert scene.events == [("checkpoint_skipped", {"version": version}) for version in (20, 21)]
+    disk.open.set()
+    scene.session._writer._threads.submit(int).result()  # the disk has caught up
+    for version in (22, 29):
+        scene.boundary(version)
+        assert scene.session.written() is None
+        assert found(scene.trainer.config) == (22, 22.0, 22)
+    scene.boundary(30)
+    assert scene.session.written() is None
+    assert found(scene.trainer.config) == (30, 30.0, 30)
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told_and_written_at_the_next_boundary(

@@ -67,6 +67,7 @@ class Trainer:
     _loss: float | None = None
     _told_at: float = 0.0
     _boundary_version: int = 0
+    _saved_version: int = 0  # the newest boundary for which a checkpoint was begun
     _logged: tuple[int, float] = (0, 0.0)
     _anchors: dict[str, str] = field(default_factory=dict)
     _micro_batch: int | None = None  # rows that fit the memory at a time, once some did not
@@ -87,7 +88,7 @@ class Trainer:
         if self.lead and config.eval.every and sync.version == 0:
             self.evaluate()  # where the curve begins
         self._logged = (sync.tokens, time.monotonic())
-        self._boundary_version = sync.version
+        self._boundary_version = self._saved_version = sync.version
         while not finished(sync, config.budget) and not sync.interrupted:
             lr = learning_rate(sync, config.inner, config.budget, config.outer.sync_every)
             for group in self.optimizer.param_groups:
@@ -213,20 +214,20 @@ class Trainer:
         if self.island.leads:
             self._account()
         over = finished(sync, config.budget)
-        if self.lead and not over and self._passed(config.eval.every):
+        if self.lead and not over and self._passed(config.eval.every, self._boundary_version):
             if self.island.leads:
                 self.tell(self.status("evaluating"))
             self.evaluate()
-        if config.checkpoint.every and (over or self._passed(config.checkpoint.every)):
+        if config.checkpoint.every and (over or self._passed(config.checkpoint.every, self._saved_version)):
             try:
                 self.save(config.checkpoint.background and not over)
             except ConfigError as error:  # the swarm has the model, and the next boundary is another chance
                 self._not_saved(sync.version, error)
         self._boundary_version = sync.version
 
-    def _passed(self, every: int) -> bool:
-        """Whether a multiple of `every` was reached since the last boundary; without a barrier, some are skipped."""
-        return every > 0 and self.sync.version // every > self._boundary_version // every
+    def _passed(self, every: int, since: int) -> bool:
+        """Whether a multiple of `every` was reached after version `since`; without a barrier, some are skipped."""
+        return every > 0 and self.sync.version // every > since // every
 
     def _account(self) -> None:
         """One line per outer step: seconds and bytes so far, the anchors, and how many peers are connected, train, and
@@ -261,7 +262,7 @@ class Trainer:
         """All ranks: write a checkpoint of the last boundary; the leading peer also writes `contributions.csv`. Raises
         `CheckpointError` when the checkpoint cannot be written, and `ConfigError` when the other file cannot.
 
-        In the `background` training goes on meanwhile. Where the disk is behind, a boundary is left out.
+        In the `background` training goes on meanwhile. Where the disk is behind, the next boundary gets the checkpoint.
         """
         session = self.session
         [behind] = self.island.agree([background and session.writing])
@@ -269,7 +270,7 @@ class Trainer:
             logger.warning("the disk is behind: outer step %d gets no checkpoint", self.sync.version)
             self.log.event("checkpoint_skipped", version=self.sync.version)
             return
-        version = session.saved_version
+        version, self._saved_version = session.saved_version, self.sync.version
         if (error := session.written()) is not None:
             self._not_saved(version, error)
         [saved] = self.island.agree([session.saved_version])

@@ -6,7 +6,6 @@ All that a story knows of the insides of a node stands here.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,12 +17,13 @@ import torch
 from _fuzz.crowd import Crowd, Life, Member, small_pieces
 from _fuzz.invariants import Violation, Watch, check_end, moving
 from _fuzz.lineage import Made
+from _fuzz.stage import quiet_process
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, union
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 
-__all__ = ["SEQUENCES_PER_ROUND", "TOKENS_PER_ROUND", "Belief", "Dealt", "Story", "agreed", "quiet", "story"]
+__all__ = ["SEQUENCES_PER_ROUND", "TOKENS_PER_ROUND", "Belief", "Dealt", "Story", "agreed", "story"]
 
 STEPS = 4
 STEP_S = 0.5
@@ -310,20 +310,7 @@ def _done(life: Life) -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Inside, nothing is logged and torch has one thread, as production peers are many here."""
-    disabled, threads = logging.root.manager.disable, torch.get_num_threads()
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-        torch.set_num_threads(threads)
-
-
-@contextmanager
 def story(*arguments: Any, **settings: Any) -> Iterator[Story]:
     """A `Story` in a virtual time of its own, with several chunks and parts of each fragment."""
-    with quiet(), virtual_time() as loop, small_pieces():
+    with quiet_process(), virtual_time() as loop, small_pieces():
         yield Story(loop, *arguments, **settings)

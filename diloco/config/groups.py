@@ -33,6 +33,7 @@ OwnJudge = Literal["trimmed_mean", "centered_clip"]  # takes the place of outer.
 Judge = Literal[AveragedJudge, OwnJudge]
 SteppedOptimizer = Literal["nesterov"]  # a momentum step per version
 WindowedOptimizer = Literal["delayed_nesterov", "fedbuff"]  # a momentum step per outer.delay contributions
+_WINDOWED = get_args(WindowedOptimizer)
 OuterOptimizerName = Literal[SteppedOptimizer, WindowedOptimizer]
 
 
@@ -232,7 +233,7 @@ class OuterConfig(RunOwned):
     @property
     def windowed(self) -> bool:
         """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
-        return self.optimizer in get_args(WindowedOptimizer)
+        return self.optimizer in _WINDOWED
 
 
 def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:

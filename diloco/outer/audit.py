@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,7 +36,7 @@ from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 from diloco.outer.recompute import Follower, Part, Reach, Seen, linear_of
 from diloco.outer.shown import part_at, part_count
 
-__all__ = ["FORGOTTEN", "Deviation", "audit", "memory", "obstacle", "parts", "pick", "versions_until"]
+__all__ = ["FORGOTTEN", "Deviation", "audit", "memories", "memory", "obstacle", "parts", "pick", "versions_until"]
 
 FORGOTTEN = 2.0**-20
 """What is left of a momentum from before a log when the log is long enough for an audit: less than a step of int8."""
@@ -101,13 +101,17 @@ def memory(settings: OuterConfig, steps: Sequence[OuterStep]) -> float:
 
     A log may begin at the first of them once this is at most `FORGOTTEN`.
     """
-    if steps and steps[0].version == 0:
-        return 0.0
-    left = Reach(1.0, 0.0)
-    optimizer = OPTIMIZERS[settings.optimizer](settings)
+    *_, left = (1.0, *memories(settings, steps))
+    return left
+
+
+def memories(settings: OuterConfig, steps: Iterable[OuterStep]) -> Iterator[float]:
+    """`memory` after each of these steps."""
+    optimizer, left = OPTIMIZERS[settings.optimizer](settings), None
     for step in steps:
+        left = Reach(float(step.version > 0), 0.0) if left is None else left
         left = left.after(linear_of(optimizer, step), step)
-    return left.momentum
+        yield left.momentum
 
 
 # -- the audit --------------------------------------------------------------------------------------------------------

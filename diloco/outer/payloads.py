@@ -70,8 +70,9 @@ class Codec(ABC):
 
     def offsets(self, numel: int) -> tuple[int, ...]:
         """Where the payload of each chunk begins in that of a whole fragment of `numel` elements, and where it ends."""
-        sizes = (self.nbytes(stop - start) for start, stop in chunks(numel))
-        return tuple(accumulate(sizes, initial=0))
+        lengths = [stop - start for start, stop in chunks(numel)]
+        nbytes = {length: self.nbytes(length) for length in set(lengths)}
+        return tuple(accumulate((nbytes[length] for length in lengths), initial=0))
 
     @abstractmethod
     def encode(self, x: Tensor, out: Tensor) -> None:

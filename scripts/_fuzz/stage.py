@@ -9,6 +9,7 @@ import asyncio
 import gc
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ def play(plan: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
 @contextmanager
 def quiet_process() -> Iterator[None]:
     """Inside, nothing is logged, torch uses one thread, and what was imported is no garbage to look through."""
-    _exempt_modules_from_collection()
+    _exempt_modules_from_collection(len(sys.modules))
     disabled, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -63,7 +64,7 @@ def quiet_process() -> Iterator[None]:
 
 
 @cache
-def _exempt_modules_from_collection() -> None:
+def _exempt_modules_from_collection(_num_modules: int) -> None:
     """The last check collects garbage. That takes a quarter of a second if it looks at all that torch has imported."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # the first optimizer imports as much again
     gc.collect()

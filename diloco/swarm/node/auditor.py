@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from diloco.errors import PayloadError
-from diloco.outer.audit import FORGOTTEN, memory, pick
+from diloco.outer.audit import FORGOTTEN, memories, memory, pick
 from diloco.outer.merkle import Tree
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.recompute import Part
@@ -192,8 +192,6 @@ def _remembered(context: Context) -> int:
     """After how many versions a momentum from before them is forgotten."""
     settings = context.replica.settings
     delay = 1 if settings.delay is None or not settings.windowed else settings.delay
-    for versions in range(2, MAX_STEPS):
-        steps = [OuterStep(settings.momentum_warmup + version, delay, 0, delay) for version in range(1, versions + 1)]
-        if memory(settings, steps) <= FORGOTTEN:
-            return versions
-    return MAX_STEPS - 1
+    steps = (OuterStep(settings.momentum_warmup + version, delay, 0, delay) for version in range(1, MAX_STEPS))
+    left = enumerate(memories(settings, steps), start=1)
+    return next((versions for versions, part in left if versions > 1 and part <= FORGOTTEN), MAX_STEPS - 1)

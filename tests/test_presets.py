@@ -30,7 +30,7 @@ def name_of(run: tuple[str, ...]) -> str:
 
 
 RUNS = [*((f"outer={name}", *SIZES, *settings) for name, settings in SMALL.items()), tuple(LATE)]
-# Those that ask something of the swarm that no other does. Other tests run diloco; streaming is decoupled with a barrier.
+# Those that ask something of the swarm that no other does. Other tests run diloco; streaming is between the two.
 REAL = [run for run in RUNS if name_of(run) in ("async", "decoupled", "eager")]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -456,13 +455,11 @@ def test_a_run_that_diverges_ends_with_exit_code_four_and_keeps_its_last_good_ch
 ) -> None:
     absurd = ("inner.lr=10", "outer.lr=10", "inner.clip=1e6", "inner.warmup_steps=0", "budget.outer_steps=50")
     with pytest.raises(SystemExit) as ended:
-        main(["train", *SMOKE, f"run.dir={tmp_path / 'run'}", *absurd])
+        main(["train", *SMOKE, f"run.dir={tmp_path / 'run'}", *absurd, "checkpoint.background=false"])
     assert ended.value.code == 4
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("diloco: error: training diverged: ")
     good = CheckpointStore(tmp_path / "run" / "checkpoints" / "peer", keep=1).load_latest()
-    [diverged] = re.findall(r"outer step (\d+);", line)
-    left_out = {skipped["version"] for skipped in events(tmp_path / "run", "checkpoint_skipped")}
-    assert good is not None and good.step == max(set(range(int(diverged))) - left_out)
+    assert good is not None and f"outer step {good.step + 1};" in line
     assert all(values.isfinite().all() for values in good.tensors["anchor"].values())
     assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "summary.json").exists()

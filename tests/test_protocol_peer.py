@@ -544,8 +544,9 @@ def test_nobody_begins_in_the_middle_of_a_publication() -> None:
 
 
 def test_the_first_round_is_as_short_as_the_others_are_ahead() -> None:
-    peer = pair(outer=OuterConfig(method="diloco", sync_every=10))
-    assert peer.first_position() == 0
+    peer = make(min_peers=2, outer=OuterConfig(method="diloco", sync_every=10))
+    peer.connected(OTHER, hello_of(status_of("training", inner_step=3), [claim_of(1)]), 0.0)
+    assert peer.state == "ready" and peer.first_position() == 3
     peer.heard(OTHER, status_of("training", inner_step=4), 1.0)
     assert peer.first_position() == 4
     peer.connected("x", hello_of(status_of("training", [1, 1], inner_step=9)), 2.0)  # in another round
@@ -553,6 +554,28 @@ def test_the_first_round_is_as_short_as_the_others_are_ahead() -> None:
     assert peer.first_position() == 4
     peer.heard(OTHER, status_of("exchanging", inner_step=10), 3.0)
     assert peer.first_position() == 9
+
+
+def test_a_peer_that_the_others_waited_for_makes_a_whole_round_however_late_it_hears_that_they_began() -> None:
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=10))
+    peer.connected("x", hello_of(status_of("starting")), 1.0)
+    assert peer.state == "ready" and not peer.may_train()
+    peer.heard("x", status_of("ready"), 2.0)
+    for other in (OTHER, "x"):
+        peer.heard(other, status_of("training"), 3.0)
+        peer.heard(other, status_of("training", inner_step=4), 4.0)
+    assert peer.may_train() and peer.first_position(4.0) == 0
+    peer.heard(OTHER, status_of("exchanging", inner_step=10), 5.0)
+    assert peer.first_position(5.0) == 0
+    peer.enter("starting", 6.0)  # it fetches the inner optimizer's state, say: now the others do not wait
+    assert peer.state == "ready" and peer.first_position(6.0) == 9
+
+
+def test_without_a_barrier_a_peer_begins_where_the_others_are() -> None:
+    peer = pair(outer=OuterConfig(method="diloco", sync_every=10, overlap=1))
+    peer.heard(OTHER, status_of("training"), 1.0)
+    peer.heard(OTHER, status_of("training", inner_step=4), 2.0)
+    assert peer.first_position() == 4
 
 
 # -- how often --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ act at once (`pace` says why).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 
 from diloco.protocol.actions import Action, Broadcast, CatchUp, Disconnect, Hold, Merge, Note
 from diloco.protocol.belief import donors, doubt
@@ -145,13 +146,13 @@ class Peer(Elector):
             actions += [*unseated, *self._tell(now, at_once=True)]
         actions += self._reconsider(now)
         actions += self._claim_vacant(now)
-        actions += self._close_versions(now)
-        actions += catch_ups(self)
+        actions += [*self._close_versions(now), *catch_ups(self)]
         if (self.state == "starting" and not self.warming) or (self.state == "ready" and self.trains):
             agrees = not self.blank and all(self.near(fragment.index) for fragment in self.fragments)
             state: State = "ready" if self.opened and agrees and self.in_step(now) else "starting"
-            before, self.state = self.state, state
-            actions += self._tell(now, at_once=True) if state != before else []
+            if state != self.state:
+                self.state, self.ready_at = state, now if state == "ready" else inf
+                actions += self._tell(now, at_once=True)
         return actions + self._tell(now) if self._pace.untold else actions
 
     def heartbeat(self, now: float, traffic: tuple[int, int] = (0, 0)) -> list[Action]:
@@ -388,8 +389,7 @@ class Peer(Elector):
         term = max(fragment.term, fragment.floor) + 1
         if term > MAX_COUNT:
             return []
-        if term > 1:
-            self.takeovers += 1
+        self.takeovers += term > 1
         if index == CONTROL_FRAGMENT:
             self.accounts.deal()
         claim = self.claim_of(Lease(index, self.me, term, fragment.version, fragment.digest, skipped=fragment.skipped))

@@ -81,6 +81,7 @@ class View:
         self.min_peers, self.newcomer = min_peers, newcomer
         self.outer, self.tokens_per_step = outer, tokens_per_step
         self.state: State = "starting"
+        self.ready_at = inf  # when it became ready last
         self.warming = False  # It trains by itself or fetches its inner state; nobody expects anything of it yet.
         known = zip(digests, versions or [0] * len(digests), strict=True)
         self.fragments = [Fragment(index, version, digest) for index, (digest, version) in enumerate(known)]
@@ -272,7 +273,8 @@ class View:
     def first_position(self, now: float | None = None) -> int:
         """Inner steps of its first cycle that this peer leaves out, because the others are in the middle of theirs.
 
-        The others have gone on since their last status. With staggered fragments, a peer that begins behind them is too
+        None at a barrier if it was ready when they began: they had waited for it, however late it hears of that. The
+        others have gone on since their last status. With staggered fragments, a peer that begins behind them is too
         late for every fragment, and one that begins ahead waits a little once; so this leaves out one step more.
         """
         if self.outer.quorum is not None:
@@ -281,7 +283,9 @@ class View:
         ahead = [
             m.status.inner_step + (0 if now is None else round(min((now - m.heard_at) * m.status.steps_per_s, most)))
             for m in self.members.all()
-            if m.trains and m.status.in_round and (not self.lockstep or m.status.versions == self.versions)
+            if m.trains
+            and m.status.in_round
+            and not (self.lockstep and (m.status.versions != self.versions or m.began_at > self.ready_at))
         ]
         margin = 1 if self.outer.staggered and now is not None and ahead else 0
         return min(max(ahead, default=0) + margin, self.outer.sync_every - 1)
@@ -344,9 +348,7 @@ class View:
 
         Peers that know different members may name different heirs for a moment. The one that is refused asks again.
         """
-        if self.state == "leaving":
-            return peer in self.able()
-        return self.heirs().get(fragment) == peer
+        return peer in self.able() if self.state == "leaving" else self.heirs().get(fragment) == peer
 
     def able(self) -> list[str]:
         """Peers that can hold fragments; this one comes last."""
@@ -374,9 +376,7 @@ class View:
     def behind(self, fragment: int) -> bool:
         """Whether the fragment's syncer published a later version, or another anchor under the same one."""
         lease = self.leases.get(fragment)
-        if lease is None or lease.version < self.fragments[fragment].version:
-            return False
-        return not self.near(fragment)
+        return lease is not None and lease.version >= self.fragments[fragment].version and not self.near(fragment)
 
     def swarm_clock(self) -> tuple[int, int]:
         """Fewest outer steps of all fragments, and applied tokens, as published; this peer's anchors may be behind."""

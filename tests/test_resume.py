@@ -17,6 +17,7 @@ from diloco.cli.main import main
 from diloco.config import compose
 from diloco.errors import CheckpointError
 from diloco.rundir.checkpoint import CheckpointStore
+from diloco.train.baseline import DataParallel
 from diloco.train.run import run
 from tests.swarm_helpers import SMOKE, command, eventually, json_lines
 
@@ -100,6 +101,31 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     failed = [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == "checkpoint_failed"]
     assert [event["version"] for event in failed] == [1, 2, 3]
     assert sorted(path.name for path in (run_dir / "checkpoints" / "peer").iterdir())[-1] == "step-00000006"
+
+
+@pytest.mark.parametrize("stopped_at", [4, 7, 10, 11])
+def test_data_parallel_goes_on_from_the_middle_of_a_cycle_whether_or_not_its_boundary_got_a_checkpoint(
+    stopped_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*SMOKE[:1], "outer=data_parallel", "outer.sync_every=3", "budget.outer_steps=5", "checkpoint.every=2")
+
+    def ends(name: str) -> dict[str, Any]:
+        messages: list[dict[str, Any]] = []
+        run(compose([*settings, f"run.dir={tmp_path / name}"]), lambda message: messages.append(dict(message)))
+        [summary] = [message for message in messages if message["t"] == "summary"]
+        return {key: summary[key] for key in ("steps", "tokens", "anchor_digest", "eval", "outer_steps")}
+
+    whole, count = ends("whole"), DataParallel.count
+
+    def counted(sync: DataParallel, tokens: int) -> None:
+        count(sync, tokens)
+        if sync.steps + 1 == stopped_at:
+            sync.interrupt()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataParallel, "count", counted)
+        assert ends("halves")["steps"] == stopped_at
+    assert ends("halves") == whole
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_said(

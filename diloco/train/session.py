@@ -106,6 +106,7 @@ class Session:
         restore_rng(tensors["rng"], state["rng"])
         if isinstance(sync, DataParallel):
             sync.version, sync.applied_tokens = state["versions"][0], state["applied_tokens"]
+            sync.inner_step = sync.steps - sync.version * sync.target_steps  # it may have ended within a cycle
             saved = tensors["anchor"]
             for name, parameter in model.named_parameters():
                 load_rows_(parameter, saved[name])
@@ -125,7 +126,8 @@ class Session:
 
         In the `background` it is written from copies while training goes on; call `written` before the next one. In
         the middle of a round, tokens that this peer has not sent count as discarded there: a resumed peer goes on
-        from the anchors. Tokens that are on their way then stay in flight.
+        from the anchors. Tokens that are on their way then stay in flight. In data parallel nothing is lost: the
+        checkpoint is that of the last inner step.
         """
         if sync.version == self.saved_version:
             return

@@ -153,8 +153,11 @@ def _head(content: PageContent) -> Callable[[], None]:
 
 def _numbers(content: PageContent) -> Callable[[], None]:
     labels: dict[str, ui.label] = {}
-    with ui.grid().classes("w-full gap-2 grid-cols-2 sm:grid-cols-4 lg:grid-cols-8"):
-        for name in [*FIGURES, HELD_OUT] if content.poller.directories else FIGURES:
+    names, columns = FIGURES, "grid-cols-2 sm:grid-cols-4 lg:grid-cols-8"
+    if content.poller.directories:
+        names, columns = [*FIGURES, HELD_OUT], "grid-cols-3 lg:grid-cols-9"
+    with ui.grid().classes(f"w-full gap-2 {columns}"):
+        for name in names:
             with ui.card().classes("p-2 gap-0 min-w-0"):
                 ui.label(name).classes("text-xs opacity-70")
                 labels[name] = ui.label("-").classes("text-lg font-medium tabular-nums whitespace-nowrap")

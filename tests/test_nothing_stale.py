@@ -298,6 +298,7 @@ def test_whatever_changes_nothing_that_training_reads_is_stale(
         ("async", 8794, ["join", "hand over", "join"], True),  # the heir did not wait for the leaver's last version
         ("staggered", 1832, ["resume", "resume", "join"], True),  # two fragments waited for one another
         ("grace", 893, ["hand over", "resume", "hand over"], True),  # a backup took over, and handed over
+        ("async", 248, ["hand over"], False),  # the heir got the leaver's last outer state, and cut its master
     ],
 )
 def test_stories_that_once_went_wrong(mode: str, seed: int, changes: list[str], units: bool) -> None:

@@ -359,7 +359,7 @@ class Anchors:
 
         The outer state came with it (`outer`), or begins anew from it.
         """
-        if self._protocol.fragments[fragment].syncer is not None:
+        if not outer and self._protocol.fragments[fragment].syncer is not None:
             self._replica.held[fragment].restart(version)
         elif not outer:
             self._replica.release(fragment)

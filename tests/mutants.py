@@ -127,6 +127,23 @@ MUTANTS = [
         first=1259,
     ),
     Mutant(
+        "shows-an-earlier-certificate",
+        "A peer that made versions of its own shows a certificate of an early one, and the syncer passes only that.",
+        "diloco.swarm.node.anchors",
+        "            passed(self._protocol, fragment)\n",
+        "",
+        first=41325,
+        seeds=1,
+    ),
+    Mutant(
+        "heir-cuts-its-master",
+        "Who claimed a fragment before the leaver's last version came goes on from that anchor without its master.",
+        "diloco.swarm.node.anchors",
+        "if not outer and self._protocol.fragments[fragment].syncer is not None:",
+        "if self._protocol.fragments[fragment].syncer is not None:",
+        test="tests/test_nothing_stale.py::test_stories_that_once_went_wrong[async-248-changes7-False]",
+    ),
+    Mutant(
         "successor-merges-again",
         "A successor does not know what is in its anchor, and merges a contribution that is in it.",
         "diloco.protocol.peer",

@@ -15,7 +15,7 @@ from diloco.protocol.messages.heads import Head, Record
 from diloco.protocol.numbers import LEAP
 from diloco.protocol.view import View
 
-__all__ = ["disputants", "donors", "doubt", "number_to_pass", "unbelieved"]
+__all__ = ["disputants", "donors", "doubt", "number_to_pass", "passed", "unbelieved"]
 
 
 def unbelieved(view: View, record: Record, donor: str) -> str | None:
@@ -74,6 +74,14 @@ def doubt(view: View, fragment: int, donor: str, version: int) -> None:
     view.fragments[fragment].outweighed.add(donor)
     if member is not None:
         view.doubted[fragment, donor] = (member.status.versions[fragment], version)
+
+
+def passed(view: View, fragment: int) -> None:
+    """The syncer here gives its anchor a number above those with a certificate. Who says that it has a later version is
+    asked again: it may have shown a certificate of an earlier one only, and would wait for a number above its own.
+    """
+    for doubted in [one for one in view.doubted if one[0] == fragment]:
+        del view.doubted[doubted]
 
 
 def number_to_pass(view: View, fragment: int) -> int:

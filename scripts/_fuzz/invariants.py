@@ -161,6 +161,7 @@ class Watch:
         take, fold_whole, merge_, restart = held.take, held.fold_whole, held.merge_, held.restart
         taken: dict[str, list[bytes]] = {}  # by peer, chunk by chunk; a few values, or zeros, may be those of others
         folded: list[bytes] = []
+        came_with = digest_of(held.anchor) if handed_over else ""
 
         def takes(chunk: int, peer: str, payload: Tensor, *counts: float) -> None:
             take(chunk, peer, payload, *counts)
@@ -194,6 +195,8 @@ class Watch:
 
         def restarts(version: int) -> None:
             restart(version)
+            if digest_of(held.anchor) != came_with:  # the momentum stays where another history won
+                self._outer[digest_of(held.anchor)].add(outer_state(held))
             forget()
 
         held.take, held.fold_whole = takes, folds  # type: ignore[method-assign, assignment]

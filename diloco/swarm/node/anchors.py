@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.state import state_root
-from diloco.protocol.belief import disputants, doubt, unbelieved
+from diloco.protocol.belief import disputants, doubt, passed, unbelieved
 from diloco.protocol.forks import goes_on, proved_heavier, renumbered
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Fragment
 from diloco.protocol.heads import shares_digest
@@ -284,6 +284,7 @@ class Anchors:
             except PayloadError:
                 self._protocol.catch_up_failed(fragment)
                 return
+            passed(self._protocol, fragment)
             held.restart(above + 1)  # in the turn in which the protocol forgets the contributions too
             self._renumbered(here, record)
         self._context.note("renumbered", fragment=fragment, version=here.version, skipped=here.skipped)

@@ -441,6 +441,28 @@ def test_a_syncer_that_announces_what_nobody_can_have_is_unseated_for_good() -> 
     assert holder_of(peer) is None
 
 
+@pytest.mark.parametrize("follows", ["h", "me"])
+def test_who_unseats_a_syncer_alone_comes_back_to_it(follows: str) -> None:
+    """The others said that they miss its version, and then got it, or unseat it as well."""
+    peer = believer("a", "b")
+    for other in "ab":
+        peer.heard(other, Vote(fragment=0, term=3, holder="h"), 1.0)
+    misses(peer, "a", "b")
+    peer.catch_up_failed(0)
+    held = []
+    for second in range(80):
+        now = LATER + second
+        for other in "hab":
+            peer.heard(other, status_of(), now)
+        peer.tick(now)
+        held.append(holder_of(peer))
+        if follows == "me" and held[-1] == ("me", 4):
+            for other in "ab":
+                peer.heard(other, Vote(fragment=0, term=4, holder="me"), now)
+    mine = ("me", 4)
+    assert held[0] is None and mine in held and held[-1] == (("h", 3) if follows == "h" else mine)
+
+
 def test_a_version_that_few_miss_unseats_nobody() -> None:
     peer = believer("a", "b", "c")
     misses(peer, "a")

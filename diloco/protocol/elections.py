@@ -15,6 +15,8 @@ Any other claim waits, without effect, until
   believes. Every peer hears every other on a stream of its own, so nobody has to sign that; or
 - what was in its way has changed: the holder goes, or its time has come.
 
+The claim of a syncer that this peer unseated waits in the same way, at least `UNSEATED_S`.
+
 So a claim against a holder that lives in everybody's view has no effect. When a split ends, two holders meet: one of
 them gives way (`gives_way`), says so, and its followers go with it. A claim in a hello has no other privilege, because
 anybody can connect again.
@@ -22,19 +24,18 @@ anybody can connect again.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from diloco.protocol.actions import Action, Broadcast, Note, Release, Tell
 from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, Waiting
 from diloco.protocol.limits import CLAIMS_AGAINST_THE_LIVING
 from diloco.protocol.messages.control import Claim, Published, Vote
 from diloco.protocol.rendezvous import score
-from diloco.protocol.succession import patience_s, turn
+from diloco.protocol.succession import claim_again, patience_s, turn
 from diloco.protocol.view import View
 
 __all__ = ["SAME_TIME_S", "Elector", "believes", "decided", "gives_way"]
 
 SAME_TIME_S = 10.0  # Claims that are made at the same time arrive within this time.
+UNSEATED_S = 20.0  # in which the others unseat a syncer, too; if most go on with it after that, so does this peer
 
 
 def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
@@ -43,8 +44,10 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
     lease = fragment.lease
     if peer == view.me or (lease is not None and lease.holder == peer):
         return True
-    member = view.members.get(peer)
+    member, waiting = view.members.get(peer), fragment.claims.get(peer)
     if member is None or not member.holds:
+        return False
+    if waiting is not None and waiting.unseated and now - _changed_at(fragment, now) <= UNSEATED_S:
         return False
     if decided(view, fragment, peer, claim):
         return True
@@ -54,6 +57,12 @@ def believes(view: View, peer: str, claim: Claim, now: float) -> bool:
         return not (view.opened and fragment.authors) or _in_order(view, fragment, peer, now)
     at_once = claim.term == lease.term and now - fragment.elected_at <= SAME_TIME_S
     return at_once and not decided(view, fragment, lease.holder, lease)
+
+
+def _changed_at(fragment: Fragment, now: float) -> float:
+    """Since when another one holds the fragment, or nobody does."""
+    since = fragment.vacant_since if fragment.lease is None else fragment.elected_at
+    return now if since is None else since
 
 
 def decided(view: View, fragment: Fragment, peer: str, claim: Claim | Lease) -> bool:
@@ -114,7 +123,7 @@ class Elector(View):
             return self._believe(peer, claim, now)
         before = fragment.claims.get(peer)
         new, terms = before is None or claim.term > before.claim.term, 0 if before is None else before.terms
-        fragment.claims[peer] = Waiting(claim, terms + new)
+        fragment.claims[peer] = Waiting(claim, terms + new, before is not None and before.unseated)
         if new and terms >= CLAIMS_AGAINST_THE_LIVING:
             return self._penalise(peer, f"claims fragment {claim.fragment} again and again, and its syncer lives", now)
         named = {"fragment": claim.fragment, "peer": peer, "term": claim.term}
@@ -149,7 +158,7 @@ class Elector(View):
             return []
         if before is not None and before.holder not in (peer, self.me) and self._claims(fragment, before):
             # It may hold the fragment in the eyes of all others.
-            fragment.claims.setdefault(before.holder, Waiting(self._claim_again(before), 0))
+            fragment.claims.setdefault(before.holder, Waiting(claim_again(self, before), 0))
         actions: list[Action] = [
             Note("claim", {"fragment": claim.fragment, "peer": peer, "term": claim.term, "version": claim.version})
         ]
@@ -169,15 +178,6 @@ class Elector(View):
         """Whether another peer that was believed to hold a lease still says so, as far as was heard."""
         own = (lease.term, lease.holder)
         return lease.holder in self.members and fragment.votes.get(lease.holder, own) == own
-
-    def _claim_again(self, lease: Lease) -> Claim:
-        """The claim from which this peer knows a lease, at the version that its holder published last."""
-        known = asdict(lease)
-        del known["holder"]
-        if lease.fragment == CONTROL_FRAGMENT:
-            cursor, open_ = self.accounts.dealer.cursor_at(lease.version)
-            known |= {"cursor": cursor, "open": [list(unit) for unit in open_]}
-        return Claim(**known)
 
     def _heard_pending(self, peer: str, message: Published) -> None:
         """A peer whose claim waits has published a version."""

@@ -55,10 +55,11 @@ class Lease:
 
 
 class Waiting(NamedTuple):
-    """A claim that is not believed, and how many terms its sender has claimed in vain."""
+    """A claim that is not believed, how many terms its sender claimed in vain, and whether this peer unseated it."""
 
     claim: Claim
     terms: int
+    unseated: bool = False
 
 
 class Busy(Enum):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from diloco.protocol.actions import Action, CatchUp, Note, Renumber
 from diloco.protocol.belief import disputants, donors, doubt, number_to_pass
-from diloco.protocol.fragment import Busy, Fragment
+from diloco.protocol.fragment import CONTROL_FRAGMENT, Busy, Fragment, Lease, Waiting
 from diloco.protocol.membership import Member
+from diloco.protocol.messages.control import Claim
 from diloco.protocol.pace import STATUSES_PER_S
 from diloco.protocol.patience import PAUSE_LIMIT_S, ROUNDS
 from diloco.protocol.rendezvous import assign, order
 from diloco.protocol.view import View
 
-__all__ = ["CLAIM_PATIENCE_S", "catch_ups", "missed", "overtaken", "patience_s", "to_claim", "turn", "unseat", "watch"]
+__all__ = [
+    "CLAIM_PATIENCE_S", "catch_ups", "claim_again", "missed", "overtaken", "patience_s", "to_claim", "turn", "unseat",
+    "watch",
+]  # fmt: skip
 
 CLAIM_PATIENCE_S = 3.0  # how long the next peer in order lets the one before it claim a vacant fragment
 
@@ -158,6 +164,8 @@ def unseat(view: View, now: float) -> list[Action]:
 
     One goes on from a history with less work than theirs. Or it announced a version that nobody can have, or makes none
     for longer than it may wait for the slowest peer; that one holds nothing any more, as long as this peer lives.
+
+    Its claim is kept: should most peers go on with it (`elections`), this one comes back.
     """
     actions: list[Action] = []
     for fragment in view.fragments:
@@ -183,8 +191,19 @@ def unseat(view: View, now: float) -> list[Action]:
         else:
             continue
         view.leases.vacate(fragment.index)
+        fragment.claims[holder.peer] = Waiting(claim_again(view, lease), 0, unseated=True)
         actions.append(Note("unseated", {"fragment": fragment.index, "peer": holder.peer, "why": why}))
     return actions
+
+
+def claim_again(view: View, lease: Lease) -> Claim:
+    """The claim from which this peer knows a lease, at the version that its holder published last."""
+    known = asdict(lease)
+    del known["holder"]
+    if lease.fragment == CONTROL_FRAGMENT:
+        cursor, open_ = view.accounts.dealer.cursor_at(lease.version)
+        known |= {"cursor": cursor, "open": [list(unit) for unit in open_]}
+    return Claim(**known)
 
 
 def _given(view: View, fragment: Fragment, holder: Member) -> bool:

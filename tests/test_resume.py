@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ ALONE = (
 SEVERAL = [one for one in ALONE if not one.startswith("data.")]  # diloco local cuts the data by itself
 
 
-def train(run_dir: Path, *overrides: str) -> dict[str, Any]:
+def train(run_dir: Path, *overrides: str, settings: Sequence[str] = ALONE) -> dict[str, Any]:
     """`diloco train` in this process; its summary message."""
     messages: list[dict[str, Any]] = []
-    run(compose([*ALONE, f"run.dir={run_dir}", *overrides]), lambda message: messages.append(dict(message)))
+    run(compose([*settings, f"run.dir={run_dir}", *overrides]), lambda message: messages.append(dict(message)))
     [summary] = [message for message in messages if message["t"] == "summary"]
     return summary
 
@@ -110,9 +111,7 @@ def test_data_parallel_goes_on_from_the_middle_of_a_cycle_whether_or_not_its_bou
     settings = (*SMOKE[:1], "outer=data_parallel", "outer.sync_every=3", "budget.outer_steps=5", "checkpoint.every=2")
 
     def ends(name: str) -> dict[str, Any]:
-        messages: list[dict[str, Any]] = []
-        run(compose([*settings, f"run.dir={tmp_path / name}"]), lambda message: messages.append(dict(message)))
-        [summary] = [message for message in messages if message["t"] == "summary"]
+        summary = train(tmp_path / name, settings=settings)
         return {key: summary[key] for key in ("steps", "tokens", "anchor_digest", "eval", "outer_steps")}
 
     whole, count = ends("whole"), DataParallel.count

@@ -15,11 +15,9 @@ Any other claim waits, without effect, until
   believes. Every peer hears every other on a stream of its own, so nobody has to sign that; or
 - what was in its way has changed: the holder goes, or its time has come.
 
-The claim of a syncer that this peer unseated waits in the same way, at least `UNSEATED_S`.
-
 So a claim against a holder that lives in everybody's view has no effect. When a split ends, two holders meet: one of
 them gives way (`gives_way`), says so, and its followers go with it. A claim in a hello has no other privilege, because
-anybody can connect again.
+anybody can connect again. The claim of a syncer that this peer unseated waits as well, at least `UNSEATED_S`.
 """
 
 from __future__ import annotations

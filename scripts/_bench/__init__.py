@@ -1,1 +1,1 @@
-"""What the benchmarks share: the machine, and the tables of scripts/README.md."""
+"""What the benchmarks share: the machine, and the tables of the pages in scripts/."""

@@ -1,4 +1,4 @@
-"""The table of faults in scripts/README.md: what is measured, how, and what was to be reached. Imported by `chaos`.
+"""The table of faults in scripts/TABLES.md: what is measured, how, and what was to be reached. Imported by `chaos`.
 
 Each row is one measurement that leaves one JSON file: a run of `chaos` itself, tests with real daemons, a simulation.
 A row whose file is there is not measured again, so that what was interrupted goes on where it stopped.

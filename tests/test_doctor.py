@@ -112,6 +112,23 @@ def test_a_peer_that_nobody_can_call_is_told_what_would_help(healthy: Doctor, mo
     assert (check.verdict, check.remedy) == ("warning", "forward the port")
 
 
+def test_the_disk_and_the_port_are_those_that_join_takes(
+    healthy: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, asked = tmp_path / "volunteer", list[Any]()
+    full.mkdir()
+    healthy.directory = PeerDirectory(0, full, full / "identity.key")
+    usage = namedtuple("Usage", "free")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda at: usage(1000 if full in [at, *at.parents] else 10**15))
+    monkeypatch.setattr(module, "try_to_listen", lambda *those: asked.append(those[1]) or Rehearsal([PLACE], True, ""))
+    found = verdicts(healthy)
+    assert found["disk"].verdict == "failed" and f"0.0 GiB free in {full}, " in found["disk"].text
+    assert asked == [("/ip4/0.0.0.0/tcp/0",)] * 2
+    assert found["port"].text.startswith("/ip4/0.0.0.0/tcp/0 can be listened on")
+    typed = replace(healthy, config=compose([f"run.dir={tmp_path}"]), typed=["run.dir"], _found=None, _layout=None)
+    assert verdicts(typed)["disk"].verdict == "ok", "where join is told to write, the disk has room"
+
+
 def test_a_machine_that_is_too_small_or_full_fails_here_and_not_there(
     healthy: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from diloco.config import WIRE_VERSION, Config
 from diloco.config.address import scope
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.fit.speed import step_seconds
-from diloco.fit.volunteer import PeerDirectory, fit_to_machine
+from diloco.fit.volunteer import PeerDirectory, fit_to_machine, volunteer_config
 from diloco.fit.whole import Layout, layout_of
 from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
 from diloco.swarm.visit.rehearse import try_to_listen
@@ -92,6 +92,9 @@ class Doctor:
                 found = Check(name, "failed", one_line(error), "please report this", swarm)
             if found is not None:
                 yield found
+
+    def _seeds(self) -> Sequence[str]:
+        return (self._found and self._found.addresses) or self.addresses
 
     def _gate(self) -> Gate:
         return watching(self.config.run.id, self.config.swarm.token, self.config.swarm.key_path)
@@ -180,7 +183,7 @@ class Doctor:
         manifest = parse_manifest(self._found.manifest_text)
         text = f"{manifest.run.id} ({manifest.hash()[:12]}), {manifest.model.name} on {manifest.data.source}"
         try:
-            self.config = self.config.adopt(manifest)
+            self.config = volunteer_config(self.config, manifest, self.typed, self.directory, self._seeds())
         except ConfigError as error:
             return Check("manifest", "failed", text, str(error))
         return Check("manifest", "ok", f"{text}, wire version {WIRE_VERSION}", swarm=True)
@@ -201,11 +204,8 @@ class Doctor:
     def _reachable(self) -> Check | None:
         if self._found is None:
             return None
-        seeds = self._found.addresses or list(self.addresses)
-        listen = self.config.swarm.listen
-        if "swarm.listen" not in self.typed and any(scope(one) != "loopback" for one in seeds):
-            listen = ("/ip4/0.0.0.0/tcp/0",)  # as `diloco join` does
-        result = try_to_listen(seeds, listen, self.config.swarm.announce, self._gate(), self.directory.identity)
+        swarm = self.config.swarm
+        result = try_to_listen(self._seeds(), swarm.listen, swarm.announce, self._gate(), self.directory.identity)
         if result.reachable:
             best = result.addresses[0].rpartition("/p2p/")[0]
             return Check("reachable", "ok", f"a peer called back {best}; no relay is needed")

@@ -436,8 +436,13 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], t
         ),
         (
             ["model=60m"],
-            "data.tokenizer=bytes uses 256 of model.config.vocab_size=32000; choose model=tiny or "
-            "another data.tokenizer",
+            "data.tokenizer=bytes uses 256 of model.config.vocab_size=32000; set "
+            "data.tokenizer=TinyLlama/TinyLlama_v1.1, which is on the hub, or model.config.vocab_size=256",
+        ),
+        (
+            ["model.config.vocab_size=5000"],
+            "data.tokenizer=bytes uses 256 of model.config.vocab_size=5000; set data.tokenizer=NAME or DIRECTORY, "
+            "or model.config.vocab_size=256",
         ),
         (
             ["swarm.initial_peers=/ip4/203.0.113.7/tcp/1/p2p/x"],
@@ -734,3 +739,17 @@ def test_a_manifest_with_any_key_anywhere_is_accepted_whole_or_refused_cleanly(p
         assert str(error).isprintable()
     else:
         assert path[:2] == ["model", "config"], "the one place that takes any key"
+
+
+@pytest.mark.parametrize("data", ["data=stdlib", "data=text data.path=notes", "data=hub"])
+def test_a_model_of_somebody_else_brings_its_tokenizer(data: str) -> None:
+    commit = "a1" * 20
+
+    def tokenizer(*overrides: str) -> tuple[str, str | None]:
+        return compose(["model=pretrained", *data.split(), *overrides]).data.tokenizer_place
+
+    assert tokenizer("model.path=saved/") == ("saved/", None)
+    assert tokenizer(f"model.path=org/model@{commit}") == ("org/model", commit)
+    assert tokenizer("model.path=org/model", f"model.revision={commit}") == ("org/model", commit)
+    assert tokenizer("model.path=saved/", "data.tokenizer=bytes") == ("bytes", None)
+    assert compose(data.split()).data.tokenizer == ("TinyLlama/TinyLlama_v1.1" if data == "data=hub" else "bytes")

@@ -75,8 +75,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(path: Path | str, tokenizer: Path | str | None = None, *more: str) -> Config:
-    names = [f"model.path={path}", f"data.tokenizer={tokenizer or path}", "data.sequence_length=32", "train.device=cpu"]
-    return compose(["model=pretrained", *names, *more])
+    names = [f"model.path={path}", "data.sequence_length=32", "train.device=cpu"]
+    return compose(["model=pretrained", *names, *([f"data.tokenizer={tokenizer}"] if tokenizer else []), *more])
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,9 @@ def test_a_manifest_that_names_other_files_is_refused(saved: Path, edits: dict[s
 
 def test_files_that_no_run_can_start_from_are_one_line(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"^data\.tokenizer: .*empty has 0 files of a tokenizer with 0 bytes; a run"):
+    with pytest.raises(
+        DataError, match=r"^data\.tokenizer=.*empty has no tokenizer; set it to bytes, or to a directory"
+    ):
         origin.resolved(config_of(saved, tmp_path / "empty"))
     with pytest.raises(CheckpointError, match=r"^model\.path: .*nowhere is no directory; give a directory"):
         origin.resolved(config_of(tmp_path / "nowhere", "bytes"))

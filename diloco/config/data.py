@@ -34,7 +34,8 @@ class DataRecipe(RunOwned):
     source: Literal[LocalSource, "hub", "mixture"]
     """stdlib: Python's own standard library; text, json, parquet: files; hub: a streaming dataset; mixture: several."""
     sequence_length: int = Field(128, ge=2, le=1 << 20, description="Tokens of one packed sequence.")
-    tokenizer: str = Field("bytes", min_length=1, description="'bytes', a directory, or NAME@COMMIT on the hub.")
+    tokenizer: str = Field("bytes", min_length=1)
+    """'bytes', a directory, or NAME@COMMIT on the hub; where nothing is set, that of model.path, or else bytes."""
     tokenizer_revision: Revision | None = None
     """Commit of data.tokenizer on the Hugging Face hub; null: that in data.tokenizer, the newest, or a directory."""
     tokenizer_files: Annotated[dict[FileName, Digest], Field(max_length=MAX_TOKENIZER_FILES)] = Field(

@@ -120,6 +120,7 @@ def schema_defaults() -> dict[str, Any]:
             group, _, name = key.rpartition(".")
             value = field.get_default(call_default_factory=True)
             tree[group][name] = list(value) if isinstance(value, tuple) else value
+    tree["data"]["tokenizer"] = "${tokenizer_of_model:bytes}"
     return tree
 
 

@@ -118,9 +118,10 @@ def _doubtful(config: Config) -> Iterator[str]:
         )
     vocabulary = config.model.config.get("vocab_size")
     if config.data.tokenizer == "bytes" and isinstance(vocabulary, int) and vocabulary > 1024:
+        fitting = "NAME or DIRECTORY" if vocabulary != 32_000 else "TinyLlama/TinyLlama_v1.1, which is on the hub"
         yield (
-            f"data.tokenizer=bytes uses 256 of model.config.vocab_size={vocabulary}; "
-            "choose model=tiny or another data.tokenizer"
+            f"data.tokenizer=bytes uses 256 of model.config.vocab_size={vocabulary}; set data.tokenizer={fitting}, "
+            "or model.config.vocab_size=256"
         )
     if not config.only_here and config.outer.method == "diloco":
         try:

@@ -1,4 +1,8 @@
-"""`${fragments_for:${model.config}}`: into how many fragments a model is cut, where nobody says it."""
+"""What files of configs/ leave to the model, where nobody says it.
+
+${fragments_for:${model.config}}    into how many fragments it is cut
+${tokenizer_of_model:bytes}         the tokenizer of model.path; without model.path, what stands after the colon
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["MOST_PARAMETERS", "fragments_for"]
+__all__ = ["MOST_PARAMETERS", "fragments_for", "tokenizer_of_model"]
 
 # Of one fragment: 384 MiB of outer state for its syncer. Several syncers share what all peers send, too.
 MOST_PARAMETERS = 2**25
@@ -28,4 +32,13 @@ def fragments_for(config: Mapping[str, Any]) -> int:
     return math.ceil((embeddings + layers * width * (4 * width + 3 * inner)) / MOST_PARAMETERS)
 
 
+def tokenizer_of_model(otherwise: str, *, _root_: DictConfig) -> str:
+    """The directory, or NAME@COMMIT, of model.path, whose tokenizer the model was trained with."""
+    path, commit = (OmegaConf.select(_root_, f"model.{key}") for key in ("path", "revision"))
+    if path is None:
+        return otherwise
+    return str(path) if commit is None else f"{path}@{commit}"
+
+
+OmegaConf.register_new_resolver("tokenizer_of_model", tokenizer_of_model, replace=True)
 OmegaConf.register_new_resolver("fragments_for", fragments_for, replace=True)

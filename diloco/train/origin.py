@@ -156,10 +156,14 @@ def _tokenizer(config: Config) -> Values:
         return {}
     files = [file for file in sorted(directory.iterdir()) if any(fnmatch(file.name, one) for one in TOKENIZER_FILES)]
     nbytes = sum(file.stat().st_size for file in files)
-    if not files or len(files) > MAX_TOKENIZER_FILES or nbytes > MAX_TOKENIZER_BYTES:
+    if not files:
         raise DataError(
-            f"data.tokenizer: {named} has {len(files)} files of a tokenizer with {nbytes} bytes; a run takes 1 to "
-            f"{MAX_TOKENIZER_FILES} of {MAX_TOKENIZER_BYTES} bytes in all"
+            f"data.tokenizer={named} has no tokenizer; set it to bytes, or to a directory or name that has one"
+        )
+    if len(files) > MAX_TOKENIZER_FILES or nbytes > MAX_TOKENIZER_BYTES:
+        raise DataError(
+            f"data.tokenizer: {named} has {len(files)} files of a tokenizer with {nbytes} bytes; a run takes at "
+            f"most {MAX_TOKENIZER_FILES} of {MAX_TOKENIZER_BYTES} bytes in all"
         )
     return {
         "tokenizer": FILES if commit is None else named,

@@ -28,8 +28,9 @@ from diloco.config import (
     help_text,
     refuse_ignored,
 )
-from diloco.config.explain import leaves
+from diloco.config.explain import accepts, leaves
 from diloco.config.sizes import fragments_for
+from diloco.config.suggest import ELSEWHERE
 from diloco.errors import ConfigError
 from tests.changes import CHANGES, RUN_KEY, SECRETS, TOKEN
 
@@ -271,6 +272,41 @@ def test_every_setting_is_owned_by_the_run_or_by_the_peer_by_type() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("H outer.H local_steps sync_every", "outer.sync_every"),
+        ("steps max_steps train.steps outer.steps budget.steps", "budget.outer_steps"),
+        ("tokens max_tokens epochs", "budget.tokens"),
+        ("peers num_peers workers", "local.peers"),
+        ("batch_size data.batch_size train.batch_size per_device_train_batch_size", "inner.batch_size"),
+        ("lr learning_rate train.lr", "inner.lr or outer.lr"),
+        ("inner_lr inner.learning_rate", "inner.lr"),
+        ("optimizer", "inner.optimizer or outer.optimizer"),
+        ("momentum", "outer.momentum"),
+        ("seq_len data.seq_len block_size model.seq_len", "data.sequence_length"),
+        ("seed local.seed", "run.seed"),
+        ("run_id", "run.id"),
+        ("output_dir dir", "run.dir"),
+        ("dtype precision", "train.precision"),
+        ("eval_every eval_steps eval.steps", "eval.every"),
+        ("save_steps checkpoint_every", "checkpoint.every"),
+        ("grad_clip", "inner.clip"),
+        ("port listen", "swarm.listen"),
+        ("model.hidden_size hidden_size model.dim model.n_embd", "model.config.hidden_size"),
+        ("model.layers model.n_layer model.num_hiddn_layers n_layer", "model.config.num_hidden_layers"),
+        ("model.vocab_size", "model.config.vocab_size"),
+    ],
+)
+def test_the_word_of_another_program_finds_ours(typed: str, meant: str) -> None:
+    for word in typed.split():
+        assert message(f"{word}=1") == f"{word} is not a setting; did you mean {meant}?"
+
+
+def test_every_word_of_another_program_stands_for_a_setting() -> None:
+    assert all(accepts(dict(leaves(Config)), key) for key in ELSEWHERE)
+
+
+@pytest.mark.parametrize(
     ("override", "text"),
     [
         ("outer.learning_rate=1", "outer.learning_rate is not a setting; did you mean outer.lr?"),
@@ -464,8 +500,9 @@ def test_a_group_of_settings_can_be_built_from_typed_values_alone() -> None:
     assert OuterConfig.parse({"method": "diloco", "sync_every": 5, "lr": 1}).lr == 1.0
     with pytest.raises(ConfigError, match=r"^lr=-1 is out of range; expected a number > 0 and <= 10$"):
         OuterConfig.parse({"method": "diloco", "sync_every": 5, "lr": -1})
-    with pytest.raises(ConfigError, match=r"^learning_rate is not a setting; did you mean lr\?$"):
-        OuterConfig.parse({"method": "diloco", "sync_every": 5, "learning_rate": 1})
+    for word, meant in (("learning_rate", "lr"), ("H", "sync_every")):
+        with pytest.raises(ConfigError, match=rf"^{word} is not a setting; did you mean {meant}\?$"):
+            OuterConfig.parse({"method": "diloco", "sync_every": 5, word: 1})
 
 
 @pytest.mark.parametrize(

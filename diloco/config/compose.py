@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
-from diloco.config.explain import accepts, explain, leaves, nearest, show, unknown_key
+from diloco.config.explain import accepts, explain, leaves, show, unknown_key
 from diloco.config.files import Request, compose_files, installed, missing_plugin
 from diloco.config.hub_names import with_commits
 from diloco.config.hydra_block import HydraBlock, block_of, read_block
@@ -30,6 +30,7 @@ from diloco.config.overrides import Typed, first_line, parse
 from diloco.config.saved import read_saved
 from diloco.config.schema import Config
 from diloco.config.sources import SECTIONS, Start, choices, search_path, stamp
+from diloco.config.suggest import nearest
 from diloco.errors import ConfigError
 
 __all__ = ["Composed", "compose", "compose_tree", "resolved", "validated"]

@@ -10,14 +10,15 @@ import json
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-__all__ = ["Expected", "accepts", "expected", "explain", "leaves", "nearest", "show", "unknown_key"]
+from diloco.config.suggest import suggestions
+
+__all__ = ["Expected", "accepts", "expected", "explain", "leaves", "show", "unknown_key"]
 
 _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
 
@@ -86,32 +87,11 @@ def show(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The known keys that were probably meant: the most similar ones, or none if nothing is similar.
-
-    Group and last part are compared apart, and an abbreviation matches what it stands for (`learning_rate` finds `lr`).
-    """
-    group, _, leaf = word.rpartition(".")
-
-    def score(candidate: str) -> float:
-        its_group, _, its_leaf = candidate.rpartition(".")
-        similarity = SequenceMatcher(None, leaf, its_leaf).ratio()
-        if not group and not its_group:  # `modle=tiny` means the group rather than wandb.mode
-            similarity += 0.15
-        if _abbreviates(its_leaf, leaf) or _abbreviates(leaf, its_leaf):
-            similarity = max(similarity, 0.7)
-        return similarity + (SequenceMatcher(None, group, its_group).ratio() if group else 0.0)
-
-    scores = {candidate: score(candidate) for candidate in known}
-    best = max(scores.values(), default=0.0)
-    return [key for key, value in scores.items() if value == best] if best >= (1.2 if group else 0.6) else []
-
-
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """`outer.learning_rate is not a setting; did you mean outer.lr?`"""
     known = list(known)
     head, rest = key, ""
-    while not (guesses := nearest(head, known)) and head.count(".") > 1:  # model.confg.hidden_size
+    while not (guesses := suggestions(head, known)) and head.count(".") > 1:  # model.confg.hidden_size
         head, _, last = head.rpartition(".")
         rest = f".{last}{rest}"
     guess = " or ".join(f"{one}{rest}" for one in guesses[:3])
@@ -146,9 +126,3 @@ def _wanted(key: str, keys: Mapping[str, Any]) -> str:
     return next(
         (expected(field) for known, field in keys.items() if f"{key}.".startswith(f"{known}.")), "a group of settings"
     )
-
-
-def _abbreviates(short: str, word: str) -> bool:
-    """Whether `short` is the initial and some later letters of `word`, in order."""
-    letters = iter(word)
-    return len(short) >= 2 and short[:1] == word[:1] and all(letter in letters for letter in short)

@@ -15,7 +15,8 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from diloco.config.base import Settings
-from diloco.config.explain import explain, nearest, show
+from diloco.config.explain import explain, show
+from diloco.config.suggest import nearest
 from diloco.errors import ConfigError
 
 __all__ = ["Cost", "Machine", "read_machine"]

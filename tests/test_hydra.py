@@ -52,7 +52,13 @@ COMMANDS = [
     ("diloco sweep outer.lr=1,2 hydra/launcher=submitit_slurm --dry-run", "members run with submitit_slurm"),
     ("diloco sweep outer.lr=1,2 hydra/launcher=joblib --dry-run", "! .*joblib .*pip install 'hydra-joblib-launcher'"),
     ("diloco sweep outer.lr=1,2 hydra.sweep.dir=there --dry-run", r"run.dir=there/1-lr2"),
+    ("diloco sweep outer.lr=1,2 'hydra.sweep.subdir=${hydra:job.num}_${outer.lr}' --dry-run", r"run.dir=\S*/1_2\n"),
+    (
+        "diloco sweep 'hydra.sweeper.params={outer.lr: 1}'",
+        "! hydra.sweeper.params is for a file; here what varies is an",
+    ),
     ("diloco train hydra.run.dir=there --cfg job -p run.dir", "there"),
+    ("diloco train outer.lr=1 'run.dir=r/${hydra:job.override_dirname}' --cfg job -p run.dir", "r/outer.lr=1\n"),
     ("diloco train hydra.run.dir=there run.dir=here", "! hydra.run.dir=there and run.dir=here are one setting; drop"),
     ("diloco train hydra.job.chdir=true", "! hydra.job.chdir=true has no effect .*; diloco stays in the directory"),
     ("diloco train hydra/job_logging=disabled", "! .* no effect .*; .*hydra.verbose=true shows more"),
@@ -297,6 +303,73 @@ def test_an_experiment_without_its_first_line_is_told_so() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "start", "told"),
+    [
+        (
+            "experiment/tin",
+            "defaults: [{override /model: tinny}, _self_]",
+            Start(),
+            "model=tinny is not a choice (did you ",
+        ),
+        (
+            "experiment/tin",
+            "defaults:\n  - smok\n  - _self_",
+            Start(),
+            "experiment=smok is not a choice (did you mean smoke",
+        ),
+        (
+            "tin",
+            "defaults: [config, {override /model: tinny}, _self_]",
+            Start(name="tin"),
+            "model=tinny is not a choice (did",
+        ),
+    ],
+)
+def test_a_choice_that_a_file_makes_and_that_is_not_there_names_the_file(
+    name: str, text: str, start: Start, told: str, here: Path
+) -> None:
+    write("configs/experiment/other.yaml", "# @package _global_\ndefaults: [{override /model: tinny}, _self_]")
+    file = write(f"configs/{name}.yaml", f"# @package _global_\n{text}")
+    said = complaint(*(["experiment=tin"] if "/" in name else []), start=start)
+    assert said.startswith(f"{here / file}: {told}") and "; expected one of " in said
+
+
+def test_an_experiment_with_both_directories_of_hydra_is_run_and_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    places = "hydra: {run: {dir: 'one/${now:%Y}'}, sweep: {dir: many, subdir: 'm${hydra:job.num}'}}"
+    write("configs/experiment/both.yaml", f"# @package _global_\ndefaults: [smoke, _self_]\n{places}")
+    assert str(compose(["experiment=both"]).run.dir).startswith("one/2")
+    assert diloco("local", "experiment=both", "--cfg", "job", "-p", "run.dir") == 0
+    assert diloco("sweep", "experiment=both", "run.seed=1,2", "--dry-run") == 0
+    assert re.findall("run.dir=(.*)", capsys.readouterr().out) == ["many/m0", "many/m1"]
+    assert diloco("sweep", "experiment=both", "run.seed=1,2", "hydra.run.dir=x") == 2
+    assert "hydra.run.dir=x has no effect in a sweep; set hydra.sweep.dir" in capsys.readouterr().err
+    assert diloco("train", "experiment=both", "hydra.sweep.dir=x") == 2
+    assert "hydra.sweep.dir is for a sweep; add --multirun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("subdir", "told"),
+    [
+        ("x", "hydra.sweep.subdir calls two members x; add ${hydra:job.num} to it"),
+        ("a/${hydra:job.num}", "hydra.sweep.subdir=a/0: members lie side by side in hydra.sweep.dir; write a name of "),
+        ("..", "hydra.sweep.subdir=..: members lie side by side"),
+        ("${nothing}", "hydra.sweep.subdir: Interpolation key 'nothing' not found"),
+    ],
+)
+def test_a_name_of_members_that_cannot_work_is_refused(
+    subdir: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diloco("sweep", "run.seed=1,2", f"hydra.sweep.subdir={subdir}", "--dry-run") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"diloco: error: {told}") and said.count("\n") == 1
+
+
+def test_a_directory_named_by_what_was_typed_has_choices_and_settings() -> None:
+    named = compose(["model=14m", "outer.lr=0.5", "run.dir=r/${hydra:job.override_dirname}", "~outer.momentum"]).run.dir
+    assert str(named) == "r/model=14m,outer.lr=0.5,~outer.momentum"
+
+
 def test_a_file_to_begin_with_that_has_no_defaults_is_told_so() -> None:
     write("configs/bare.yaml", "outer:\n  lr: 1\n")
     assert complaint(start=Start(name="bare")).endswith("; does bare.yaml begin with defaults: [config, _self_]?")
@@ -317,7 +390,6 @@ def test_a_setting_of_a_newer_version_says_what_to_do() -> None:
         ("job: {name: x}", "hydra.job.name=x has no effect with diloco; set run.id"),
         ("callbacks: {a: {_target_: os.getcwd}}", "hydra.callbacks.a._target_=os.getcwd is not a setting here"),
         ("sweeper: {_target_: os.getcwd}", "hydra.sweeper._target_=os.getcwd is not a setting here; choose hydra/sw"),
-        ("sweep: {subdir: x}", "hydra.sweep.subdir=x has no effect with diloco; members of a sweep are called"),
     ],
 )
 @pytest.mark.parametrize("where", ["experiment", "part"])

@@ -61,7 +61,7 @@ def run(
         if isinstance(one, Axis) and one.key.startswith("sweep."):
             raise ConfigError(f"{one.key}={show_value(one.text)} is said once for all members; give one value")
     directory = given_directory(directory, plan)
-    if plan.block.run_dir is not None:
+    if any(one.key == "hydra.run.dir" for one in plan.typed):  # in a file it is for whoever starts one run
         raise ConfigError(f"hydra.run.dir={plan.block.run_dir} has no effect in a sweep; set hydra.sweep.dir, or --dir")
     if plugins or plan.block.sweeper != "basic" or plan.block.launcher != "basic":
         return run_with_hydra(Sweep(command, tuple(parsed), start), plan, jobs, directory, dry_run)
@@ -73,9 +73,12 @@ def run(
     directory = directory or default_directory(overrides, first)
     width = len(str(len(composed) - 1))
     members = [
-        member_of(command, arguments, chosen, f"{number:0{width}}", config, jobs)
+        member_of(command, arguments, chosen, f"{number:0{width}}", config, jobs, plan.block.sweep_subdir, start)
         for number, (arguments, chosen, config) in enumerate(composed)
     ]
+    names = [one.name for one in members]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"hydra.sweep.subdir calls two members {twice}; add ${{hydra:job.num}} to it")
     ended = [ended_before(directory / one.name, one, start) for one in members]
     if dry_run:
         for member in ended:

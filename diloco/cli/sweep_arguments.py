@@ -10,7 +10,8 @@ from typing import Any
 
 from diloco.cli.members import Member
 from diloco.config import Config, Start, compose, refuse_ignored
-from diloco.config.compose import Composed, resolved
+from diloco.config.compose import Composed, compose_tree, resolved
+from diloco.config.explain import show
 from diloco.config.overrides import key_of
 from diloco.errors import ConfigError
 
@@ -58,11 +59,14 @@ def default_directory(overrides: Sequence[str], config: Config) -> Path:
 
 
 def member_of(
-    command: str, arguments: tuple[str, ...], chosen: Sequence[tuple[str, str]], number: str, config: Config, jobs: int
-) -> Member:
-    """A member with its own name, run.id (for wandb) and share of the cores."""
+    command: str, arguments: tuple[str, ...], chosen: Sequence[tuple[str, str]], number: str, config: Config, jobs: int,
+    subdir: str | None, start: Start,
+) -> Member:  # fmt: skip
+    """A member with its own name, which hydra.sweep.subdir may say, run.id (for wandb) and share of the cores."""
     values = "_".join(f"{key.rpartition('.')[2]}{value}" for key, value in chosen)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{number}-{values}" if values else number)[:80].rstrip("-")
+    if subdir is not None:
+        name = _subdirectory(subdir, arguments, number, start)
     mine = of_a_member(arguments)
     if not any(key == "run.id" for key, _ in chosen):
         mine.append(f"run.id={config.run.id[: 63 - len(number)]}-{number}")
@@ -70,3 +74,17 @@ def member_of(
         processes = jobs * (config.local.peers if command == "local" else 1)
         mine.append(f"train.threads={max(1, (os.cpu_count() or 1) // processes)}")
     return Member(name, command, tuple(mine))
+
+
+def _subdirectory(subdir: str, arguments: Sequence[str], number: str, start: Start) -> str:
+    """What hydra.sweep.subdir says of one member."""
+    member = compose_tree(arguments, start)
+    node = member.tree.hydra
+    node.sweep.subdir, node.job.num, node.job.id = subdir, int(number), number
+    name = str(resolved(member, "hydra.sweep.subdir"))
+    if not re.fullmatch(r"[\w=,][\w.=,+-]{0,254}", name):
+        raise ConfigError(
+            f"hydra.sweep.subdir={show(name)}: members lie side by side in hydra.sweep.dir; write a name of letters, "
+            "digits and . _ = , + -"
+        )
+    return name

@@ -61,7 +61,7 @@ def run_with_hydra(sweep: Sweep, plan: Composed, jobs: int | None, directory: Pa
         return 0
     prepare_run_directory(place)
     worst = tuple(math.inf if direction == "minimize" else -math.inf for direction in directions)
-    goal = _Goal(sweep.command, fixed, config, place, sweep.start, worst)
+    goal = _Goal(sweep.command, fixed, config, place, sweep.start, worst, plan.block.sweep_subdir)
     with exclusive(place):
         if is_local(plan):
             with Processes() as processes:
@@ -113,6 +113,7 @@ class _Goal(NamedTuple):
     place: Path
     start: Start
     worst: tuple[float, ...]
+    subdir: str | None
 
 
 def _measured(
@@ -123,7 +124,7 @@ def _measured(
         with Processes() as own:
             return _measured(goal, own, number, chosen)
     arguments = (*goal.fixed, *(f"{key}={value}" for key, value in chosen))
-    member = member_of(goal.command, arguments, chosen, str(number), goal.config, 1)
+    member = member_of(goal.command, arguments, chosen, str(number), goal.config, 1, goal.subdir, goal.start)
     member = ended_before(goal.place / member.name, member, goal.start)
     if member.exit is None:
         member = processes.run(member, goal.place, goal.start)

@@ -23,14 +23,13 @@ from pydantic import ValidationError
 
 import diloco.config.sizes  # noqa: F401 (files of configs/ name what it registers)
 from diloco.config.explain import accepts, explain, leaves, show, unknown_key
-from diloco.config.files import Request, compose_files, installed, missing_plugin
+from diloco.config.files import Request, compose_files, installed, missing_plugin, no_choice
 from diloco.config.hub_names import with_commits
 from diloco.config.hydra_block import HydraBlock, block_of, read_block
-from diloco.config.overrides import Typed, first_line, parse
+from diloco.config.overrides import Typed, first_line, key_of, parse
 from diloco.config.saved import read_saved
 from diloco.config.schema import Config
 from diloco.config.sources import SECTIONS, Start, choices, search_path, stamp
-from diloco.config.suggest import nearest
 from diloco.errors import ConfigError
 
 __all__ = ["Composed", "compose", "compose_tree", "resolved", "validated"]
@@ -161,6 +160,10 @@ def _closed(config: Config) -> Config:
 
 def _setting(typed: Typed, override: Any, groups: Mapping[str, Sequence[str]]) -> tuple[Typed, Any]:
     """A setting as Hydra applies it. Keys of an open mapping, such as model.config, need no +."""
+    if f"{typed.key}.".startswith("hydra.sweeper.params."):
+        raise ConfigError(
+            f"{typed.key} is for a file; here what varies is an argument as it is, such as outer.lr=0.5,0.7"
+        )
     if typed.key.startswith("hydra."):
         return typed, override
     if typed.sign == "~" and typed.key in SECTIONS:
@@ -188,15 +191,11 @@ def _choice(typed: Typed, override: Any, groups: Mapping[str, Sequence[str]], st
             continue
         if plugin:
             raise ConfigError(missing_plugin(typed.key, str(name), names))
-        guesses = nearest(str(name), names)
-        hint = f" (did you mean {guesses[0]}?)" if guesses else ""
         places = search_path(start)
         looked = f"; looked in {', '.join(f'{place / typed.key}' for place in places)}" if len(places) > 1 else ""
         if str(name).endswith((".yaml", ".yml")):
             looked = f"; a choice is a file in a folder {typed.key}/, or give --config {name}"
-        raise ConfigError(
-            f"{typed.key}={show(str(name))} is not a choice{hint}; expected one of {', '.join(names)}{looked}"
-        )
+        raise ConfigError(f"{no_choice(typed.key, str(name), names)}{looked}")
     return typed.argument
 
 
@@ -217,9 +216,11 @@ def _apply(tree: DictConfig, settings: Sequence[tuple[Typed, Any]]) -> None:
             raise ConfigError(_refusal(typed, error)) from None
         tree.hydra.overrides["hydra" if typed.key.startswith("hydra.") else "task"].append(typed.argument)
     if settings:
-        mine, job = [override for typed, override in settings if not typed.key.startswith("hydra.")], tree.hydra.job
-        separators = OmegaConf.to_container(job.config.override_dirname)
-        job.override_dirname = get_overrides_dirname(mine, **separators)  # type: ignore[arg-type]
+        task: Any = OmegaConf.to_container(tree.hydra.overrides.task)
+        # A directory that is named by what was typed is not named by itself.
+        mine = [parse(one)[1] for one in task if key_of(one) != "run.dir" and "override_dirname" not in one]
+        separators: Any = OmegaConf.to_container(tree.hydra.job.config.override_dirname)
+        tree.hydra.job.override_dirname = get_overrides_dirname(mine, **separators)
 
 
 def _refusal(typed: Typed, error: Exception) -> str:

@@ -19,10 +19,12 @@ from diloco.config.overrides import first_line, split
 from diloco.config.saved import Saved
 from diloco.config.schema import Config
 from diloco.config.sources import SCHEMA, SECTIONS, stamp
+from diloco.config.suggest import nearest
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Request", "compose_files", "defaults_of_hydra", "hydra_for", "installed", "missing_plugin", "prepared",
+    "Request", "compose_files", "defaults_of_hydra", "hydra_for", "installed", "missing_plugin", "no_choice",
+    "prepared",
 ]  # fmt: skip
 
 BASE, SAVED = "diloco_base", "diloco_saved"
@@ -163,6 +165,9 @@ def _reason(request: Request, error: Exception) -> str:
     plugin = re.search(r"Could not find '(hydra/(?:sweeper|launcher))/(\w+)'", text)
     if plugin is not None:
         return missing_plugin(plugin[1], plugin[2], installed(plugin[1]))
+    missing = re.search(r"In '(\S+)': Could not (?:find|load) '([^/']+)/([^']+)'", text)
+    if missing is not None:
+        return _missing_choice(request, *missing.groups())
     for argument in request.chosen:
         typed = split(argument)
         if f"'{typed.key}'" in text and "Could not override" in text:
@@ -173,6 +178,26 @@ def _reason(request: Request, error: Exception) -> str:
         folders = ", ".join(map(str, request.places))
         return f"--config-name={request.name} is not there; looked for {request.name}.yaml in {folders}"
     return f"{', '.join(map(str, request.places))}: {first_line(ValueError(text))}"
+
+
+def no_choice(group: str, name: str, there: Sequence[str]) -> str:
+    """Says that a group has no such choice, and which ones it has."""
+    guesses = nearest(name, there)
+    hint = f" (did you mean {guesses[0]}?)" if guesses else ""
+    return f"{group}={show(name)} is not a choice{hint}; expected one of {', '.join(there)}"
+
+
+def _missing_choice(request: Request, where: str, group: str, name: str) -> str:
+    """The same of a choice in the defaults list of a file, which is named."""
+    # Of a choice that overrides another one Hydra says only that it is somewhere below the file to begin with.
+    pattern = f"{where}.yaml" if "/" in where else "*.yaml"
+    files = [file for place in request.places for file in sorted(place.rglob(pattern))]
+    files.sort(key=lambda file: file.stem != request.name and f"experiment={file.stem}" not in request.chosen)
+    wanted = re.compile(rf"(\b{group}(@\S*)?\s*:|[-/[])\s*['\"]?{re.escape(name)}\b")
+    named = next((f"{file}: " for file in files if wanted.search(file.read_text(errors="replace"))), "")
+    of_group = (place / group for place in request.places)
+    there = {str(file.relative_to(place).with_suffix("")) for place in of_group for file in place.rglob("*.yaml")}
+    return f"{named}{no_choice(group, name, sorted(there))}"
 
 
 def _yaml_error(error: YAMLError) -> str:

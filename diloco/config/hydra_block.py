@@ -16,12 +16,11 @@ __all__ = ["HydraBlock", "block_of", "read_block"]
 
 # Set by Hydra while it composes.
 _ITS_OWN = ("runtime.", "overrides.", "job.config_name", "job.override_dirname")
-_USED = ("mode", "verbose", "run.dir", "sweep.dir", "sweeper.", "launcher.")
+_USED = ("mode", "verbose", "run.dir", "sweep.", "sweeper.", "launcher.")
 _REFUSED = {
     "job.chdir": "diloco stays in the directory where it was started; drop it",
     "job.name": "set run.id",
     "job.env": "set variables in the shell, from where every member of a sweep has them",
-    "sweep.subdir": "members of a sweep are called NUMBER-VALUES; drop it",
     "output_subdir": "a run directory has config.yaml and manifest.json; drop it",
     "job_logging": "a run directory has metrics.jsonl and events.jsonl; hydra.verbose=true shows more on the terminal",
     "hydra_logging": "hydra.verbose=true shows more on the terminal",
@@ -53,6 +52,10 @@ class HydraBlock(NamedTuple):
         return self.settings.get("sweep.dir")
 
     @property
+    def sweep_subdir(self) -> str | None:
+        return self.settings.get("sweep.subdir")
+
+    @property
     def multirun(self) -> bool | None:
         """What hydra.mode says; None: nothing."""
         mode = self.settings.get("mode")
@@ -64,8 +67,8 @@ class HydraBlock(NamedTuple):
 
     @property
     def of_a_sweep(self) -> list[str]:
-        """What is there for a sweep only."""
-        keys = [f"hydra.{key}" for key in self.settings if key.startswith(("sweeper.", "launcher.", "sweep."))]
+        """What is there for a sweep only; hydra.sweep.dir, beside hydra.run.dir, is for whoever starts one."""
+        keys = [f"hydra.{key}" for key in self.settings if key.startswith(("sweeper.", "launcher."))]
         plugins = [f"hydra/sweeper={self.sweeper}", f"hydra/launcher={self.launcher}"]
         return [*keys, *(one for one in plugins if not one.endswith("=basic"))]
 

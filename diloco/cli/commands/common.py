@@ -160,9 +160,10 @@ def run(
     block = composed.block
     if block.multirun and multirun is not None:
         return implementation("sweep")(command=command, overrides=overrides, start=start)
-    if block.of_a_sweep and block.multirun is None:
+    of_a_sweep = [*block.of_a_sweep, *(one.key for one in composed.typed if one.key.startswith("hydra.sweep."))]
+    if of_a_sweep and block.multirun is None:
         how = "add --multirun" if multirun is not None else "use it with diloco sweep"
-        raise ConfigError(f"{block.of_a_sweep[0]} is for a sweep; {how}, or hydra.mode=RUN for one run without it")
+        raise ConfigError(f"{of_a_sweep[0]} is for a sweep; {how}, or hydra.mode=RUN for one run without it")
     config = validated(composed)
     if command != "train" or not config.run.report:  # a supervisor has checked what the user typed, and adds its own
         refuse_ignored(config, command, overrides, start)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from itertools import chain
@@ -17,6 +18,7 @@ from itertools import chain
 import click
 
 from diloco import __version__
+from diloco.cli import completion
 from diloco.cli.commands import alone, swarm
 from diloco.errors import ConfigError, guard
 
@@ -37,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _invoke(arguments: list[str]) -> int:
+    if instruction := os.environ.get(completion.VARIABLE):
+        return completion.answer(cli, instruction)
+    if arguments and arguments[0] in completion.OPTIONS:
+        return completion.install(cli, arguments[1:])
     # Not cli.main(): it turns Ctrl+C into its own Abort and any broken pipe, even a peer's socket, into exit code 1.
     try:
         with cli.make_context("diloco", arguments or ["--help"]) as context:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from diloco.cli import completion
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # a help text does not wait for pydantic
@@ -86,7 +87,7 @@ class Asked:
 INSTEAD = {
     "config_path": (("--config-path", "-cp"), False, "--config-dir DIR, which adds a folder"),
     "hydra_help": (("--hydra-help",), True, "--help, --cfg hydra or --info"),
-    "shell_completion": (("--shell-completion", "-sc"), True, "--cfg help, which lists every setting"),
+    "shell_completion": (completion.OPTIONS, True, completion.INSTEAD),
     "experimental_rerun": (("--experimental-rerun",), False, "--config RUN/config.yaml"),
 }
 OPTIONS = (
@@ -120,7 +121,10 @@ def configured(function: Function) -> Function:
         asked = Asked(**{field.name: arguments.pop(field.name) for field in fields(Asked)})
         return function(asked=asked, **arguments)
 
-    for option in (*OPTIONS, click.argument("overrides", nargs=-1, type=click.UNPROCESSED)):
+    for option in (
+        *OPTIONS,
+        click.argument("overrides", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.overrides),
+    ):
         option(collected)
     return cast(Function, collected)
 

@@ -14,20 +14,29 @@ if TYPE_CHECKING:
     from diloco.integrations.accelerate import AccelerateSwarm
     from diloco.integrations.lightning import DilocoLightningCallback
     from diloco.integrations.trainer import DilocoCallback
+    from diloco.outer.extensions import register
+    from diloco.outer.optimizer import OuterOptimizer
+    from diloco.outer.payloads import Codec
     from diloco.train.api import Swarm
     from diloco.train.island import Island
 
-__all__ = ["AccelerateSwarm", "DilocoCallback", "DilocoLightningCallback", "Island", "Swarm", "__version__"]
+__all__ = [
+    "AccelerateSwarm", "Codec", "DilocoCallback", "DilocoLightningCallback", "Island", "OuterOptimizer", "Swarm",
+    "__version__", "register",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 
 # Where each name is, and for those that need a library which a plain installation lacks, the library and the extra.
 _PLACES = {
     "AccelerateSwarm": ("diloco.integrations.accelerate", "accelerate", "hf"),
+    "Codec": ("diloco.outer.payloads", "", ""),
     "DilocoCallback": ("diloco.integrations.trainer", "accelerate", "hf"),
     "DilocoLightningCallback": ("diloco.integrations.lightning", "lightning", "lightning"),
     "Island": ("diloco.train.island", "", ""),
+    "OuterOptimizer": ("diloco.outer.optimizer", "", ""),
     "Swarm": ("diloco.train.api", "", ""),
+    "register": ("diloco.outer.extensions", "", ""),
 }
 
 

@@ -16,8 +16,27 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "agg"
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A slow or busy machine must not fail a property: what is tested is the result.
 settings.register_profile("diloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diloco")
+
+
+@pytest.fixture
+def registers() -> Iterator[None]:
+    """Outer optimizers and codecs that the test registers are forgotten after it."""
+    from diloco.config import names
+    from diloco.outer.codecs import CODECS
+    from diloco.outer.lossy import LOSSY
+    from diloco.outer.optimizer import OPTIMIZERS
+
+    tables: list[dict[str, object]] = [OPTIMIZERS, CODECS, LOSSY, names.OPTIMIZERS, names.CODECS]  # type: ignore[list-item]
+    kept = [dict(table) for table in tables]
+    yield
+    for table, before in zip(tables, kept, strict=True):
+        table.clear()
+        table.update(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from itertools import pairwise
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.config import OuterConfig
-from diloco.config.groups import CodecDown, CodecUp, LossyCodec
+from diloco.config import OuterConfig, names
 from diloco.errors import DivergedError, PayloadError
 from diloco.outer import payloads
 from diloco.outer.codecs import CODECS, LIMIT, codec
+from diloco.outer.extensions import register
 from diloco.outer.fragments import BLOCK, CHUNK, chunks, partition
 from diloco.outer.lossy import LOSSY
 from diloco.outer.optimizer import OuterStep, mean_, nesterov_, pseudo_gradient_
-from diloco.outer.payloads import Codec
+from diloco.outer.payloads import Codec, refuse_diverged
 from diloco.outer.replica import Replica
 
 ALL = ("fp32", "fp16", "int8", "e3m0")
@@ -504,9 +503,11 @@ def test_more_than_a_chunk_or_another_dtype_is_our_bug() -> None:
 
 
 def test_every_name_of_the_configuration_is_a_codec_and_the_other_way_round() -> None:
-    assert set(CODECS) == set(get_args(CodecDown))
-    assert set(LOSSY) == set(get_args(LossyCodec))
-    assert set(CODECS) | set(LOSSY) == set(get_args(CodecUp))
+    assert set(names.CODECS) == {*CODECS, *LOSSY}
+    for name, one in (CODECS | LOSSY).items():
+        audited = type(one).cell is not Codec.cell
+        assert names.CODECS[name] == (one.nbytes(BLOCK) >= 2 * BLOCK, name in CODECS, audited)
+        assert one.publishes == (name in CODECS)
 
 
 @pytest.mark.parametrize("name", [*CODECS, *LOSSY])
@@ -574,7 +575,7 @@ class Counting(Codec):
     """fp32 that counts how often somebody asks for a size."""
 
     name = "counting"
-    carries_values = True
+    carries_values = publishes = True
     asked = 0
 
     def widths(self, numel: int) -> list[int]:
@@ -585,6 +586,7 @@ class Counting(Codec):
         return 4 * numel
 
     def encode(self, x: Tensor, out: Tensor) -> None:
+        refuse_diverged(x, self.name, LIMIT)
         out.view(torch.float32).copy_(x)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
@@ -595,10 +597,11 @@ class Counting(Codec):
 
 
 @pytest.fixture
-def counting(monkeypatch: pytest.MonkeyPatch) -> OuterConfig:
-    monkeypatch.setitem(CODECS, "counting", Counting())
-    plain = OuterConfig(method="diloco", sync_every=1, lr=1, momentum=0)
-    return plain.model_copy(update={"codec_up": "counting", "codec_down": "counting"})
+def counting(registers: None) -> OuterConfig:
+    register(Counting)
+    return OuterConfig(
+        method="diloco", sync_every=1, lr=1, momentum=0, codec_up="counting", codec_down="counting", robust="clip"
+    )
 
 
 def test_a_class_in_the_registry_is_all_that_a_new_codec_takes(counting: OuterConfig) -> None:

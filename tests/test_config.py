@@ -337,7 +337,8 @@ def test_every_word_of_another_program_stands_for_a_setting() -> None:
         ("outer.fragments=true", "outer.fragments=true is not valid; expected a whole number >= 1 and <= 65536"),
         (
             "outer.codec_up=int4",
-            "outer.codec_up=int4 is not a choice; expected one of fp32, fp16, int8, e3m0, stat2, topk",
+            "outer.codec_up=int4 is not installed here (did you mean int8?); expected one of fp32, fp16, int8, e3m0, "
+            "stat2, topk, or ask whoever started the run which package has it",
         ),
         (
             "outer.overlap=101",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import get_args
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.config import OuterConfig
-from diloco.config.groups import OuterOptimizerName, WindowedOptimizer
+from diloco.config import OuterConfig, names
 from diloco.outer.codecs import codec
+from diloco.outer.extensions import register
 from diloco.outer.fragments import CHUNK, chunks, gather_, partition, scatter_
 from diloco.outer.optimizer import (
     OPTIMIZERS,
@@ -304,8 +303,7 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def outer_optimizer(name: str, **outer: object) -> OuterOptimizer:
-    settings = OuterConfig(method="diloco", sync_every=1, **outer)
-    return OPTIMIZERS[name](settings.model_copy(update={"optimizer": name}))
+    return OPTIMIZERS[name](OuterConfig(method="diloco", sync_every=1, optimizer=name, **outer))
 
 
 def advance(one: OuterOptimizer, step: OuterStep, master: Tensor, vectors: Sequence[Tensor], mean: Tensor) -> None:
@@ -372,12 +370,12 @@ def test_a_momentum_that_starts_out_wrong_is_soon_right(name: str) -> None:
 
 
 def test_every_name_of_the_configuration_is_an_optimizer_and_the_other_way_round() -> None:
-    assert set(OPTIMIZERS) == set(get_args(OuterOptimizerName))
-    windowed = {name for name in OPTIMIZERS if outer_optimizer(name).settings.windowed}
-    assert windowed == set(get_args(WindowedOptimizer))
+    assert set(OPTIMIZERS) == set(names.OPTIMIZERS)
+    for name, one in OPTIMIZERS.items():
+        assert names.OPTIMIZERS[name] == (one.windowed, one.linear)
 
 
-def test_a_class_in_the_registry_is_all_that_a_new_optimizer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_class_is_all_that_a_new_optimizer_takes(registers: None) -> None:
     class AdamStep(Transition):
         def __init__(self, lr: float, beta: float, count: int) -> None:
             self.lr, self.beta, self.count = lr, beta, count
@@ -392,17 +390,16 @@ def test_a_class_in_the_registry_is_all_that_a_new_optimizer_takes(monkeypatch: 
         def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
             pass
 
+    @register
     class Adam(OuterOptimizer):
         name = "adam"
-        can_follow = False
 
         def transition(self, step: OuterStep) -> Transition:
             return AdamStep(*self.rates(step), step.version + 1)
 
-    monkeypatch.setitem(OPTIMIZERS, "adam", Adam)
     settings = OuterConfig(
-        method="diloco", sync_every=1, lr=0.1, momentum=0.9, codec_up="fp32", codec_down="fp32"
-    ).model_copy(update={"optimizer": "adam"})
+        method="diloco", sync_every=1, lr=0.1, momentum=0.9, codec_up="fp32", codec_down="fp32", optimizer="adam"
+    )
     parameters = {"w": gaussian(CHUNK + 5, 0)}
     replica = Replica(parameters, partition({"w": CHUNK + 5}, 1), settings)
     replica.hold(0)

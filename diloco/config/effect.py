@@ -222,6 +222,9 @@ def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:
         reason = f"with outer.robust={outer.robust}, outer.codec_up={outer.codec_up} and outer.quorum={outer.quorum}"
         remedy = "drop it, or set outer.robust=clip" if outer.barrier else "drop it, or set outer.quorum=null"
         yield Ignored("outer.audit", f"{reason}, which add contributions up as they come", remedy)
+    elif not outer.audited and outer.audit:
+        reason = f"with outer.optimizer={outer.optimizer} and outer.codec_down={outer.codec_down}"
+        yield Ignored("outer.audit", f"{reason}, which nobody can recompute", "drop it, or choose others")
     if outer.lr_by_peers:
         yield Ignored("outer.lr", "with outer.lr_by_peers, which says it for every number of peers")
     if not outer.momentum:

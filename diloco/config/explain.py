@@ -113,6 +113,8 @@ def explain(error: ValidationError, model: type[BaseModel], typed: Mapping[str, 
         text = f"{key} is missing; expected {_wanted(key, keys)}"
     elif first["type"] == "value_error":  # a check of ours, which wrote its own line
         text = show(str(first["ctx"]["error"]), limit=400)
+    elif first["type"] == "name":  # of `names.py`
+        text = f"{show(key)}={(typed or {}).get(key) or show(first['input'])} {show(first['ctx']['why'], limit=400)}"
     else:
         value = (typed or {}).get(key) or show(first["input"])
         wrong = {"literal_error": "not a choice"}.get(first["type"], "not valid")

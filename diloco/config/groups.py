@@ -15,26 +15,19 @@ from pydantic_core import PydanticCustomError
 
 from diloco.config.base import Name, RunOwned, Tuple
 from diloco.config.explain import Expected
+from diloco.config.names import CODECS, OPTIMIZERS, CodecDown, CodecUp, OptimizerName
 from diloco.config.peer_local import RunPlace
 
 __all__ = [
     "BudgetConfig", "InnerConfig", "OuterConfig", "RunConfig", "RunIdentity",
 ]  # fmt: skip
 
-# What `diloco/outer` implements. A new codec, merge rule or outer optimizer is a new name in one of these.
-WideCodec = Literal["fp32", "fp16"]  # more than a byte per value
-NarrowCodec = Literal["int8", "e3m0"]
-LossyCodec = Literal["stat2", "topk"]  # for contributions only
-CodecDown = Literal[WideCodec, NarrowCodec]
-CodecUp = Literal[WideCodec, NarrowCodec, LossyCodec]
+# What `diloco/outer` implements. A new merge rule is a new name in one of these; for codecs and outer optimizers see
+# `names.py`.
 Average = Literal["mean", "rda"]
 AveragedJudge = Literal["clip"]  # says what each contribution counts in outer.merge's average
 OwnJudge = Literal["trimmed_mean", "centered_clip"]  # takes the place of outer.merge=mean
 Judge = Literal[AveragedJudge, OwnJudge]
-SteppedOptimizer = Literal["nesterov"]  # a momentum step per version
-WindowedOptimizer = Literal["delayed_nesterov", "fedbuff"]  # a momentum step per outer.delay contributions
-_WINDOWED = get_args(WindowedOptimizer)
-OuterOptimizerName = Literal[SteppedOptimizer, WindowedOptimizer]
 
 
 def _steps_or_part(value: float) -> float:
@@ -154,7 +147,7 @@ class OuterConfig(RunOwned):
     """Part of the contributions whose loss is computed before and after; what raises it is left out."""
     audit: float = Field(0.02, ge=0, le=1)
     """Part of each version that the others recompute; 0: none. Contributions have to be judged together (robust)."""
-    optimizer: OuterOptimizerName = "nesterov"
+    optimizer: OptimizerName = "nesterov"
     """nesterov: a step per version; the others: momentum once in `delay` contributions."""
     lr: float = Field(0.7, gt=0, le=10, description="Outer (Nesterov) learning rate.")
     lr_by_peers: dict[str, float] = Field(default_factory=dict)
@@ -215,7 +208,7 @@ class OuterConfig(RunOwned):
         as that may close with one contribution.
         """
         if self.robust == "auto":
-            return "clip" if self.barrier and self.codec_up not in get_args(WideCodec) else "recent"
+            return "clip" if self.barrier and not CODECS[self.codec_up].wide else "recent"
         return "recent" if self.robust == "clip" and not self.barrier else self.robust
 
     @property
@@ -226,14 +219,15 @@ class OuterConfig(RunOwned):
     @property
     def audited(self) -> bool:
         """Whether peers recompute parts of each other's versions. They can where a syncer has the payloads of a version
-        together, and a part of it can be merged alone.
+        together, a part of it can be merged alone, and the optimizer and the codec of updates can be recomputed.
         """
-        return self.audit > 0 and self.judged_together and not self.flatten
+        can = OPTIMIZERS[self.optimizer].audited and CODECS[self.codec_down].audited
+        return self.audit > 0 and self.judged_together and not self.flatten and can
 
     @property
     def windowed(self) -> bool:
         """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
-        return self.optimizer in _WINDOWED
+        return OPTIMIZERS[self.optimizer].windowed
 
 
 def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
@@ -245,7 +239,7 @@ def _contradictions_of_rounds(outer: OuterConfig) -> Iterator[str]:
         )
     if outer.eager and not outer.round_late:
         yield f"outer.eager=true needs updates that are a round late; set outer.overlap={outer.sync_every}"
-    if outer.eager and outer.windowed:
+    if outer.eager and outer.optimizer != "nesterov":
         yield (
             f"outer.eager=true takes a part of the next nesterov step ahead, and outer.optimizer={outer.optimizer} has "
             "other steps; set outer.optimizer=nesterov, or drop outer.eager"

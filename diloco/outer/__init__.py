@@ -10,9 +10,10 @@
     spectrum    what evens out a merged matrix before the outer step
     audit       recomputes parts of versions from what their contributors signed; its math is in `recompute`
     optimizer   outer optimizers, and how large their steps are
+    extensions  outer optimizers and codecs from users' code
 
-A new algorithm is a class in `AVERAGES`, `JUDGES`, `OPTIMIZERS`, `CODECS` or `LOSSY`, and its name in one of the
-Literals at the top of `diloco/config/groups.py`; `diloco/README.md` (How to add things) says which. It is tested by the
+A new algorithm of ours is a class in `AVERAGES`, `JUDGES`, `OPTIMIZERS`, `CODECS` or `LOSSY`, and its name in
+`diloco/config/names.py` or `groups.py`; `diloco/README.md` (How to add things) says which. It is tested by the
 contract test of its registry as soon as it is there, and what does not fit together (`_contradictions` in groups.py) is
 refused for it as for its neighbours.
 """

@@ -11,7 +11,8 @@ times the *limit*, `FACTOR` medians of the newest lengths of the peers, with tho
 what is longer down to the limit (`Bound.scales`), and nobody is refused for it, because where training has just begun
 all lengths may leap. With `outer.robust=none` there is no limit, and where fewer than `KNOWN` peers contribute, none.
 
-A movement within the bound may still be wrong.
+A movement within the bound may still be wrong. An outer optimizer that is not `linear` has no bound; its contributions
+have the limit all the same.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class Bound:
                 signed. moved: of its update (`measure`). term: under which it was made; a new syncer may have gone on
                 with an older momentum, or with none.
         """
+        if not self._optimizer.linear:
+            return None
         most = self._given(self._linear(step), lengths, moved, self._known(step, term))
         most += moved.lost if self._values else min(moved.lost, most)  # a value is rounded up to twice its size at most
         if moved.norm <= most * SLACK:
@@ -127,7 +130,15 @@ class Bound:
 
     def follow(self, step: OuterStep, lengths: Mapping[str, float], moved: Moved, term: int | None = None) -> None:
         """This version is adopted."""
-        linear, mean = self._linear(step), self._mean(lengths)
+        if self._optimizer.linear:
+            self._follow(self._linear(step), step, lengths, moved, term)
+        self._term = term
+        self._recent = [*self._recent, *lengths.items()][-max(MEMORY, len(lengths)) :]
+
+    def _follow(
+        self, linear: Linear, step: OuterStep, lengths: Mapping[str, float], moved: Moved, term: int | None
+    ) -> None:
+        mean = self._mean(lengths)
         momentum, window = self._known(step, term)
         if math.isinf(momentum) and not linear.still:
             momentum = self._seen(linear, mean, moved, window)
@@ -143,8 +154,6 @@ class Bound:
             self._lost = lost * (1.0 + abs(linear.full))
         if not math.isinf(self._momentum):
             self._longest = max(self._longest, self._momentum)
-        self._term = term
-        self._recent = [*self._recent, *lengths.items()][-max(MEMORY, len(lengths)) :]
 
     def scales(self, lengths: Mapping[str, float]) -> dict[str, float]:
         """What a syncer multiplies contributions of these lengths with: 1, or less for one above the limit."""

@@ -79,7 +79,7 @@ _HALF_SIGN_AND_LEVEL = 0b1_00111_0000000000 - 0x10000  # as int16
 class _FloatCodec(Codec):
     """Values in a floating-point dtype; updates carry the new values themselves."""
 
-    carries_values = True
+    carries_values = publishes = True
     dtype: ClassVar[torch.dtype]
     largest: ClassVar[float]
     rounding: ClassVar[tuple[float, float]]
@@ -144,7 +144,7 @@ class _Fp16(_FloatCodec):
 class _BlockCodec(Codec):
     """Codes with one power-of-two scale per block; updates carry a displacement."""
 
-    carries_values = False
+    publishes = True
     codes_per_byte: ClassVar[int]
     rounding: ClassVar[tuple[float, float]]
     """How far encoding may move a value, as a part of what it becomes, and at least, over 2**exponent."""

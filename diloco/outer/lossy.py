@@ -49,7 +49,6 @@ _ELEMENTS_PER_KEPT = 64
 class _LossyCodec(Codec):
     """A codec for contributions only; the settings refuse it for updates."""
 
-    carries_values = False
     num_levels: ClassVar[int]  # of a block
     lowest_level: ClassVar[float]
 

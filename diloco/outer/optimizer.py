@@ -267,15 +267,25 @@ class OuterOptimizer(ABC):
     """An outer optimizer: what a merged pseudo-gradient does to the master parameters of a fragment.
 
     It keeps no vectors: those are in an `OuterState`, the momentum and `num_buffers` further ones. A linear optimizer
-    defines `push`; another one defines `transition`.
+    defines `push`, and everything else follows from that. Another one defines `transition`; then `linear` and
+    `can_follow` are False unless it says otherwise. `diloco.register` makes a class of yours known.
     """
 
     name: ClassVar[str]
     num_buffers: ClassVar[int] = 1
+    windowed: ClassVar[bool] = False
+    """Whether a momentum step belongs to `outer.delay` contributions, rather than to a version."""
+    linear: ClassVar[bool] = True
+    """Whether every `transition` is `Linear`. Else peers neither bound how far a version moves nor recompute any."""
     can_follow: ClassVar[bool] = True
     """Whether a backup can compute the vectors from the updates that it applies."""
     holds_back: ClassVar[bool] = False
     """Whether contributions move nothing before their window is full."""
+
+    def __init_subclass__(cls) -> None:
+        if "transition" in vars(cls):
+            cls.linear = vars(cls).get("linear", False)
+            cls.can_follow = vars(cls).get("can_follow", cls.linear)
 
     def __init__(self, settings: OuterConfig) -> None:
         self.settings = settings
@@ -335,6 +345,7 @@ class DelayedNesterov(OuterOptimizer):
     """Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3)."""
 
     name = "delayed_nesterov"
+    windowed = True
 
     def push(
         self, theta: Value, momentum: Value, window: Value, delta: Value, lr: float, beta: float, delay: int, last: bool
@@ -347,6 +358,7 @@ class FedBuff(OuterOptimizer):
     """One Nesterov step with the mean of `delay` contributions (arXiv 2106.06639)."""
 
     name = "fedbuff"
+    windowed = True
     holds_back = True
 
     def push(

@@ -40,8 +40,10 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    carries_values: ClassVar[bool]
+    carries_values: ClassVar[bool] = False
     """Whether an update holds the new values, which need no earlier anchor, rather than a displacement."""
+    publishes: ClassVar[bool] = False
+    """Whether it may encode updates: `apply_update_` has equal bits on all machines."""
 
     @abstractmethod
     def widths(self, numel: int) -> list[int]:

@@ -5,6 +5,7 @@
     │   ├── DataError      2   no data, unreadable data, no tokens in it
     │   └── CheckpointError 2  a checkpoint or model directory that cannot be used
     ├── SwarmError         3   the swarm cannot be reached or does not admit this peer
+    │   └── JoinError      3   the same in somebody's own program
     ├── DivergedError      4   training produced non-finite or absurd values
     ├── UnsavedError       5   interrupted with work that is in no checkpoint
     └── PayloadError       1   something from the network is invalid; the code that receives it catches this error,
@@ -26,8 +27,8 @@ from contextlib import contextmanager
 from diloco.text import plain
 
 __all__ = [
-    "CheckpointError", "ConfigError", "DataError", "DilocoError", "DivergedError", "PayloadError", "SwarmError",
-    "UnsavedError", "guard", "on_signals",
+    "CheckpointError", "ConfigError", "DataError", "DilocoError", "DivergedError", "JoinError", "PayloadError",
+    "SwarmError", "UnsavedError", "guard", "on_signals",
 ]  # fmt: skip
 
 
@@ -55,6 +56,16 @@ class SwarmError(DilocoError):
     """The swarm cannot be reached, or it refuses this peer."""
 
     exit_code = 3
+
+
+class JoinError(SwarmError, SystemExit):
+    """A program of somebody else's could not join. If it does not catch that, it ends with this line and no traceback:
+    Python prints the text of a `SystemExit`, whatever else the exception is.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = f"diloco: error: {' '.join(plain(text).split())}"
 
 
 class DivergedError(DilocoError):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from diloco.outer.replica import Replica
+from diloco.protocol.membership import Membership
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.rundir.summary import PhaseTimer
 from diloco.sim.lockstep import Lockstep
@@ -23,6 +24,7 @@ from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.streams import Traffic
 from diloco.swarm.wire.transport import Transport
 from diloco.train.api import Attachment, Swarm
 
@@ -147,7 +149,10 @@ class LastFlight:
             measured=None,
             progress=None,
             fastest_steps_per_s=lambda mine: mine,
+            members=Membership(),
+            me="me",
         )
+        self.traffic = Traffic()
         self.leased = SimpleNamespace(expect=lambda sequences: None)
         self.addresses: list[str] = []
         self.outrun: list[int] = []

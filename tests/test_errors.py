@@ -18,6 +18,7 @@ EXIT_CODES = {
     "DataError": 2,
     "CheckpointError": 2,
     "SwarmError": 3,
+    "JoinError": 3,
     "DivergedError": 4,
     "UnsavedError": 5,
     "PayloadError": 1,

@@ -143,7 +143,7 @@ def test_a_parameter_may_be_frozen_later() -> None:
 
 
 def manifest_hash(model: nn.Module) -> str:
-    return swarm().options(Trained(model), None, frozen=frozen_digest(model)).run.manifest_hash
+    return swarm().options(Trained(model), None, model=("", frozen_digest(model))).run.manifest_hash
 
 
 def test_peers_with_equal_models_are_in_one_run_and_another_base_is_another_run() -> None:
@@ -157,7 +157,7 @@ def test_peers_with_equal_models_are_in_one_run_and_another_base_is_another_run(
     with torch.no_grad():
         other.base.weight[3, 3] += 1e-3
     assert manifest_hash(one) != manifest_hash(other)
-    spec = [swarm().options(Trained(model), None, frozen=frozen_digest(model)).run for model in (one, other)]
+    spec = [swarm().options(Trained(model), None, model=("", frozen_digest(model))).run for model in (one, other)]
     [difference] = spec[0].differences(spec[1].manifest_text)
     assert difference.startswith("frozen_parameters is ")
 

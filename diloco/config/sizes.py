@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["MOST_PARAMETERS", "fragments_for", "tokenizer_of_model"]
+__all__ = ["MOST_PARAMETERS", "fragments_for", "fragments_of", "tokenizer_of_model"]
 
 # Of one fragment: 384 MiB of outer state for its syncer. Several syncers share what all peers send, too.
 MOST_PARAMETERS = 2**25
@@ -29,7 +29,12 @@ def fragments_for(config: Mapping[str, Any]) -> int:
         return 1
     vocabulary, width, inner, layers = known
     embeddings = vocabulary * width * (1 if config.get("tie_word_embeddings") else 2)
-    return math.ceil((embeddings + layers * width * (4 * width + 3 * inner)) / MOST_PARAMETERS)
+    return fragments_of(embeddings + layers * width * (4 * width + 3 * inner))
+
+
+def fragments_of(parameters: int) -> int:
+    """Fragments of at most `MOST_PARAMETERS`."""
+    return max(1, math.ceil(parameters / MOST_PARAMETERS))
 
 
 def tokenizer_of_model(otherwise: str, *, _root_: DictConfig) -> str:

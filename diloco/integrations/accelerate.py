@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from diloco.errors import ConfigError
-from diloco.integrations.membership import FOLDER, check_processes, load_beside, save_beside, say_address
+from diloco.integrations.membership import FOLDER, check_processes, load_beside, save_beside
 from diloco.train.api import Attachment, Swarm
 from diloco.train.peer_state import PeerState
 
@@ -38,7 +38,7 @@ class AccelerateSwarm(Swarm):
     def __init__(self, accelerator: Accelerator, **settings: Any) -> None:
         if "identity" not in settings and accelerator.project_dir is not None:
             settings["identity"] = Path(accelerator.project_dir) / FOLDER / "identity.key"
-        super().__init__(**{"on_ready": say_address, **settings})
+        super().__init__(**settings)
         self._accelerator = accelerator
         self._loaded: PeerState | None = None
         accelerator.register_save_state_pre_hook(self._save_beside)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ from diloco.train.island import Island
 from diloco.train.peer_state import PeerState
 from diloco.train.rows import kept
 
-__all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "peer_state", "save_beside", "say_address"]
+__all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "peer_state", "save_beside"]
 
 KEY = "output directory"
 FOLDER = "_diloco"  # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
@@ -42,7 +41,7 @@ class Membership:
     def __init__(self, settings: dict[str, Any]) -> None:
         if "run_id" not in settings:
             raise ConfigError("run_id is missing; peers of one run have the same")
-        self._settings = {"on_ready": say_address, **settings}
+        self._settings = settings
         Swarm(**self._settings)  # complains now, and not after the data is there
         self.attachment: Attachment | None = None
         self.swarm: Swarm | None = None
@@ -118,12 +117,6 @@ def check_processes(processes: int) -> None:
             f"{there} processes were started together, and the trainer averages gradients over {processes}; on CPUs "
             "tell it so (use_cpu=True in TrainingArguments, cpu=True in Accelerator)"
         )
-
-
-def say_address(address: str) -> None:
-    """Write on stderr how others join: the log of most programs shows warnings only."""
-    if address:
-        print(f"diloco: others join with address={address!r}", file=sys.stderr)
 
 
 @contextmanager

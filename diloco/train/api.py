@@ -11,12 +11,10 @@
 
 from __future__ import annotations
 
-import json
-import logging
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco import model as models
-from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
+from diloco.config import Config, Manifest, OuterConfig
 from diloco.errors import ConfigError
 from diloco.rundir.files import files_of
 from diloco.rundir.summary import PhaseTimer
@@ -35,27 +33,35 @@ from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for
 from diloco.train import devices
+from diloco.train.arguments import OuterSettings, as_typed, check_names, loop_spec, network_of, outer_of, several
 from diloco.train.attachment import Attachment
 from diloco.train.checkpoints import Checkpoints
 from diloco.train.island import Island
 from diloco.train.masters import refuse_masters
+from diloco.train.outlook import Outlook
 from diloco.train.parameters import Trained, frozen_digest
 from diloco.train.peer_state import PeerState
 from diloco.train.schedules import Schedules, is_attached, swarm_steps
 from diloco.train.seeds import seeds_again
+from diloco.train.voice import Listener, Voice
 from diloco.train.wrapped import paced, plain_model, plain_optimizer
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 
-logger = logging.getLogger(__name__)
 
-
-class Swarm:
+class Swarm(Outlook):
     """A peer's membership in a run: whom it joins, who it is, and what the run is.
+
+    It says on stderr how others join, for whom it waits, who comes and goes, and its end.
 
     Args:
         run_id: name of the run; peers of another run are refused.
-        address: multiaddr of any peer of the swarm, or several; none starts a new swarm.
+        address: multiaddr of any peer of the swarm, or several; none, which may be "", starts a new swarm.
+        preset: a file of `configs/outer`, such as "async", "streaming" or "decoupled", whose settings of the outer step
+            hold where nothing else is said. Its number of fragments may follow from the size of the model.
+        outer: settings of the outer step by their names in such a file, in a dictionary.
+        sync_every, fragments, lr, momentum, codec_up, codec_down: the same, and so is every other setting that is given
+            by its name. `sync_every` is required without a preset: inner steps from one exchange to the next.
         identity: file with this peer's private key, made when it is missing; none is a new identity each time.
         name: how this peer is called in tables and logs.
         key: public key of a run that admits invited peers only (64 hexadecimal digits); None is that of `token` or
@@ -71,15 +77,16 @@ class Swarm:
         inner_state: where the inner optimizer's state of a peer that joins comes from: `donor`, another peer's; `cold`,
             nowhere, and what it learns in its first round is left out.
         manifest: the run-owned settings; peers with another manifest are refused. The default is made of `run_id`, the
-            outer settings, the shapes of the trained parameters and the values of the frozen ones.
-        on_event: called with kind and fields of everything that happens in the swarm (default: the log).
-        on_ready: called with this peer's address once it listens, before it waits for others (default: the log).
+            outer settings, the class of the model, the shapes of the trained parameters and the values of the frozen
+            ones.
+        quiet: write nothing to stderr.
+        on_event: called with kind and fields of everything that happens in the swarm (default: the log, and stderr).
+        on_ready: called with this peer's address once it listens, before it waits for others (default: stderr).
         runtime: where the swarm node runs (default: a thread of its own); the simulator's lets virtual time pass.
-        **outer: settings of the outer step, as under `outer.` in the configuration: `sync_every` (required),
-            `fragments`, `lr`, `momentum`, `codec_up`, `codec_down`.
 
-    Raises `ConfigError` for settings that cannot be. `attach` raises `SwarmError` when nobody is at the address, or the
-    run there is another one. Peers that vanish later are no error: the exchange goes on without them.
+    Raises `ConfigError` for settings that cannot be. `attach` raises `JoinError`, a `SwarmError`, when nobody is at the
+    address, or the run there is another one; a program that does not catch it ends with one line of text. Peers that
+    vanish later are no error: the exchange goes on without them.
 
     Attributes:
         state: what `save` was given, in the checkpoint that this peer goes on from; empty without one.
@@ -89,55 +96,66 @@ class Swarm:
         self,
         *,
         run_id: str,
-        address: str | Sequence[str] = (),
-        identity: Path | None = None,
+        address: str | Sequence[str] | None = None,
+        preset: str | None = None,
+        outer: Mapping[str, Any] | None = None,
+        sync_every: int | None = None,
+        fragments: int | None = None,
+        lr: float | None = None,
+        momentum: float | None = None,
+        codec_up: str | None = None,
+        codec_down: str | None = None,
+        identity: str | Path | None = None,
         name: str = "peer",
         key: str | None = None,
         token: str | None = None,
-        key_path: str | None = None,
-        listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
-        announce: Sequence[str] = (),
+        key_path: str | Path | None = None,
+        listen: str | Sequence[str] = "/ip4/127.0.0.1/tcp/0",
+        announce: str | Sequence[str] = (),
         reachable: str = "auto",
         min_peers: int = 1,
         heartbeat_s: float = 1.0,
         upload_limit: float | None = None,
         inner_state: str = "donor",
         manifest: Manifest | None = None,
+        quiet: bool = False,
         on_event: Callable[[str, dict[str, object]], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
         runtime: Runtime | None = None,
-        **outer: Any,
+        **settings: Any,
     ) -> None:
-        self.run_id = run_id
-        self.name = name
-        self.outer = OuterConfig.parse({"method": "diloco", **outer})
-        network = {
-            "initial_peers": [address] if isinstance(address, str) else list(address),
-            "listen": list(listen),
-            "announce": list(announce),
-            "reachable": reachable,
-            "min_peers": min_peers,
-            "heartbeat_s": heartbeat_s,
-            "upload_limit": upload_limit,
-            "inner_state": inner_state,
-            "token": token,
-            "key_path": key_path,
-        }
-        self.network = SwarmConfig.parse(network)
+        check_names(settings, OuterConfig.model_fields, list(inspect.signature(Swarm).parameters)[:-1])
+        named = {
+            "sync_every": sync_every, "fragments": fragments, "lr": lr, "momentum": momentum, "codec_up": codec_up,
+            "codec_down": codec_down,
+        }  # fmt: skip
+        said = {key: value for key, value in named.items() if value is not None}
+        super().__init__(Voice(quiet))
+        self.run_id, self.name = run_id, name
+        self._settings: OuterSettings = outer_of(preset, outer, {**said, **settings})
+        self.outer = self._settings.outer
+        self.network = network_of(
+            initial_peers=several(address), listen=several(listen), announce=several(announce), reachable=reachable,
+            min_peers=min_peers, heartbeat_s=heartbeat_s, upload_limit=upload_limit, inner_state=inner_state,
+            token=token, key_path=None if key_path is None else str(key_path),
+        )  # fmt: skip
         self.manifest = manifest
         self.key = key if manifest is None else manifest.run.key
         if self.key is None and (token or key_path):
-            self.key = gate_for(run_id, None, token, key_path).run_key
-        self._identity = identity
+            with as_typed():
+                self.key = gate_for(run_id, None, token, self.network.key_path).run_key
+        self._identity = None if identity is None or identity == "" else Path(identity)
         self._memory_path: Path | None = None
         self._files: Mapping[str, Path] = {}
         self._blank = False
-        self.on_event = on_event or (lambda kind, fields: logger.info("%s %s", kind, fields))
-        self.on_ready = on_ready or (lambda address: logger.info("this peer can be reached at %s", address))
+        self._typed = True  # errors name these arguments
+        self._thread: NodeThread | None = None  # where this peer listens already
+        self._listens_at = ""
+        self.on_event = on_event or self._voice.event
+        self.on_ready = on_ready or self._voice.address
         self.runtime = runtime
         self._scratch: TemporaryDirectory[str] | None = None
         self._checkpoints: Checkpoints | None = None
-        self.attachment: Attachment | None = None
         self.run: RunSpec | None = None  # what the run is on the wire, on rank 0, once a model is attached
         self.state: dict[str, Any] = {}
 
@@ -159,33 +177,61 @@ class Swarm:
             identity=identity,
             name=name,
             manifest=manifest,
+            outer=outer,
+            quiet=True,
             on_event=on_event,
             on_ready=on_ready,
             runtime=runtime,
-            **outer,
         )
-        swarm.network = config.swarm
+        swarm.network, swarm._typed = config.swarm, False
         if runtime is None:  # a simulation begins anew each time
             swarm._memory_path = config.run.dir / "refusals" / f"{name}.json"
             swarm._files = files_of(config)
             swarm._blank = config.model.weights is not None and not models.has_files(config.model)
         return swarm
 
+    def open(self) -> Swarm:
+        """As entering, for a program that is in no `with` block; `close` ends it."""
+        return self.__enter__()
+
+    def close(self) -> None:
+        """End everything: an attached model leaves the swarm as at the end of its `with` block. Can be called twice."""
+        self.__exit__(None, None, None)
+
     def __enter__(self) -> Swarm:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._scratch is not None:
-            self._scratch.cleanup()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        with ExitStack() as stack:
+            if self._thread is not None:
+                stack.callback(self._thread.close)
+            if self._scratch is not None:
+                stack.callback(self._scratch.cleanup)
+            if self._checkpoints is not None:
+                stack.callback(self._checkpoints.close)
+            if self.attachment is not None:
+                stack.callback(self.attachment.close, kind)
 
     @property
     def address(self) -> str:
-        """The address with which others join; there is one while a model is attached."""
-        if self.attachment is None or self.attachment.view is None:
-            raise ConfigError("Swarm.address: no model is attached yet; read it inside `with swarm.attach(...)`")
-        return self.attachment.view.address
+        """The address with which others join; empty on ranks other than 0, and where others cannot call this peer.
+
+        Asked for before a model is attached, it makes this peer listen. Who calls it then waits until one is. Raises
+        `JoinError` when it cannot listen.
+        """
+        if self.attachment is not None:
+            return "" if self.attachment.view is None else self.attachment.view.address
+        if Island.place()[0] > 0:
+            return ""
+        if self._thread is None:
+            if self.runtime is not None:
+                raise ConfigError("Swarm.address: a simulated peer has none before attach(...)")
+            with as_typed(self._typed):
+                thread = NodeThread()
+                self._listens_at = thread.listen(self.network, self._key_file())
+            self._thread = thread
+            self._told(self._listens_at)
+        return self._listens_at
 
     @property
     def steps(self) -> int:
@@ -240,8 +286,9 @@ class Swarm:
                 f"optimizer={type(optimizer).__name__} is attached to a swarm already; use one callback, or one "
                 "attach, for one optimizer"
             )
-        runtime = self.runtime or NodeThread()
+        runtime, self._thread = self.runtime or self._thread or NodeThread(), None
         options, parameters = None, Trained(model)
+        self.outer = self._settings.of(sum(parameters.numels.values()))
         device = next((one.device for one in parameters.values()), torch.device("cpu"))
         island = island or Island.here(device)
         schedules = Schedules(paced(one, island.size) for one in schedulers)
@@ -252,16 +299,17 @@ class Swarm:
                 stack.callback(self._checkpoints.close)
                 saved = self._go_on(self._checkpoints, schedules)
             if island.leads:
-                frozen = None if self.manifest is not None else frozen_digest(model)
+                own = () if self.manifest is not None else (type(model).__name__, frozen_digest(model))
                 swarm = saved.saved if isinstance(saved, PeerState) else saved
-                options = self.options(parameters, swarm, device=island.device_name, frozen=frozen)
+                options = self.options(parameters, swarm, device=island.device_name, model=own)
                 self.run = options.run
                 if isinstance(saved, PeerState):
                     saved.check_same_run(self.run, "the checkpoint" if checkpoints is None else f"{checkpoints=!s}")
             stack.pop_all()
         phases = phases or PhaseTimer(clock=runtime.clock, settle=partial(devices.synchronize, device))
+        listener = Listener(self._heard, self._ready, self._ended, partial(as_typed, self._typed))
         self.attachment = Attachment(
-            parameters, optimizer, self.outer, options, island, phases, runtime, self.on_event, self.on_ready, schedules
+            parameters, optimizer, self.outer, options, island, phases, runtime, listener, schedules
         )
         if isinstance(saved, PeerState):
             saved.apply(self.attachment)
@@ -269,6 +317,11 @@ class Swarm:
 
     def _go_on(self, checkpoints: Checkpoints, schedules: Schedules) -> PeerState | None:
         """From the newest checkpoint, if there is one."""
+        if self._identity is None and self._scratch is not None:
+            raise ConfigError(
+                f"checkpoints={checkpoints.directory}: this peer's key would be there, and swarm.seed, swarm.shard or "
+                "swarm.address has made another one; name its file with Swarm(identity=...)"
+            )
         self._identity = self._identity or checkpoints.directory / "identity.key"
         found = checkpoints.load(schedules)
         if found is None:
@@ -293,42 +346,32 @@ class Swarm:
         saved: Saved | None,
         trains: bool = True,
         device: str = "",
-        frozen: str | None = None,
+        model: tuple[str, str | None] | tuple[()] = (),
     ) -> NodeOptions:
-        """Options of the node over these parameters; watchers are shown `device`. `frozen` is the digest of the others'
-        values.
+        """Options of the node over these parameters; watchers are shown `device`. Of a `model` without a manifest there
+        are its name, and the digest of the values that are not trained.
         """
-        if self._identity is None:
-            self._scratch = TemporaryDirectory(prefix="diloco-")
-            self._identity = Path(self._scratch.name) / "identity.key"
+        identity = self._key_file()
         if self.manifest is not None:
             tokens_per_step = self.manifest.inner.batch_size * self.manifest.data.sequence_length
             spec = RunSpec(self.run_id, self.manifest.hash(), self.manifest.to_json(), tokens_per_step)
         else:
-            run = {"id": self.run_id, "key": self.key}
-            shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-            outer = self.outer.model_dump(mode="json")
-            content = {"run": run, "outer": outer, "parameters": shapes, "frozen_parameters": frozen}
-            text = json.dumps(content, sort_keys=True)
-            spec = RunSpec(self.run_id, sha256(text.encode()).hexdigest(), text)
+            spec = loop_spec(self.run_id, self.key, self.outer, parameters, *model)
         if saved is not None and self.runtime is None:  # in a simulation, wires are in memory
-            seeds = seeds_again(self.network, saved.addresses, self._identity, self.run_id, spec.manifest_hash)
+            seeds = seeds_again(self.network, saved.addresses, identity, self.run_id, spec.manifest_hash)
             self.network = self.network.model_copy(update={"initial_peers": seeds})
             if saved.addresses and not seeds:
                 self.on_event("alone_again", {"called": list(saved.addresses)})
-        network = self.network
-        gate = gate_for(
-            self.run_id, self.key, network.token, network.key_path, trains, spec.manifest_hash, self._memory_path
-        )
+        network, made_by = self.network, spec.manifest_hash
+        gate = gate_for(self.run_id, self.key, network.token, network.key_path, trains, made_by, self._memory_path)
         return NodeOptions(
-            spec,
-            self.network,
-            self._identity,
-            self.name,
-            saved,
-            gate,
-            trains,
-            device=device,
-            blank=self._blank,
-            files=self._files,
+            spec, network, identity, self.name, saved, gate, trains, device=device, blank=self._blank, files=self._files
         )
+
+    def _key_file(self) -> Path:
+        """Where this peer's private key is, or will be."""
+        if self._identity is not None:
+            return self._identity
+        if self._scratch is None:
+            self._scratch = TemporaryDirectory(prefix="diloco-")
+        return Path(self._scratch.name) / "identity.key"

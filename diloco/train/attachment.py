@@ -10,8 +10,8 @@ Rank 0 of an island talks to the node; the other ranks learn by broadcast what c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+import atexit
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -24,26 +24,26 @@ from diloco.outer.replica import Replica
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.schedule import Due, Schedule
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import Runtime
-from diloco.swarm.node.saved import Saved
 from diloco.swarm.node.spot import Loss
 from diloco.swarm.wire.malloc import give_back
 from diloco.train.inner import InnerStart, snapshot
 from diloco.train.island import Island
 from diloco.train.leases import IslandLeases
 from diloco.train.parameters import Trained
+from diloco.train.pauses import Pauses
 from diloco.train.progress import Progress, Unsent
-from diloco.train.rows import kept
 from diloco.train.schedules import Schedules, StepHooks
 from diloco.train.swarm_link import Begun, NodeView, SwarmLink
+from diloco.train.voice import Listener
 
 __all__ = ["Attachment"]
 
 
-class Attachment:
+class Attachment(Pauses):
     """A model in step with the swarm.
 
     Attributes:
@@ -67,8 +67,7 @@ class Attachment:
         island: Island,
         phases: PhaseTimer,
         runtime: Runtime,
-        on_event: OnEvent,
-        on_ready: Callable[[str], None],
+        listener: Listener,
         schedules: Schedules,
     ) -> None:
         saved = None if options is None else options.saved
@@ -81,17 +80,19 @@ class Attachment:
         self.exchanged = self.interrupted = self._asked_to_stop = False
         self._link = SwarmLink(island, runtime, phases)
         self._optimizer, self._options = optimizer, options
-        self._on_event, self._on_ready, self.schedules = on_event, on_ready, schedules
+        self._listener, self.schedules = listener, schedules
         self._hook: Any = None
         self._schedule = Schedule(outer.fragments, outer.sync_every, outer.staggered, outer.overlap)
         self._unsent = Unsent(outer.fragments)
         self._progress = Progress(phases, runtime.clock)
-        self._inner_start = InnerStart(optimizer, island, on_event)
+        self._inner_start = InnerStart(optimizer, island, listener.on_event)
         self._counted_tokens = self._sequences_per_round = 0
-        self._is_paused = False  # for evaluating, or for writing a checkpoint
-        self._left_behind = False  # the swarm went on meanwhile
         self._cold = False  # in a first round that is left out
-        self._settled = False  # the parameters are the last anchor, for good
+        self._left = False
+
+    @property
+    def _entered(self) -> bool:
+        return self._hook is not None
 
     @property
     def node(self) -> Node | None:
@@ -100,13 +101,26 @@ class Attachment:
 
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
+    def open(self) -> Attachment:
+        """As entering, for a loop that is in no `with` block; `close` ends it. Without that, the peer drops out when
+        the program ends.
+        """
+        atexit.register(self.abandon)
+        return self.__enter__()
+
+    def close(self, kind: type[BaseException] | None = None) -> None:
+        """Leave the swarm as at the end of a `with` block, which this kind of error has ended. Can be called twice."""
+        if self._hook is None or self._left:
+            return self.abandon()
+        self.__exit__(kind, None, None)
+
     def __enter__(self) -> Attachment:
         try:
-            with self.phases.during("wait"):
-                self.start()
-                self.begin()
+            with self._listener.joining(), self.phases.during("wait"):
+                self._connect()
+                self._begin()
         except BaseException:
-            self.close()
+            self.abandon()
             raise
         self._hook = StepHooks(self._optimizer, lambda: self.schedules.follow_(self), self._after_step)
         self.phases.switch("compute")
@@ -114,11 +128,12 @@ class Attachment:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._hook.remove()
+        finished, self._left = kind is None and not self.interrupted, True
         try:
-            if kind is None and not self.interrupted:
+            if finished:
                 self.finish()
             self.phases.switch(None)
-            finished = kind is None and not self.interrupted
+            finished = finished and not self.interrupted
             if kind is None or not issubclass(kind, KeyboardInterrupt):
                 self._link.call(lambda node: node.leave(finished))
             if finished:
@@ -127,11 +142,12 @@ class Attachment:
                 if self.node is not None:
                     protocol = self.node.protocol
                     self.version, self.applied_tokens = protocol.steps, protocol.applied_tokens
+            self._listener.on_end(finished)
         finally:
-            self.close()
+            self.abandon()
 
-    def start(self) -> None:
-        """All ranks: connect to the swarm (first half of entering)."""
+    def _connect(self) -> None:
+        """All ranks: connect to the swarm."""
         fragments = partition(self.parameters.numels, self.outer.fragments, self.outer.pattern)
         self._link.share(self.parameters, fragments)
         with self._link.handing():
@@ -146,14 +162,14 @@ class Attachment:
         replica = Replica(self._link.rows or self.parameters, fragments, self.outer)
         # For a joiner, called in other threads; before the first step there is none.
         options = replace(options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None)
-        self.view = view = self._link.open(options, replica, self._on_event)
+        self.view = view = self._link.open(options, replica, self._listener.on_event)
         view.node.leased.expect(self._sequences_per_round)
         if self._asked_to_stop:
             self.interrupt()
-        self._on_ready(view.address)
+        self._listener.on_ready(view.address)
 
-    def begin(self) -> None:
-        """Wait for the swarm and adopt its anchor (second half of entering)."""
+    def _begin(self) -> None:
+        """All ranks: wait for the swarm and adopt its anchor."""
         state, cold = None, False
         if self.node is not None:
             state, cold = self._inner_start.fetch(self.node, self._link.runtime, lambda: self._asked_to_stop)
@@ -189,8 +205,12 @@ class Attachment:
                 self._adopt(lambda node: node.receive(flying))
             self._schedule.begin(self._schedule.inner_step, self._schedule.target_steps)
 
-    def close(self) -> None:
-        """Drop out of the swarm without a goodbye, after a failure."""
+    def abandon(self) -> None:
+        """Drop out of the swarm without a goodbye, unless that was said before: after a failure."""
+        atexit.unregister(self.abandon)
+        if self._hook is not None and not self._left:
+            self._left = True
+            self._listener.on_end(False)
         self._link.close()
 
     def interrupt(self) -> None:
@@ -298,7 +318,7 @@ class Attachment:
 
     def _exchange(self, due: Due) -> None:
         """Send and adopt the fragments that are due."""
-        self.parameters.check(self._on_event)
+        self.parameters.check(self._listener.on_event)
         self._optimizer.zero_grad(set_to_none=True)  # their memory is what the exchange needs at its peak
         counts = self._unsent.send(due.send, self.steps, self.tokens)
         with self.phases.during("comm"):
@@ -347,52 +367,9 @@ class Attachment:
             self._schedule.target_steps = adopted.cycle_steps
 
     def _resume(self) -> None:
-        """Train on from the anchors that are loaded."""
         if not self.interrupted:
             self._link.call(lambda node: node.enter("starting" if self._cold else "training"))
         self._progress.restart(self.steps)
-
-    # -- between two rounds -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def anchored(self) -> Iterator[None]:
-        """All ranks: the parameters are the anchor inside; what is trained comes back afterwards."""
-        if self._hook is None or self._settled:
-            yield
-            return
-        with self._paused():
-            if self.outer.lockstep and not self.outer.mixing:
-                yield
-                return
-            with kept(self.parameters):
-                self._link.show_anchors()
-                yield
-
-    @contextmanager
-    def checkpointing(self) -> Iterator[Saved]:
-        """Rank 0: as `saved`, to be written in this context: live tensors stay as they are, and other peers wait."""
-        with self._paused():
-            yield self.saved()
-
-    def saved(self) -> Saved:
-        """The state at the last exchange. At a barrier the tensors are the live ones: copy them before going on."""
-        assert self.node is not None
-        return self._link.runtime.call(self.node.snapshot())
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains on."""
-        if self._is_paused or (self.view is not None and self.view.closed):
-            yield
-            return
-        self._is_paused = True
-        self._link.call(lambda node: node.pause())
-        try:
-            yield
-        finally:
-            self._is_paused = False
-            self._resume()
-            self._left_behind = self.node is not None and self.node.left_behind
 
     def anchor_digest(self) -> str:
         """As `NodeView.anchor_digest`."""

@@ -24,7 +24,7 @@ def seeds_again(
     peers first, and joins at those that answer. If nobody does, or they train another run by now, it goes on alone.
     """
     if network.initial_peers or not known:
-        return (*network.initial_peers, *known)
+        return tuple(dict.fromkeys((*network.initial_peers, *known)))
     gate = watching(run_id, network.token, network.key_path)
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one

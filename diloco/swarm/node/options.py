@@ -53,7 +53,14 @@ class RunSpec:
         except (ValueError, AttributeError, RecursionError):
             raise PayloadError("the other side's manifest is not valid") from None
         keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-        return [f"{key} is {str(there.get(key))[:SHOWN]} there, {str(here.get(key))[:SHOWN]} here" for key in keys]
+        found = [f"{key} is {str(there.get(key))[:SHOWN]} there, {str(here.get(key))[:SHOWN]} here" for key in keys]
+        if not any(key.startswith("parameters.") and (key in here) != (key in there) for key in keys):
+            return found
+        names = [str(one.get("model.name") or "another one") for one in (there, here)]
+        rest = [
+            text for text in found if not text.startswith(("model.name is ", "parameters.", "frozen_parameters is "))
+        ]
+        return [f"the model is {names[0][:SHOWN]} there, {names[1][:SHOWN]} here, with other parameters", *rest]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""What `Swarm` is given, as its caller types it: settings of the outer step, addresses, and what is said of mistakes.
+
+    preset < outer=dict(...) < keywords -> `OuterConfig`
+    address, listen, identity, ... -> `SwarmConfig`
+
+The settings have other names where they come from: `swarm.initial_peers` is `address` here, `swarm.identity_path` is
+`identity`. So an error that names one is raised again in the caller's words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from diloco.config import OuterConfig, SwarmConfig
+from diloco.config.presets import outer_preset
+from diloco.config.sizes import fragments_of
+from diloco.config.suggest import suggestions
+from diloco.errors import ConfigError, JoinError, SwarmError
+from diloco.swarm.node.options import RunSpec
+
+__all__ = ["OuterSettings", "as_typed", "check_names", "loop_spec", "network_of", "outer_of", "several"]
+
+_TYPED = {"swarm.initial_peers": "address", "swarm.identity_path": "identity", "run.id": "run_id", "run.key": "key"}
+_NAMES = re.compile("|".join(map(re.escape, _TYPED)) + r"|\bswarm\.(?=[a-z_]+[=:])")
+_NOBODY = "; if it had made all its steps before this peer came, start it with min_peers=2"
+
+
+class OuterSettings(NamedTuple):
+    """Settings of the outer step; with `by_size`, into how many fragments follows from the size of the model."""
+
+    outer: OuterConfig
+    by_size: bool = False
+
+    def of(self, numel: int) -> OuterConfig:
+        """Those of a model that trains so many values."""
+        return self.outer.model_copy(update={"fragments": fragments_of(numel)}) if self.by_size else self.outer
+
+
+def outer_of(preset: str | None, outer: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> OuterSettings:
+    """The settings of a file of configs/outer, with others over them; raises `ConfigError`."""
+    if isinstance(outer, str):
+        raise ConfigError(f"outer={outer!r} is a text; a preset is named with preset={outer!r}")
+    said = {**(outer or {}), **keywords}
+    check_names(said, OuterConfig.model_fields)
+    if said.get("method", "diloco") != "diloco":
+        raise ConfigError(f"method={said['method']}: a Swarm makes outer steps; diloco train has the other methods")
+    laid = {"method": "diloco"} if preset is None else outer_preset(preset)
+    by_size = "${fragments_for:" in str(laid.get("fragments")) and "fragments" not in said
+    if by_size:
+        del laid["fragments"]
+    return OuterSettings(OuterConfig.parse({**laid, **said}), by_size)
+
+
+def check_names(given: Iterable[str], settings: Iterable[str], arguments: Iterable[str] = ()) -> None:
+    """Raise `ConfigError` for a name that is neither a setting of the outer step nor an argument of `Swarm`."""
+    known = [*arguments, *settings]
+    for name in given:
+        if name not in known:
+            guess = " or ".join(suggestions(name, known)[:3])
+            remedy = f"did you mean {guess}?" if guess else "help(diloco.Swarm) has the arguments and settings"
+            raise ConfigError(f"{name} is neither an argument of Swarm nor a setting of the outer step; {remedy}")
+
+
+def several(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The texts of one or several, once each and without the empty ones."""
+    texts = [value] if isinstance(value, str) else list(value or ())
+    return tuple(dict.fromkeys(text for text in texts if text != ""))
+
+
+def network_of(**values: Any) -> SwarmConfig:
+    """The settings below `swarm.`; raises `ConfigError` with the names of `Swarm`."""
+    with as_typed():
+        try:
+            return SwarmConfig.parse(values)
+        except ConfigError as error:
+            raise ConfigError(f"swarm.{error}") from None
+
+
+@contextmanager
+def as_typed(typed: bool = True) -> Iterator[None]:
+    """Errors inside name the arguments of `Swarm`, if these were `typed`, and a swarm that cannot be joined is one line
+    of text: `JoinError`.
+    """
+    try:
+        yield
+    except SwarmError as error:
+        if not typed:
+            raise
+        text = _renamed(str(error))
+        raise JoinError(
+            text + _NOBODY if text.startswith("address=") and "cannot be reached" in text else text
+        ) from None
+    except ConfigError as error:
+        text = _renamed(str(error))
+        if not typed or text == str(error):
+            raise
+        raise type(error)(text) from None
+
+
+def _renamed(text: str) -> str:
+    return _NAMES.sub(lambda found: _TYPED.get(found[0], ""), text)
+
+
+def loop_spec(
+    run_id: str,
+    key: str | None,
+    outer: OuterConfig,
+    parameters: Mapping[str, Tensor],
+    model: str = "",
+    frozen: str | None = None,
+) -> RunSpec:
+    """The run of a loop of one's own, by what its peers have in common: the outer settings, the class of the model, the
+    shapes of what is trained, and the digest of the values that are not.
+    """
+    content = {
+        "run": {"id": run_id, "key": key},
+        "outer": outer.model_dump(mode="json"),
+        "model": {"name": model},
+        "parameters": {name: list(parameter.shape) for name, parameter in parameters.items()},
+        "frozen_parameters": frozen,
+    }
+    text = json.dumps(content, sort_keys=True)
+    return RunSpec(run_id, sha256(text.encode()).hexdigest(), text)

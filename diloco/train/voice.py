@@ -1,0 +1,104 @@
+"""What a peer says on stderr, to whoever started it: how others join, for whom it waits, who comes and goes, the end.
+
+The log of most programs shows warnings only, so there these lines would reach nobody. Rank 0 of an island has the node,
+and therefore speaks alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.swarm.node.node import OnEvent
+from diloco.text import human_bytes, plain
+from diloco.train.swarm_link import NodeView
+
+__all__ = ["Listener", "Voice"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who hears of an attached peer: of events, of its address, and of its end (whether it has finished).
+
+    `joining` is the context in which it joins.
+    """
+
+    on_event: OnEvent
+    on_ready: Callable[[str], None]
+    on_end: Callable[[bool], None] = lambda finished: None
+    joining: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def _peers(count: object) -> str:
+    return "1 peer" if count == 1 else f"{count} peers"
+
+
+def _name(fields: Mapping[str, Any]) -> str:
+    """How a peer is called: many have no name of their own."""
+    name, peer = plain(fields.get("name", "peer")), plain(fields.get("peer", ""))
+    return f"{name} ...{peer[-6:]}" if name == "peer" else name
+
+
+class Voice:
+    """Writes lines to stderr; `quiet` writes none."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._needed = 1  # peers that have to be there before the first inner step
+        self.met = False  # whether another peer was ever there
+
+    def say(self, text: str) -> None:
+        """Write one line."""
+        if not self._quiet:
+            print(f"diloco: {text}", file=sys.stderr, flush=True)
+
+    def address(self, address: str) -> None:
+        """This peer listens."""
+        if address:
+            self.say(f"others join with address={address!r}")
+
+    def waits(self, view: NodeView, needed: int) -> None:
+        """So many peers are needed before the first inner step, unless others train."""
+        self.met = self.met or view.num_peers > 1
+        self._needed = needed if view.look(lambda node: node.protocol.steps == 0) else 1
+        self._count(view.num_peers)
+
+    def _count(self, live: int) -> None:
+        if live < self._needed:
+            self.say(f"waiting for {self._needed - live} of {_peers(self._needed)}")
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Something has happened in the swarm; most of it goes into the log only."""
+        logger.info("%s %s", kind, fields)
+        live = fields.get("live", 1)
+        match kind:
+            case "join":
+                self.met = True
+                self.say(f"{_name(fields)} joined, {_peers(live)} now")
+                self._count(live)
+            case "leave":
+                self.say(f"{_name(fields)} left, {_peers(live)} now")
+            case "lost":
+                self.say(f"{_name(fields)} vanished ({plain(fields.get('why', ''))}), {_peers(live)} now")
+            case "same_data":
+                self.say(
+                    f"this peer and {fields['others']} train on the same data (cosine {fields['cosine']:.4f}), so "
+                    "together they learn what one learns; give each its own: swarm.shard(dataset), or swarm.seed"
+                )
+            case "alone_again":
+                self.say("nobody of the checkpoint's swarm answers, so this peer goes on alone")
+            case "unreachable":
+                self.say(f"others cannot call this peer; it trains all the same ({plain(fields.get('advice', ''))})")
+
+    def ended(self, finished: bool, steps: int, version: int, sent: int, founder: bool) -> None:
+        """This peer has left. A founder that has met nobody is told how not to end before others come."""
+        done = "done" if finished else "dropped out"
+        self.say(f"{done} after {steps} inner steps, at outer step {version}; {human_bytes(sent)} sent")
+        if founder and finished and not self.met:
+            self.say("no other peer came; with min_peers=2 the first peer waits for a second one before it trains")

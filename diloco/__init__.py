@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from diloco.outer.extensions import register
     from diloco.outer.optimizer import OuterOptimizer
     from diloco.outer.payloads import Codec
+    from diloco.rundir.comparison import compare
     from diloco.train.api import Swarm
     from diloco.train.island import Island
 
 __all__ = [
     "AccelerateSwarm", "Codec", "DilocoCallback", "DilocoLightningCallback", "Island", "OuterOptimizer", "Swarm",
-    "__version__", "register",
+    "__version__", "compare", "register",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _PLACES = {
     "Island": ("diloco.train.island", "", ""),
     "OuterOptimizer": ("diloco.outer.optimizer", "", ""),
     "Swarm": ("diloco.train.api", "", ""),
+    "compare": ("diloco.rundir.comparison", "", ""),
     "register": ("diloco.outer.extensions", "", ""),
 }
 

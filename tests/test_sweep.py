@@ -195,8 +195,8 @@ def test_every_member_runs_in_a_directory_of_its_own(capsys: pytest.CaptureFixtu
     assert (Path("s") / "2-seed2_lr0.5" / "group").read_text() == "s"
     shown = capsys.readouterr().out
     assert "4/4 3-seed2_lr0.7 done, held-out 2.020" in shown
-    last = [line for line in shown.splitlines() if line.startswith("seed=")][-1]
-    assert last.split()[:3] == ["seed=2", "lr=0.7", "2.0200"]
+    last = [line for line in shown.splitlines() if line.startswith("outer.lr=")][-1]
+    assert " ".join(last.split()).startswith("outer.lr=0.7 2 2.0150 ± 0.0071 7.00 ± 0.00 ")
     assert len(list(Path("s").glob("loss-by-*.png"))) == 3
     assert outcome()["members"][3]["result"]["eval"]["loss"] == 2.02
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,61 +18,73 @@ from rich.text import Text
 
 from diloco.config.prices import Machine
 from diloco.errors import ConfigError
-from diloco.rundir.compare import Run, find_runs, plot_runs, read_runs, time_to_loss, worst_loss
+from diloco.rundir.arms import Arm
+from diloco.rundir.compare import Run, time_to_loss, worst_loss
+from diloco.rundir.comparison import Comparison, compare
 from diloco.rundir.files import finite, prepare_run_directory
-from diloco.rundir.gaps import find_gaps
 from diloco.text import human_bytes, human_count, human_seconds
 
 __all__ = ["run", "show"]
 
 
 def run(
-    runs: Sequence[Path], loss: float | None, out: Path | None, as_json: bool, priced: tuple[str, Machine] | None = None
+    runs: Sequence[Path],
+    loss: float | None,
+    out: Path | None,
+    table: Path | None,
+    as_json: bool,
+    priced: tuple[str, Machine] | None = None,
 ) -> int:
     """Print the table or its JSON, with costs if a machine is priced; write the curves where there is a place."""
     if loss is not None and not math.isfinite(loss):
         raise ConfigError(f"--loss={loss} is no loss; give nats per token, such as 2.5")
-    found = read_runs(find_runs(runs))
+    found = compare(*runs)
     if out is None and len(runs) == 1:
         out = runs[0]
     if out is not None:
         prepare_run_directory(out)
+    if table is not None:
+        found.to_csv(table, loss)
     if as_json:
-        reached = worst_loss(found) if loss is None else loss
-        content = {"loss": reached, "runs": [_record(one, reached, priced) for one in found], "gaps": _gaps(found)}
+        reached = worst_loss(found.runs) if loss is None else loss
+        content = {
+            "loss": reached,
+            "arms": [_arm(one) for one in found.arms],
+            "runs": [_record(one, reached, priced) for arm in found.arms for one in arm.runs],
+            "gaps": [asdict(gap) | {"mean": gap.mean, "spread": gap.spread} for gap in found.gaps],
+        }
         click.echo(json.dumps(finite(content), indent=2))
     else:
         show(found, Console(), loss, priced)
     if out is not None:
-        pictures = plot_runs(found, out)
+        pictures = found.plot(out)
         if not as_json:
             click.echo(f"{out}: {', '.join(picture.name for picture in pictures)}")
     return 0
 
 
 def show(
-    runs: Sequence[Run], console: Console, loss: float | None = None, priced: tuple[str, Machine] | None = None
+    found: Comparison, console: Console, loss: float | None = None, priced: tuple[str, Machine] | None = None
 ) -> None:
-    """The table on the console; elsewhere than on a terminal it is as wide as it needs to be."""
-    reached = worst_loss(runs) if loss is None else loss
+    """A row per arm on the console; elsewhere than on a terminal the table is as wide as it needs to be."""
+    reached, arms = worst_loss(found.runs) if loss is None else loss, found.arms
     columns: dict[str, list[str]] = {
-        "run": [one.name for one in runs],
-        "held-out": [_number(one.loss, ".4f") for one in runs],
-        "perplexity": [_number(one.perplexity, ".2f") for one in runs],
-        "tokens": [human_count(one.tokens) for one in runs],
-        "virtual": [_time(one.virtual_s) for one in runs],
-        "wall": [_time(one.wall_s) for one in runs],
-        "sent": [human_bytes(one.bytes_sent) for one in runs],
-        "busy": [_number(one.utilization, ".1%") for one in runs],
-        f"to {reached:.4f}" if reached is not None else "to loss": [
-            _time(None if reached is None else time_to_loss(one, reached)) for one in runs
-        ],
-        "exit": [{None: "unfinished", 4: "4 diverged"}.get(one.exit, str(one.exit)) for one in runs],
+        "run": [arm.name for arm in arms],
+        "seeds": [str(len(arm.runs)) for arm in arms],
+        "held-out": [_spread(arm, "loss", ".4f") for arm in arms],
+        "perplexity": [_spread(arm, "perplexity", ".2f") for arm in arms],
+        "tokens": [human_count(arm.mean("tokens")) for arm in arms],
+        "virtual": [_time(arm.mean("virtual_s")) for arm in arms],
+        "wall": [_time(arm.mean("wall_s")) for arm in arms],
+        "sent": [human_bytes(arm.mean("bytes_sent")) for arm in arms],
+        "busy": [_number(arm.mean("utilization"), ".1%") for arm in arms],
+        f"to {reached:.4f}" if reached is not None else "to loss": [_time(_time_to(arm, reached)) for arm in arms],
     }
     if priced is not None:
-        name, machine = priced
-        exits = columns.pop("exit")  # stays the last one
-        columns |= {f"on {name}": [_dollars(one, machine) for one in runs], "exit": exits}
+        columns |= {f"on {priced[0]}": [_dollars(arm, priced[1]) for arm in arms]}
+    columns["exit"] = [_exits(arm) for arm in arms]
+    if all(len(arm.runs) == 1 for arm in arms):
+        del columns["seeds"]
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("run", "exit") else "right", no_wrap=name != "run")
@@ -81,12 +94,13 @@ def show(
         wide = console.options.update(width=10_000)
         console = Console(file=console.file, width=Measurement.get(console, wide, table).maximum)
     console.print(table)
-    for gap in find_gaps(runs):
+    for gap in found.gaps:
         console.print(Text(str(gap)), soft_wrap=True)
 
 
-def _gaps(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    return [asdict(gap) | {"mean": gap.mean, "spread": gap.spread} for gap in find_gaps(runs)]
+def _arm(arm: Arm) -> dict[str, Any]:
+    names = [one.name for one in arm.runs]
+    return {"name": arm.name, "loss": arm.mean("loss"), "spread": arm.spread("loss"), "seeds": arm.seeds, "runs": names}
 
 
 def _record(one: Run, loss: float | None, priced: tuple[str, Machine] | None) -> dict[str, Any]:
@@ -100,9 +114,32 @@ def _record(one: Run, loss: float | None, priced: tuple[str, Machine] | None) ->
     return record
 
 
-def _dollars(one: Run, machine: Machine) -> str:
-    cost = one.cost(machine)
-    return "-" if cost is None else f"${cost.total:,.2f}"
+def _time_to(arm: Arm, loss: float | None) -> float | None:
+    """The mean seconds to a loss; None if one of the seeds never reached it."""
+    times = [None if loss is None else time_to_loss(one, loss) for one in arm.counted]
+    known = [time for time in times if time is not None]
+    return sum(known) / len(known) if len(known) == len(times) else None
+
+
+def _dollars(arm: Arm, machine: Machine) -> str:
+    """The costs of all its runs."""
+    costs = [one.cost(machine) for one in arm.runs]
+    known = [cost.total for cost in costs if cost is not None]
+    return f"${sum(known):,.2f}" if len(known) == len(costs) else "-"
+
+
+def _exits(arm: Arm) -> str:
+    """How its runs ended; of several seeds, how many did not end well."""
+    words = [{None: "unfinished", 4: "4 diverged"}.get(one.exit, str(one.exit)) for one in arm.runs]
+    ill = Counter(word for word in words if word != "0")
+    if not ill or len(words) == 1:
+        return words[0]
+    return ", ".join(f"{count} of {len(words)}: {word}" for word, count in ill.items())
+
+
+def _spread(arm: Arm, of: str, form: str) -> str:
+    spread = arm.spread(of)
+    return _number(arm.mean(of), form) + ("" if spread is None else f" ± {spread:{form}}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -16,7 +16,8 @@ from diloco.cli.compare import show
 from diloco.cli.members import Member
 from diloco.config import Config
 from diloco.errors import DilocoError, UnsavedError
-from diloco.rundir.compare import plot_runs, read_json, read_runs
+from diloco.rundir.compare import read_json, read_runs
+from diloco.rundir.comparison import comparison_of
 from diloco.rundir.files import write_atomic
 
 __all__ = ["Display", "conclude"]
@@ -85,9 +86,9 @@ def conclude(command: str, overrides: Sequence[str], members: Sequence[Member], 
     write_atomic(directory / "sweep.json", json.dumps(content, indent=2) + "\n")
     started = [directory / one.name for one in members if one.state != "pending"]
     if started:
-        runs = read_runs(started)
-        show(runs, Console())
-        written = ["sweep.json", *(one.name for one in plot_runs(runs, directory, config.sweep.plot))]
+        found = comparison_of(read_runs(started))
+        show(found, Console())
+        written = ["sweep.json", *(one.name for one in found.plot(directory, config.sweep.plot))]
         click.echo(f"{directory}: {', '.join(written)}")
     failed = [one for one in members if one.state == "failed"]
     unfinished = [one for one in members if one.state in ("interrupted", "pending")]

@@ -19,19 +19,13 @@ from diloco.config import compose, flatten
 from diloco.config.prices import Cost, Machine
 from diloco.errors import ConfigError
 from diloco.rundir.files import number, read_json_lines
-from diloco.rundir.plot import picture
 
 __all__ = [
-    "NOT_A_DIFFERENCE", "Point", "Run", "find_runs", "is_run", "name_runs", "plot_runs", "read_json", "read_runs",
+    "NOT_A_DIFFERENCE", "Point", "Run", "differing", "find_runs", "is_run", "name_runs", "read_json", "read_runs",
     "time_to_loss", "worst_loss",
 ]  # fmt: skip
 
-AXES = {  # of the pictures: field of `Point`, and label
-    "tokens": ("tokens", "tokens applied by the swarm"),
-    "time": ("time_s", "seconds"),
-    "bytes": ("bytes_sent", "bytes sent by all peers"),
-}
-LONGEST_NAME = 60
+LONGEST_NAME = 80
 NOT_A_DIFFERENCE = ("run.dir", "run.id", "run.name", "run.lead", "run.report", "train.threads", "wandb.", "data.shard")
 
 
@@ -114,30 +108,6 @@ def time_to_loss(run: Run, loss: float) -> float | None:
             return before.time_s + part * (point.time_s - before.time_s)
         before = point
     return None
-
-
-def plot_runs(runs: Sequence[Run], directory: Path, by: Sequence[str] = tuple(AXES)) -> list[Path]:
-    """Draws held-out loss `by` tokens, time and bytes into `directory`; returns the paths of the pictures. Raises
-    `ConfigError` if a picture cannot be written."""
-    from matplotlib import colormaps
-
-    written = []
-    few = len(runs) <= 10
-    for axis in by:
-        field_name, label = AXES[axis]
-        written.append(directory / f"loss-by-{axis}.png")
-        virtual = " (virtual)" if axis == "time" and all(run.virtual_s for run in runs) else ""
-        with picture(written[-1], label + virtual) as axes:
-            axes.set_ylabel("held-out loss (nats per token)")
-            for index, run in enumerate(runs):
-                colour = colormaps["tab10"](index) if few else colormaps["viridis"](index / (len(runs) - 1))
-                known = [(x, point.loss) for point in run.curve if (x := getattr(point, field_name)) is not None]
-                if known:
-                    name = run.name.replace("$", r"\$")
-                    axes.plot(*zip(*known, strict=True), "o-", color=colour, linewidth=1.5, markersize=3, label=name)
-            if axes.lines:
-                axes.legend(frameon=False, fontsize=8, ncols=1 if few else 2)
-    return written
 
 
 def is_run(place: Path) -> bool:
@@ -228,11 +198,9 @@ def _whole(value: Any) -> int | None:
 
 def name_runs(runs: Sequence[Run]) -> None:
     """Names each run by the settings in which it differs from others, or else by its directory."""
-    keys = _differing([run.settings for run in runs])
-    leaves = Counter(key.rpartition(".")[2] for key in keys)
-    short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in keys}
+    keys = differing([run.settings for run in runs])
     for run in runs:
-        name = " ".join(f"{short[key]}={_shown(run.settings[key])}" for key in keys if key in run.settings)
+        name = " ".join(f"{key}={_shown(run.settings[key])}" for key in keys if key in run.settings)
         run.name = name if 0 < len(name) <= LONGEST_NAME else run.directory.resolve().name
     count = Counter(run.name for run in runs)
     for run in runs:
@@ -243,7 +211,8 @@ def name_runs(runs: Sequence[Run]) -> None:
             run.name = str(run.directory)
 
 
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys in which settings differ; of another model its name only."""
     known = [one for one in settings if one]
     keys = dict.fromkeys(key for one in known for key in one if not key.startswith(NOT_A_DIFFERENCE))
     absent = object()

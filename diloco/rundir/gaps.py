@@ -1,6 +1,6 @@
 """How far runs end from data parallel at the same tokens, in percent of the held-out loss, with the spread over seeds.
 
-1. Runs that differ in their seed only are one arm.
+1. Runs that differ in their seed only are one arm (`arms.py`).
 2. The baselines of an arm are the data parallel arms with its model, data and tokens.
 3. It is compared with the best of them and, if that is another one, with the best that has its inner optimizer. Runs of
    one seed are compared with each other.
@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from diloco.rundir.compare import NOT_A_DIFFERENCE, Run, name_runs
+from diloco.rundir.arms import Arm, arms_of, name_arms
+from diloco.rundir.compare import NOT_A_DIFFERENCE, Run
 
 __all__ = ["Gap", "find_gaps", "gap_of", "gap_so_far", "is_baseline"]
 
@@ -45,30 +46,14 @@ class Gap:
         return f"{self.name}: held-out loss {self.mean:+.1f}{spread} % over {self.baseline} ({seeds})"
 
 
-@dataclass(frozen=True)
-class _Arm:
-    """Runs of one setting by their seed; `first` has its name and the settings without a seed."""
-
-    first: Run
-    losses: dict[int, float]
-
-    @property
-    def optimizer(self) -> Any:
-        return self.first.settings.get("inner.optimizer")
-
-    @property
-    def mean_loss(self) -> float:
-        return statistics.mean(self.losses.values())
-
-
 def find_gaps(runs: Sequence[Run]) -> list[Gap]:
-    """The gaps of all arms that have a baseline, in the order of the runs; empty without a data parallel run."""
+    """The gaps of all arms that have a baseline, the lowest loss first; empty without a data parallel run."""
     arms = _arms(runs)
     found = []
     for arm in arms:
-        rivals = [] if is_baseline(arm.first) else [other for other in arms if _is_baseline_of(other, arm)]
-        alike = [rival for rival in rivals if rival.optimizer == arm.optimizer]
-        best = [min(some, key=lambda rival: rival.mean_loss) for some in (rivals, alike) if some]
+        rivals = [] if is_baseline(arm.runs[0]) else [other for other in arms if _is_baseline_of(other, arm)]
+        alike = [rival for rival in rivals if _optimizer(rival) == _optimizer(arm)]
+        best = [min(some, key=_mean_loss) for some in (rivals, alike) if some]
         found += [_gap(arm, rival) for index, rival in enumerate(best) if rival not in best[:index]]
     return found
 
@@ -95,36 +80,41 @@ def gap_of(loss: float, baseline: float) -> float:
     return 100 * (loss / baseline - 1)
 
 
-def _arms(runs: Sequence[Run]) -> list[_Arm]:
-    arms: dict[str, _Arm] = {}
-    for run in runs:
-        if not run.settings or not run.loss:  # it broke before it began, or before its first evaluation
-            continue
-        settings = {key: value for key, value in run.settings.items() if key != "run.seed"}
-        same = repr(sorted((key, value) for key, value in settings.items() if not key.startswith(NOT_A_DIFFERENCE)))
-        arm = arms.setdefault(same, _Arm(replace(run, settings=settings), {}))
-        arm.losses[int(run.settings["run.seed"])] = run.loss
-    firsts = [arm.first for arm in arms.values()]
-    baselines = [one for one in firsts if is_baseline(one)]
-    name_runs([one for one in firsts if not is_baseline(one)])
-    name_runs(baselines)
-    for one in baselines:
-        one.name = f"data parallel {one.name}" if len(baselines) > 1 else "data parallel"
-    return list(arms.values())
+def _arms(runs: Sequence[Run]) -> list[Arm]:
+    """The arms of all runs that were evaluated; a baseline is called one."""
+    arms = arms_of([run for run in runs if run.settings and run.loss])
+    baselines = name_arms([arm for arm in arms if is_baseline(arm.runs[0])])
+    called = [f"data parallel {arm.name}" if len(baselines) > 1 else "data parallel" for arm in baselines]
+    others = name_arms([arm for arm in arms if not is_baseline(arm.runs[0])])
+    return [*others, *(replace(arm, name=name) for arm, name in zip(baselines, called, strict=True))]
 
 
-def _is_baseline_of(other: _Arm, arm: _Arm) -> bool:
-    one, two = arm.first, other.first
+def _losses(arm: Arm) -> dict[int, float]:
+    """The held-out loss by seed."""
+    return {int(run.settings["run.seed"]): run.loss for run in arm.runs if run.loss is not None}
+
+
+def _optimizer(arm: Arm) -> Any:
+    return arm.runs[0].settings.get("inner.optimizer")
+
+
+def _mean_loss(arm: Arm) -> float:
+    return statistics.mean(_losses(arm).values())
+
+
+def _is_baseline_of(other: Arm, arm: Arm) -> bool:
+    one, two = arm.runs[0], other.runs[0]
     if not is_baseline(two) or _task(one) != _task(two) or one.tokens is None or two.tokens is None:
         return False
     equal = abs(one.tokens - two.tokens) <= TOKENS_WITHIN * max(one.tokens, two.tokens)
-    return equal and bool(arm.losses.keys() & other.losses.keys())
+    return equal and bool(_losses(arm).keys() & _losses(other).keys())
 
 
-def _gap(arm: _Arm, rival: _Arm) -> Gap:
-    seeds = tuple(sorted(arm.losses.keys() & rival.losses.keys()))
-    percent = tuple(gap_of(arm.losses[seed], rival.losses[seed]) for seed in seeds)
-    return Gap(arm.first.name, rival.first.name, seeds, percent)
+def _gap(arm: Arm, rival: Arm) -> Gap:
+    mine, theirs = _losses(arm), _losses(rival)
+    seeds = tuple(sorted(mine.keys() & theirs.keys()))
+    percent = tuple(gap_of(mine[seed], theirs[seed]) for seed in seeds)
+    return Gap(arm.name, rival.name, seeds, percent)
 
 
 def _task(run: Run) -> Mapping[str, Any]:

@@ -142,6 +142,7 @@ def sweep(overrides: tuple[str, ...], asked: Asked, **arguments: Any) -> int:
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @click.option("--loss", type=float, help="Held-out loss to reach.  [default: the worst final loss of all]")
 @click.option("--out", type=PATH, help="Directory of the curves.  [default: that of a sweep]")
+@click.option("--csv", "table", type=PATH, metavar="FILE", help="Write a line per run to FILE, with what differs.")
 @_priced
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def compare(prices: Path | None, machine: str | None, **arguments: Any) -> int:
@@ -149,11 +150,12 @@ def compare(prices: Path | None, machine: str | None, **arguments: Any) -> int:
 
     \b
     diloco compare runs/quickstart runs/baseline
-    diloco compare runs/seeds --loss 2.1 --json
+    diloco compare runs/seeds --loss 2.1 --csv seeds.csv
     diloco compare runs/one runs/two --prices prices.yaml --machine h100
 
-    RUN is a run directory or the directory of a sweep. Without --out, several RUNs leave no curves. With --prices, what
-    each run costs with a machine of that kind for every peer, by its wall time and the bytes sent.
+    RUN is a run directory or the directory of a sweep. Runs that differ in their seed only are one row: mean ± standard
+    deviation. The lowest loss comes first. Without --out, several RUNs leave no curves. With --prices, what each row's
+    runs cost with a machine of that kind for every peer, by its wall time and the bytes sent.
     """
     return implementation("compare")(priced=_machine(prices, machine), **arguments)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+from exit_codes import exit_code
 
 from _bench.readme import rows_of
 from _docs import reference, site
+from diloco.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "diloco" / "docs"
@@ -74,3 +79,103 @@ def test_the_documents_are_in_a_source_distribution_and_not_in_a_wheel() -> None
     assert "diloco/errors.py" in wheel and "diloco/_configs/config.yaml" in wheel
     assert not [path for path in wheel if path.startswith("diloco/docs")]
     assert {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")} <= source
+
+
+def typed(page: Path) -> list[str]:
+    """The commands in the code blocks of a page that start diloco; comments behind them are left out."""
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S)
+    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+    lines = [one.strip() for line in lines for one in re.split(r"&&|;", line)]
+    return [line for line in lines if re.match(r"(diloco|torchrun\b.* -m diloco\.train) ", line)]
+
+
+RECIPES = sorted({(page.name, line) for page in (*DOCS.glob("*.md"), ROOT / "README.md") for line in typed(page)})
+
+
+@pytest.mark.parametrize(("page", "line"), RECIPES, ids=[f"{page}: {line}" for page, line in RECIPES])
+def test_a_command_of_a_page_can_be_typed(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its options exist, and its settings make a configuration; nothing is started."""
+    monkeypatch.chdir(tmp_path)
+    if "swarm.key_path=run.key" in line:
+        assert exit_code("keygen", "run.key") == 0
+    line = line.replace("COMMIT", "0" * 40)
+    _, name, *words = ["diloco", "train", *line.split()[4:]] if line.startswith("torchrun") else shlex.split(line)
+    if "-m" in words or name == "sweep":
+        arguments = ["sweep", *([name] if name != "sweep" else []), *(one for one in words if one != "-m"), "--dry-run"]
+    elif name in ("train", "local", "simulate") or words[:1] == ["--new"]:
+        arguments = [name, *words, "--cfg", "job"]
+    else:
+        cli.commands[name].make_context(name, words)  # click's own error for an option that is not there
+        return
+    assert exit_code(*arguments) == 0, capsys.readouterr().err
+
+
+def sentences() -> str:
+    """Every text of the package's code, a line each, with … for what is filled in."""
+    found = []
+    for module in (ROOT / "diloco").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(" ".join(one.split()) for one in found)
+
+
+QUOTED = re.findall(r"^\| `([^`]+)`", (DOCS / "troubleshooting.md").read_text(), re.M)
+
+
+def test_the_errors_of_the_troubleshooting_page_are_said_by_the_code() -> None:
+    said = sentences()
+    missing = [text for text in QUOTED if not re.search(_pattern(text), said)]
+    assert len(QUOTED) > 40 and not missing
+
+
+def _pattern(text: str) -> str:
+    return "[^\\n]*".join(re.escape(part.strip()) for part in text.split("…") if part.strip())
+
+
+QUESTIONS = {
+    "train on my own text": "own-text.md",
+    "two machines behind NAT": "nat.md",
+    "resume": "resume.md",
+    "change the model": "own-text.md#change-the-model",
+    "what happens with my data": "my-data.md",
+    "API reference": "reference.md",
+    "tutorial": "tutorial.md",
+    "troubleshooting": "troubleshooting.md",
+    "own optimizer or codec": "extend.md",
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_front_page_answers_what_a_newcomer_asks_by_a_link(question: str) -> None:
+    page, _, place = QUESTIONS[question].partition("#")
+    assert f"](diloco/docs/{QUESTIONS[question]})" in (ROOT / "README.md").read_text()
+    assert not place or f"## {place.replace('-', ' ').capitalize()}\n" in (DOCS / page).read_text()
+
+
+def test_the_front_page_leads_to_every_page_of_the_documents() -> None:
+    front = (ROOT / "README.md").read_text()
+    assert [page.name for page in DOCS.glob("*.md") if f"](diloco/docs/{page.name}" not in front] == []
+    assert len(front.splitlines()) <= 150
+
+
+def test_there_is_no_more_to_read_than_somebody_reads() -> None:
+    """Words by hand: without the log, the pages that are made from the code, and the tables that scripts write."""
+    made = {ROOT / "scripts" / "LOG.md", ROOT / "scripts" / "TABLES.md"}
+    pages = [page for page in site.pages() if page not in made and page.parent != reference.FOLDER]
+    table = re.compile(r"<!-- ([a-z0-9 ]+) -->.*?<!-- end of \1 -->", re.DOTALL)
+    words = {str(page.relative_to(ROOT)): len(table.sub("", page.read_text()).split()) for page in pages}
+    assert words["diloco/docs/tutorial.md"] <= 1500
+    assert sum(words.values()) <= 16_000, words
+
+
+@pytest.mark.parametrize("page", [page for page in site.pages() if page.parent != reference.FOLDER], ids=str)
+def test_a_page_that_starts_another_peer_says_how_its_data_differs(page: Path) -> None:
+    text = page.read_text()
+    if re.search(r"(?m)^diloco join |[Tt]he next peer", text):
+        assert re.search(r"data\s+differs|other\s+data|different\s+data|different-data", text, re.I)

@@ -75,8 +75,8 @@ def test_peers_get_the_settings_that_were_checked(engine: str, tmp_path: Path) -
         assert stat.S_IMODE((tmp_path / "out" / "host.key").stat().st_mode) == 0o600
 
 
-README = (ROOT / "diloco" / "cli" / "README.md").read_text() + (ROOT / "README.md").read_text()
-EXAMPLES = sorted(set(re.findall(r"^ *diloco launch ([^#\n]*)", README + str(command_line.help), re.M)))
+PAGES = (ROOT / "diloco" / "docs" / "cluster.md").read_text() + (ROOT / "README.md").read_text()
+EXAMPLES = sorted(set(re.findall(r"^ *diloco launch ([^#\n]*)", PAGES + str(command_line.help), re.M)))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from exit_codes import exit_code
 
+import diloco
 from _bench.readme import rows_of
 from _docs import reference, site
 from diloco.cli.main import cli
@@ -179,3 +180,12 @@ def test_a_page_that_starts_another_peer_says_how_its_data_differs(page: Path) -
     text = page.read_text()
     if re.search(r"(?m)^diloco join |[Tt]he next peer", text):
         assert re.search(r"data\s+differs|other\s+data|different\s+data|different-data", text, re.I)
+
+
+def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has() -> None:
+    text = (DOCS / "reference.md").read_text()
+    members = {name for name in dir(diloco.Swarm) if not name.startswith("_")} | {"state"}
+    inside = {"of", "options", "runtime"}  # of the package itself
+    named = set(re.findall(r"`(\w+)", text))
+    assert set(diloco.__all__) - {"__version__"} <= named
+    assert members - inside <= named | {"open", "close"}, members - inside - named

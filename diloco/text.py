@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-__all__ = ["human_bytes", "human_count", "human_seconds", "one_line", "plain", "sparkline"]
+__all__ = ["counted", "human_bytes", "human_count", "human_seconds", "one_line", "plain", "sparkline"]
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -32,6 +32,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def counted(number: int, what: str) -> str:
+    """1, "peer" -> "1 peer"; 2 -> "2 peers"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def human_bytes(count: float | None) -> str:

@@ -75,6 +75,25 @@ def test_an_invitation_with_an_address_is_the_whole_link(place: Path, capsys: py
         assert compose(["swarm.token=@link"]).run.key == grant.run_key.hex()
 
 
+def test_an_invitation_that_goes_into_a_file_is_for_its_owner_alone_and_joins_from_there(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(capsys, "keygen", "k")
+    options = ["invite", "--key", "k", "--run", "mine", ADDRESS, "--out", "link.txt"]
+    code, printed, described = typed(capsys, *options)
+    assert (code, printed) == (0, "") and stat.S_IMODE((place / "link.txt").stat().st_mode) == 0o600
+    assert "diloco join @link.txt (chmod 600 link.txt), or diloco join - and paste it" in described
+    found, given = guest("@link.txt", [])
+    assert found.resolved().peers == (ADDRESS,) and compose(given).run.key is not None
+    assert typed(capsys, *options)[0::2] == (
+        2, "diloco: error: --out=link.txt cannot be written: File exists; name a new file\n"
+    )  # fmt: skip
+    assert typed(capsys, *options[:-1], "no/link.txt")[2] == (
+        "diloco: error: --out=no/link.txt cannot be written: No such file or directory; name a file in a directory of "
+        "yours\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -118,7 +137,7 @@ def test_what_is_revoked_is_kept_also_if_no_peer_is_left(place: Path, capsys: py
     typed(capsys, "keygen", "k")
     owner = ("revoke", "--key", "k", "--run", "mine")
     assert typed(capsys, *owner, "0" * 16)[:2] == (
-        0, "1 tokens and 0 peers are revoked in mine (list 1); peers that start with k have it\n"
+        0, "1 token and 0 peers revoked in mine (list 1); peers that start with k have it\n"
     )  # fmt: skip
     dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{PEER}"
     code, _, error = typed(capsys, *owner, dead, "1" * 16, PEER)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from exit_codes import exit_code
 from fake_swarm import peer_id, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
@@ -317,6 +318,20 @@ def test_the_tables_fit_the_terminal_and_name_everything(width: int) -> None:
     for part in ("peers\n", "fragments\n", "rounds\n", "ledger", "contributions\n", "events\n", "loss 5", "worker-04"):
         assert part in text
     assert ("device" in text) == (width == 200)
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "  1 peer"), (2, "  2 peers")])
+def test_the_head_counts_peers(count: int, said: str) -> None:
+    assert shown(snapshot(count), 200)[0].rstrip().endswith(said)
+
+
+def test_an_empty_file_with_a_link_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link.txt").write_text("\n")
+    assert exit_code("status", f"@{tmp_path / 'link.txt'}") == 2
+    assert capsys.readouterr().err == (
+        f"diloco: error: @{tmp_path / 'link.txt'} is empty; put the address of a peer, or the link of an invitation, "
+        "into it\n"
+    )
 
 
 def test_what_is_lost_or_split_or_has_no_syncer_is_said() -> None:

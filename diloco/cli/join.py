@@ -29,7 +29,7 @@ from diloco.config.address import Address
 from diloco.errors import SwarmError
 from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
 from diloco.swarm.visit.visitor import light_hivemind
-from diloco.text import human_bytes, human_count
+from diloco.text import counted, human_bytes, human_count
 
 if TYPE_CHECKING:  # these bring torch
     from diloco.fit.whole import Layout
@@ -113,7 +113,7 @@ def _prepare(
     parts = f" in parts of {micro_batch}" if micro_batch < batch_size else ""
     second = f", peer {directory.number + 1} of this machine (the first one runs)" if directory.number else ""
     text = (
-        f"{machine.name}, {_count(machine.threads, 'thread')}, {config.train.precision}, "
+        f"{machine.name}, {counted(machine.threads, 'thread')}, {config.train.precision}, "
         f"batch of {batch_size}{parts}{second}"
     )
     stages.show(text)
@@ -159,7 +159,7 @@ def _look(config: Config, address: Address, identity: Path, stages: Stages) -> F
     from diloco.swarm.wire.gate import watching
 
     def connected(answered: int, silent: Mapping[str, str]) -> None:
-        stages.show(f"{_count(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))
+        stages.show(f"{counted(answered, 'peer')} reached" + "".join(f"; {one}: {why}" for one, why in silent.items()))
         stages.go_to("manifest")
 
     gate = watching(config.run.id, config.swarm.token, config.swarm.key_path)
@@ -176,10 +176,6 @@ def _look(config: Config, address: Address, identity: Path, stages: Stages) -> F
             return look(others, identity, measured, connected, gate)
         except SwarmError:
             raise SwarmError(f"{error}; {len(others)} more that were in this run before do not answer either") from None
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _import_the_rest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import click
 from diloco.admission import Revoked, Role, RunKey, Token, issue
 from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
+from diloco.text import counted
 
 __all__ = ["invite", "keygen", "revoke"]
 
@@ -31,18 +33,28 @@ def keygen(file: Path) -> int:
     return 0
 
 
-def invite(key: Path, run: str, expires: str, role: Role, bind: str | None, address: str | None) -> int:
-    """Prints a token on stdout, or with an address the whole link; its id, role and end on stderr."""
+def invite(
+    key: Path, run: str, expires: str, role: Role, bind: str | None, address: str | None, out: Path | None
+) -> int:
+    """Prints a token on stdout, or writes it to `out`, or with an address the whole link; on stderr its id, role and
+    end. Raises ConfigError if `out` is there or cannot be written.
+    """
     expires_at = int(time.time()) + seconds_of(expires)
     token = issue(RunKey.read(key, "--key"), run, role, expires_at, bind or "")
     text = token.to_text()
-    click.echo(text if address is None else str(Address(Address.read(address).resolved().peers, text)))
+    link = text if address is None else str(Address(Address.read(address).resolved().peers, text))
+    if out is None:
+        click.echo(link)
+    else:
+        _write(out, link)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires_at))
     whom = "the first peer that uses it" if role != "observer" else "whoever has it"
     click.echo(f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True)
     joins = "diloco join ADDRESS swarm.token=" if address is None else "diloco join "
+    where = "FILE" if out is None else str(out)
     click.echo(
-        f"it is a secret, and other users see what is typed: {joins}@FILE (chmod 600 FILE), or {joins}- and paste it",
+        f"it is a secret, and other users see what is typed: {joins}@{where} (chmod 600 {where}), or {joins}- and paste "
+        "it",
         err=True,
     )
     return 0
@@ -72,9 +84,20 @@ def revoke(key: Path, run: str, address: str | None, what: Sequence[str]) -> int
                 f"{error}; list {revoked.number} is kept beside {key}, and peers that start with that key have it"
             ) from None
         revoked.remember(key, run)
-    listed = f"{len(revoked.token_ids)} tokens and {len(revoked.peer_ids)} peers are revoked in {run}"
+    listed = f"{counted(len(revoked.token_ids), 'token')} and {counted(len(revoked.peer_ids), 'peer')} revoked in {run}"
     click.echo(f"{listed} (list {revoked.number})" + ("" if peers else f"; peers that start with {key} have it"))
     return 0
+
+
+def _write(out: Path, link: str) -> None:
+    """A new file that only its owner can read."""
+    try:
+        descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(link + "\n")
+    except OSError as error:
+        remedy = "name a new file" if isinstance(error, FileExistsError) else "name a file in a directory of yours"
+        raise ConfigError(f"--out={out} cannot be written: {error.strerror}; {remedy}") from None
 
 
 def seconds_of(duration: str) -> int:

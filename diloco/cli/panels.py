@@ -14,7 +14,7 @@ from diloco.cli.table import STATE_STYLES, fitting
 from diloco.dashboard.charts import contribution_rows, event_rows, fragment_rows
 from diloco.protocol.phase_seconds import PHASES
 from diloco.protocol.snapshot import PeerRow, Round, Snapshot
-from diloco.text import human_bytes, human_count, human_seconds, sparkline
+from diloco.text import counted, human_bytes, human_count, human_seconds, sparkline
 
 __all__ = ["render"]
 
@@ -55,12 +55,14 @@ def _head(snapshot: Snapshot, lost: str | None) -> Text:
         f"{run.model or 'model unnamed'}, {run.mode}",
         f"outer step {run.version}{budget}",
         f"{human_count(run.applied_tokens)}{'' if run.tokens is None else '/' + human_count(run.tokens)} tokens",
-        f"{len(peers) + snapshot.left_out} peers",
+        counted(len(peers) + snapshot.left_out, "peer"),
     ]
     text.append("  " + "  ".join(facts), style="not bold")
     if len(snapshot.components) > 1:
         elsewhere = sum(len(group) for group in snapshot.components[1:])
-        text.append(f"\nsplit: {elsewhere} more peers are in the DHT and cannot be reached from here", style="bold red")
+        text.append(
+            f"\nsplit: {counted(elsewhere, 'more peer')} in the DHT cannot be reached from here", style="bold red"
+        )
     if lost is not None:
         text.append(f"\n{lost}", style="bold red")
     return text

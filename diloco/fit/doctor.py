@@ -24,7 +24,7 @@ from diloco.fit.whole import Layout, layout_of
 from diloco.swarm.visit.look import CLOCK_LIMIT_S, Found, look, parse_manifest
 from diloco.swarm.visit.rehearse import try_to_listen
 from diloco.swarm.wire.gate import Gate, watching
-from diloco.text import one_line
+from diloco.text import counted, one_line
 from diloco.train.machine import GIB, Machine, inspect_machine
 from diloco.train.memory import parameters_of
 
@@ -223,7 +223,7 @@ class Doctor:
         self.figures |= {"up_bits_per_s": up, "down_bits_per_s": down, "latency_s": latency_s}
         text = (
             f"{up / 1e6:.4g} Mbit/s up, {down / 1e6:.4g} Mbit/s down, {latency_s * 1e3:.3g} ms away "
-            f"(median of {len(rated)} peers, {PROBE_BYTES >> 20} MiB each way)"
+            f"(median of {counted(len(rated), 'peer')}, {PROBE_BYTES >> 20} MiB each way)"
         )
         if min(up, down) < THIN_BITS_PER_S or latency_s > FAR_S:
             return Check("bandwidth", "warning", text, "diloco plan --doctor computes the cost", swarm=True)

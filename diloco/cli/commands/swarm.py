@@ -269,16 +269,18 @@ def _owner(function: common.Function) -> common.Function:
     help="worker: all; host: holds fragments, contributes nothing; observer: looks on.",
 )  # fmt: skip
 @click.option("--bind", metavar="PEER_ID", help="Only this peer can use it.  [default: the first that does]")
+@click.option("--out", type=PATH, metavar="FILE", help="Write it to this new file, which only you can read.")
 @click.argument("address", required=False)
 def invite(**arguments: Any) -> int:
     """Print an invitation to a closed run.
 
     \b
     diloco invite --key run.key --run mine /ip4/203.0.113.7/tcp/4100/p2p/Qm...
+    diloco invite --key run.key --run mine @runs/mine/address --out link.txt
     diloco invite --key run.key --run mine --role observer --expires 12h
 
-    With ADDRESS it is a link, else a token for swarm.token=@FILE. Either is a secret; its id, on stderr, is what
-    diloco revoke takes.
+    With ADDRESS it is a link, for diloco join @FILE, else a token for swarm.token=@FILE. Either is a secret; its id, on
+    stderr, is what diloco revoke takes.
     """
     return implementation("invite")(**arguments)
 

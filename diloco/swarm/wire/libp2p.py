@@ -72,6 +72,8 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
                 lines = await within(timeout_s, _appears(path))
             except asyncio.TimeoutError:
                 raise SwarmError(f"swarm.initial_peers: no address in {path} after {timeout_s:.0f} s") from None
+            if not lines:
+                raise ConfigError(f"{entry} is empty; put the address of a peer, or the link of an invitation, into it")
             for line in lines:
                 addresses += Address.parse(line).peers
         else:

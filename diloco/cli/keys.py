@@ -51,12 +51,9 @@ def invite(
     whom = "the first peer that uses it" if role != "observer" else "whoever has it"
     click.echo(f"token {token.grant.token_id}: {role} of {run} until {until}, for {bind or whom}", err=True)
     joins = "diloco join ADDRESS swarm.token=" if address is None else "diloco join "
-    where = "FILE" if out is None else str(out)
-    click.echo(
-        f"it is a secret, and other users see what is typed: {joins}@{where} (chmod 600 {where}), or {joins}- and paste "
-        "it",
-        err=True,
-    )
+    file = "FILE" if out is None else str(out)
+    typed = f"{joins}@{file} (chmod 600 {file}), or {joins}- and paste it"
+    click.echo(f"it is a secret, and other users see what is typed: {typed}", err=True)
     return 0
 
 

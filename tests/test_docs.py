@@ -84,7 +84,8 @@ def test_the_documents_are_in_a_source_distribution_and_not_in_a_wheel() -> None
 
 def typed(page: Path) -> list[str]:
     """The commands in the code blocks of a page that start diloco; comments behind them are left out."""
-    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    blocks = [text for language, text in fenced if not language]
     lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
     lines = [one.strip() for line in lines for one in re.split(r"&&|;", line)]
     return [line for line in lines if re.match(r"(diloco|torchrun\b.* -m diloco\.train) ", line)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +23,13 @@ from swarm_helpers import SMOKE, Crowd, command, diloco, eventually, free_port, 
 
 from diloco.admission.invitation import issue
 from diloco.admission.keys import RunKey
+from diloco.cli.join import _Arrival, _called
 from diloco.cli.main import main
 from diloco.cli.stages import Stages
-from diloco.cli.table import invitation
+from diloco.cli.table import LiveView, invitation
 from diloco.cli.volunteers import _command as start_of
 from diloco.config import WIRE_VERSION, compose
+from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
 from diloco.fit.volunteer import (
     fit_to_machine,
@@ -39,6 +43,7 @@ from diloco.fit.volunteer import (
 from diloco.fit.whole import Layout
 from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import DialBack, DialBackReply, Probe, ProbeReply
+from diloco.rundir.reporting import Happened, to_wire
 from diloco.swarm.conversations.probe import Probed, ProbeServer, _callable
 from diloco.swarm.visit.look import Found, check_clock, look, parse_manifest
 from diloco.swarm.wire.dialing import best_first
@@ -459,6 +464,23 @@ def test_stages_on_a_terminal_show_a_bar_for_what_is_under_way() -> None:
     assert "✗ state" in console.export_text()
 
 
+@pytest.mark.parametrize(
+    ("kind", "live", "said"),
+    [
+        ("lost", 3, "n1, the peer that was called, vanished (silent); training goes on with 2 other peers"),
+        ("lost", 2, "n1, the peer that was called, vanished (silent); training goes on with 1 other peer"),
+        ("leave", 1, "n1, the peer that was called, left; training goes on here alone"),
+    ],
+)
+def test_a_volunteer_is_told_when_the_peer_that_it_called_goes(kind: str, live: int, said: str) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    view, stages = LiveView(console, ["me"], 16, "run"), Stages(console, ["connect"])
+    arrival = _Arrival(stages, view, ExitStack(), _called(Address.parse(f"{PLACE},/ip4/203.0.113.9/tcp/1/p2p/{OTHER}")))
+    for subject in (OTHER, "QmSomebodyElse"):
+        arrival(to_wire(Happened(kind=kind, subject=subject, name="n1", why="silent", live=live)))
+    assert console.file.getvalue() == f"[  0.0s] {said}\n"
+
+
 # -- real peers -------------------------------------------------------------------------------------------------------
 
 
@@ -539,6 +561,21 @@ def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
     [run_dir] = (tmp_path / "home" / "diloco" / "peer-0" / "runs").iterdir()
     [mine] = json.loads((run_dir / "summary.json").read_text())["peers"]
     assert mine["tokens"] > 0
+
+
+@pytest.mark.swarm
+def test_a_volunteer_goes_on_when_the_first_peer_is_killed_and_says_so(tmp_path: Path) -> None:
+    begin = ["-m", "diloco", "train", *SMOKE, "run.dir=starter", "budget.outer_steps=4000", "eval.every=0"]
+    with command(*begin, directory=tmp_path) as starter:
+        lines = eventually(lambda: [one for one in starter.stdout.splitlines() if one.startswith("diloco join ")], "it")
+        with command("-m", *lines[0].split(), directory=tmp_path) as guest:
+            eventually(lambda: "first contribution: in outer step" in guest.stdout, "a first contribution")
+            starter.process.kill()
+            gone = "the peer that was called, vanished ("
+            [line] = eventually(lambda: [one for one in guest.stdout.splitlines() if gone in one], "the news")
+            guest.process.send_signal(signal.SIGINT)
+            guest.done()
+    assert line.endswith("); training goes on here alone")
 
 
 STUBS = """

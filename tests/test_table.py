@@ -121,7 +121,7 @@ def test_the_table_shows_every_peer_their_sum_and_the_progress() -> None:
     assert lines[3].split() == ["p1", "exchanging", "4/16", "90", "2.61", "2.70", "4.1k", "500", "kB", "2.5", "GB"]
     assert lines[4].split() == ["together", "8.2k", "1.7", "MB", "2.5", "GB"]
     # Two outer steps took 10 s, so the other twelve take 60 s; those before a resume do not count.
-    assert lines[5].split()[-5:] == ["4/16", "0:10", "elapsed", "1:00", "left"]
+    assert lines[5].split()[-6:] == ["4/16", "0:10", "elapsed", "1:00", "to", "go"]
     assert len(lines) == 6
 
 
@@ -141,6 +141,45 @@ def test_the_view_fits_the_terminal_and_cuts_no_number(width: int, peers: int) -
     assert ("43 more" in "".join(lines)) == (peers == 60)
 
 
+def test_a_volunteer_sees_how_many_peers_there_are_and_no_column_that_stays_empty() -> None:
+    view, _, _ = make(terminal=True, peers=1)
+    view.update(status(eval_loss=None, peers=1))
+    lines = shown(view)
+    assert lines[1].split() == ["peer", "state", "version", "step", "loss", "tok/s", "sent", "received"]
+    assert lines[-1].endswith(" - to go 1 peer")
+    view.update(status(eval_loss=2.5, peers=12))
+    assert "held-out" in shown(view)[1] and shown(view)[-1].endswith(" - to go 12 peers")
+    narrow, _, _ = make(terminal=True, peers=1, width=40, total=10_000)
+    narrow.update(status(version=9_999, peers=12))
+    assert shown(narrow, 40)[-1].endswith(" - to go"), "the progress is worth more"
+
+
+def test_the_time_to_go_is_told_apart_from_the_state_of_who_left() -> None:
+    view, _, _ = make(terminal=True, peers=1)
+    view.update(status(state="left"))
+    assert [line.split().count("left") for line in shown(view)][2:] == [1, 0]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_machine_that_slept_is_told_so(terminal: bool) -> None:
+    view, file, clock = make(terminal)
+    wall = Clock()
+    view._wall_clock, view._awake_at = wall, (0.0, 0.0)
+
+    def pass_time(seconds: float, asleep: float = 0.0) -> str:
+        clock.now, wall.now = clock.now + seconds, wall.now + seconds + asleep
+        file.truncate(0)
+        file.seek(0)
+        view.update({"t": "ready", "peer": "p0"})
+        return "".join(line for line in file.getvalue().splitlines() if "ready" not in line)
+
+    assert pass_time(600) == "", "a step may take as long as it likes"
+    assert pass_time(0.5, asleep=3725) == (
+        "[600.5s] this machine slept for 1:02:05, or its clock was set; it catches up with the swarm and trains on"
+    )
+    assert pass_time(0.5) == pass_time(0.5, asleep=-3725) == pass_time(0.5, asleep=2) == ""
+
+
 def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
     view, file, _ = make(terminal=True)
     with view:
@@ -156,7 +195,7 @@ def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
 def test_without_a_known_total_there_is_no_bar() -> None:
     view, _, _ = make(terminal=True, total=None)
     view.update(status(outer_steps=None))
-    assert shown(view)[-1].split() == ["outer", "steps", "3/?", "0:00", "elapsed", "-", "left"]
+    assert shown(view)[-1].split() == ["outer", "steps", "3/?", "0:00", "elapsed", "-", "to", "go"]
     view.update(status(outer_steps=20))
     assert "3/20" in shown(view)[-1]
 

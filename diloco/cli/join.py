@@ -15,7 +15,7 @@ import logging
 import statistics
 import threading
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,8 @@ from diloco.cli.stages import Stages
 from diloco.cli.table import LiveView
 from diloco.config import Config
 from diloco.config.address import Address
-from diloco.errors import SwarmError
-from diloco.rundir.reporting import Ready, Said, Stage, Status, read_message
+from diloco.errors import ConfigError, SwarmError
+from diloco.rundir.reporting import Happened, Ready, Said, Stage, Status, read_message
 from diloco.swarm.visit.visitor import light_hivemind
 from diloco.text import counted, human_bytes, human_count
 
@@ -56,7 +56,7 @@ def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> 
             stages.show("loading libraries")
             config, layout = _prepare(config, address, typed, yes, stages, stack)
             if layout is None:
-                return _train(config, stages, stack, console)
+                return _train(config, address, stages, stack, console)
             from diloco.cli.volunteers import train_on_all
 
             stages.advance()
@@ -188,13 +188,13 @@ def _import_the_rest() -> None:
         return
 
 
-def _train(config: Config, stages: Stages, stack: ExitStack, console: Console) -> int:
+def _train(config: Config, address: Address, stages: Stages, stack: ExitStack, console: Console) -> int:
     from diloco.train.run import run as train
 
     assert config.run.name is not None
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, as peer {config.run.name}"
     view = LiveView(console, [config.run.name], config.budget.outer_steps, title)
-    summary = train(config, _Arrival(stages, view, stack))
+    summary = train(config, _Arrival(stages, view, stack, _called(address)))
     stack.close()  # or the table would stay below what follows
     [mine] = summary.peers
     loss = summary.eval.loss
@@ -208,10 +208,28 @@ def _train(config: Config, stages: Stages, stack: ExitStack, console: Console) -
     return summary.exit
 
 
-class _Arrival:
-    """Shows the training loop's messages: as stages until the first contribution is merged, then as a table."""
+def _gone(message: Happened) -> str:
+    what = "left" if message.kind == "leave" else f"vanished ({message.why})"
+    others = f"with {counted(message.live - 1, 'other peer')}" if message.live > 1 else "here alone"
+    return f"{message.name}, the peer that was called, {what}; training goes on {others}"
 
-    def __init__(self, stages: Stages, view: LiveView, stack: ExitStack) -> None:
+
+def _called(address: Address) -> frozenset[str]:
+    """The ids of the peers that the user named."""
+    with suppress(ConfigError):
+        return frozenset(one.rpartition("/")[2] for one in address.resolved().peers)
+    return frozenset()
+
+
+class _Arrival:
+    """Shows the training loop's messages: as stages until the first contribution is merged, then as a table.
+
+    `called` are the ids of the peers that the user named: of them it says when they go, for the user may think that
+    the run ends with them.
+    """
+
+    def __init__(self, stages: Stages, view: LiveView, stack: ExitStack, called: Collection[str] = ()) -> None:
+        self._called = called
         self._stages = stages
         self._view = view
         self._stack = stack
@@ -221,6 +239,10 @@ class _Arrival:
         message = read_message(said)
         if message is None or (isinstance(message, Ready) and not message.advice):
             return  # a guest need not invite others
+        if isinstance(message, Happened):
+            if message.subject in self._called:
+                self._view.note(_gone(message))
+            return
         if self._stages.name is not None and isinstance(message, Stage):
             self._stages.go_to(message.stage)
             if message.stage == "state" or message.wanted:

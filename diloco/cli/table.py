@@ -22,13 +22,14 @@ from diloco.config import Config
 from diloco.config.address import scope
 from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message, who_can_join
 from diloco.rundir.summary import Summary
-from diloco.text import human_bytes, human_count, human_seconds, plain
+from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
 __all__ = ["STATE_STYLES", "LiveView", "fitting", "invitation", "say_who_can_join"]
 
 Clock = Callable[[], float]
 
 LINE_EVERY_S = 10.0  # between lines of a peer whose version does not change
+SLEPT_S = 30.0  # that the wall clock may gain on the one that stands still while a machine sleeps
 
 _COLUMNS = ("peer", "state", "version", "step", "loss", "held-out", "tok/s", "sent", "received")
 _DISPENSABLE = ("received", "step", "sent", "tok/s", "state")  # the first goes first
@@ -66,13 +67,16 @@ class LiveView:
     """
 
     def __init__(
-        self, console: Console, peers: Sequence[str], total_steps: int | None, title: str, clock: Clock = time.monotonic
-    ) -> None:
+        self, console: Console, peers: Sequence[str], total_steps: int | None, title: str,
+        clock: Clock = time.monotonic, wall_clock: Clock = time.time,
+    ) -> None:  # fmt: skip
         self._console = console
         self._total = total_steps
         self._title = title
         self._clock = clock
+        self._wall_clock = wall_clock
         self._began = clock()
+        self._awake_at = (self._began, wall_clock())
         self._rows = {peer: _Row(peer, self._began) for peer in peers}
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
@@ -91,6 +95,7 @@ class LiveView:
     def update(self, said: Said) -> None:
         """Shows a message: `Ready`, `Status` or `Finished`; others are ignored."""
         message = read_message(said)
+        self._look_at_clocks()
         if isinstance(message, Ready):
             self._show_ready(message)
         elif isinstance(message, Status | Finished):
@@ -118,6 +123,13 @@ class LiveView:
             for line in rest:  # for copying: nothing stands before it, and it is not broken
                 self._console.print(Text(line), soft_wrap=True)
         self._ready = True
+
+    def _look_at_clocks(self) -> None:
+        before, self._awake_at = self._awake_at, (self._clock(), self._wall_clock())
+        slept = self._awake_at[1] - before[1] - (self._awake_at[0] - before[0])
+        if slept >= SLEPT_S:
+            shown = f"this machine slept for {human_seconds(slept)}, or its clock was set"
+            self.note(f"{shown}; it catches up with the swarm and trains on")
 
     def note(self, text: str) -> None:
         """Prints a line above the table, for an event."""
@@ -171,7 +183,8 @@ class LiveView:
         return Group(fitting(self._console, tables), self._progress(rows))
 
     def _table(self, rows: Sequence[_Row], room: int, without: Sequence[str]) -> Table:
-        columns = [name for name in _COLUMNS if name not in without]
+        evaluates = any(row.status.eval_loss is not None for row in rows)  # a volunteer leaves it to others
+        columns = [name for name in _COLUMNS if name not in without and (evaluates or name != "held-out")]
         table = Table(title=Text(self._title), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
         for name in columns:
             # A width of its own, so that the table does not jump when a state changes.
@@ -208,15 +221,21 @@ class LiveView:
         now = self._clock()
         done = max((row.status.version or 0 for row in rows), default=0)
         texts = [f"{done}/{self._total or '?'}", f"{human_seconds(now - self._began)} elapsed"]
-        texts.append(f"{self._remaining(now, done)} left")
+        texts.append(f"{self._remaining(now, done)} to go")
         label = "outer steps"
-        room = self._console.width - sum(len(text) + 1 for text in [label, *texts])
+        peers = max((row.status.peers or 0 for row in rows), default=0)
+        if peers and self._room(label, *texts, counted(peers, "peer")) >= 0:
+            texts.append(counted(peers, "peer"))
+        room = self._room(label, *texts)
         grid = Table.grid(padding=(0, 1))
         if self._total and room >= 8:
             grid.add_row(label, ProgressBar(total=self._total, completed=done, width=min(60, room - 1)), *texts)
         else:
             grid.add_row(*([label] if room >= 0 else []), *texts)
         return grid
+
+    def _room(self, *texts: str) -> int:
+        return self._console.width - sum(len(text) + 1 for text in texts)
 
     def _remaining(self, now: float, done: int) -> str:
         if self._total is None or self._first is None:

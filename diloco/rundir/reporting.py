@@ -22,6 +22,7 @@ from diloco.text import human_bytes, human_count
 
 __all__ = [
     "Finished",
+    "Happened",
     "Listener",
     "Message",
     "Ready",
@@ -108,6 +109,18 @@ class Status(Message):
 
 
 @dataclass(frozen=True)
+class Happened(Message):
+    """Another peer, with an id and a name, left ("leave") or vanished ("lost"), why; so many are `live`, this one too."""
+
+    t = "event"
+    kind: str = ""
+    subject: str = ""
+    name: str = ""
+    why: str = ""
+    live: int = 1
+
+
+@dataclass(frozen=True)
 class Finished(Message):
     """The summary of this single peer, after its last step."""
 
@@ -117,7 +130,7 @@ class Finished(Message):
 
 Said = Message | Mapping[str, Any]
 Listener = Callable[[Said], None]
-_KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Status, Finished)}
+_KINDS: dict[str, type[Message]] = {kind.t: kind for kind in (Stage, Ready, Status, Happened, Finished)}
 
 
 def to_wire(said: Said) -> dict[str, Any]:

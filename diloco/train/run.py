@@ -25,7 +25,9 @@ from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.presence import Presence
-from diloco.rundir.reporting import Finished, Listener, Message, Ready, Stage, Status, swarm_figures, to_wire
+from diloco.rundir.reporting import (
+    Finished, Happened, Listener, Message, Ready, Stage, Status, read_fields, swarm_figures, to_wire,
+)  # fmt: skip
 from diloco.rundir.summary import (
     PhaseTimer,
     Summary,
@@ -244,7 +246,12 @@ def _sync(
         if address and config.run.lead and not joins_by(config, config.run.dir / "address"):
             write_atomic(config.run.dir / "address", address + "\n")
 
-    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, log.swarm_event, ready)
+    def happened(kind: str, fields: dict[str, object]) -> None:
+        log.swarm_event(kind, fields)
+        if kind in ("leave", "lost"):
+            tell(Happened(**read_fields(Happened, {**fields, "kind": kind, "peer": None, "subject": fields["peer"]})))
+
+    swarm = Swarm.of(config, config.manifest(), identity_path(config, name), name, happened, ready)
     return swarm.attach(model, optimizer, island=island, saved=session.outer() if island.leads else None, phases=phases)
 
 

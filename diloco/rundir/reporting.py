@@ -110,7 +110,7 @@ class Status(Message):
 
 @dataclass(frozen=True)
 class Happened(Message):
-    """Another peer, with an id and a name, left ("leave") or vanished ("lost"), why; so many are `live`, this one too."""
+    """Another peer, of that id and name, left ("leave") or vanished ("lost"); so many are `live`, this one included."""
 
     t = "event"
     kind: str = ""

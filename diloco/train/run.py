@@ -26,7 +26,16 @@ from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.presence import Presence
 from diloco.rundir.reporting import (
-    Finished, Happened, Listener, Message, Ready, Stage, Status, read_fields, swarm_figures, to_wire,
+    Finished,
+    Happened,
+    Listener,
+    Message,
+    Ready,
+    Stage,
+    Status,
+    read_fields,
+    swarm_figures,
+    to_wire,
 )  # fmt: skip
 from diloco.rundir.summary import (
     PhaseTimer,

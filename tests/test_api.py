@@ -158,6 +158,8 @@ def test_a_peer_says_how_others_join_for_whom_it_waits_and_who_comes(
     sync = attached(swarm).open()
     for kind, name, live in (("join", "anna", 2), ("join", "peer", 3), ("lost", "anna", 2), ("leave", "peer", 1)):
         swarm._heard(kind, {"peer": "QmABCDEFGH", "name": name, "live": live, "why": "silent"})
+    pair = {"peers": ["QmABCDEFGH", "QmME"], "names": ["peer", "anna"], "cosine": 0.99991}
+    swarm._heard("same_data", {"fragment": 0, "version": 1, **pair})
     swarm._heard("takeover", {"fragment": 0})
     swarm.close()
     assert sync.view.closed
@@ -169,6 +171,9 @@ def test_a_peer_says_how_others_join_for_whom_it_waits_and_who_comes(
         "diloco: peer ...CDEFGH joined, 3 peers now",
         "diloco: anna vanished (silent), 2 peers now",
         "diloco: peer ...CDEFGH left, 1 peer now",
+        "diloco: peer ...CDEFGH and anna train on the same data (cosine of what they contribute 0.9999), so "
+        "together they learn what one learns; give each peer other data: swarm.shard(dataset), or a seed of its own "
+        "(swarm.seed)",
         "diloco: done after 0 inner steps, at outer step 0; 0 B sent",
     ]
 

@@ -35,6 +35,7 @@ class Loop:
     """The training loop of one peer, step by step; `pass_s` lets virtual time pass."""
 
     swarm: Swarm
+    noise: torch.Generator | None = None  # of the gradients, which are ones without
 
     def __init__(self, name: str, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]) -> None:
         self.name = name
@@ -55,7 +56,8 @@ class Loop:
         self.pass_s(STEP_S)
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = torch.ones_like(parameter)
+                ones = torch.ones_like(parameter)
+                parameter.grad = ones if self.noise is None else torch.randn(ones.shape, generator=self.noise)
         self._optimizer.step()
 
 
@@ -64,6 +66,7 @@ def train(
     work: Callable[[Loop], None],
     *,
     saved: Saved | None = None,
+    width: int = 4,
     attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {},
     **outer: Any,
 ) -> dict[str, Loop]:
@@ -80,7 +83,7 @@ def train(
                 seeds = [other for other in loops if other != name]
                 return network.join(name, seeds, Link(latency_s=0.01))
 
-            model = nn.Linear(4, 1)
+            model = nn.Linear(width, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             swarm = Swarm(
                 run_id="run",
@@ -219,6 +222,22 @@ def test_who_finishes_in_the_middle_of_the_cycle_sends_the_rest_too() -> None:
         for _ in range(3):  # the second sends the first fragment, and the fourth would adopt it
             optimizer.step()
     assert node.said.count("send") == 2 and "receive (0, 1)" in node.said
+
+
+@pytest.mark.parametrize("codec", ["int8", "e3m0"])
+@pytest.mark.parametrize(("seeds", "times"), [("aab", 1), ("abc", 0)])
+def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times: int, codec: str) -> None:
+    def work(loop: Loop) -> None:
+        loop.noise = torch.Generator().manual_seed(ord(seeds["abc".index(loop.name)]))
+        for _ in range(12):
+            loop.step()
+
+    loops = train("abc", work, sync_every=4, width=2048, codec_up=codec)
+    found = [fields for loop in loops.values() for fields in counted(loop, "same_data")]
+    assert len(found) == times
+    for fields in found:
+        assert (fields["names"], fields["peers"], fields["version"]) == (["a", "b"], ["a", "b"], 1)
+        assert fields["cosine"] > 0.9999  # type: ignore[operator]
 
 
 def test_what_was_not_sent_is_told_from_what_was() -> None:

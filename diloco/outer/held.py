@@ -32,7 +32,7 @@ from diloco.outer.merkle import payload_root
 from diloco.outer.optimizer import OPTIMIZERS, Linear, OuterStep, Transition
 from diloco.outer.payloads import buffer
 from diloco.outer.rda import directional_pieces
-from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, clip_few, norm_of, opposes
+from diloco.outer.robust import MIN_JUDGED, Judgement, Norms, alike, clip_few, norm_of, opposes
 from diloco.outer.shown import VERSIONS, Kept
 from diloco.outer.spectrum import flatten_, matrices
 from diloco.outer.state import OuterState, adopt_, state_root
@@ -198,6 +198,13 @@ class Held:
         judged = replace(judged, clipped=tuple(sorted(too_long.union(judged.clipped))))
         late = [discounts.get(peer, 1.0) for peer in peers]
         return peers, judged.discounted([one * other for one, other in zip(late, factors, strict=True)])
+
+    def alike(self, peers: Sequence[str]) -> list[tuple[str, str, float]]:
+        """Two of these peers whose staged contributions are nearly parallel, and the cosine."""
+        assert self.staged is not None, "contributions are folded in as they arrive"
+        if len(peers) < 2:
+            return []
+        return [(peers[one], peers[other], cosine) for one, other, cosine in alike(*self.staged.cosines(peers))]
 
     def _judge_few(self, staged: Staged, peers: list[str], weights: Sequence[float], me: str) -> Judgement:
         gram, numel = staged.cosines(peers)

@@ -144,6 +144,7 @@ class Staged:
         self._rng = rng or random.SystemRandom()
         self._kept: dict[str, dict[int, _Chunk]] = {}  # by peer and chunk
         self._begin: dict[int, int] = {}
+        self._compared: tuple[tuple[str, ...], Tensor] | None = None  # whom `cosines` compared last
 
     def put(self, peer: str, chunk: int, payload: Tensor) -> float:
         """Keep a chunk (uint8) in place of an earlier one of this peer; an invalid one raises PayloadError. Returns its
@@ -153,6 +154,7 @@ class Staged:
         norm = norm_of(values)
         self._norms.see(chunk, norm, math.inf)
         self._kept.setdefault(peer, {})[chunk] = _Chunk(payload, norm, self._sketch(chunk, values))
+        self._compared = None
         return norm
 
     def _sketch(self, chunk: int, values: Tensor) -> Tensor:
@@ -168,12 +170,15 @@ class Staged:
     def cosines(self, peers: Sequence[str]) -> tuple[Tensor, int]:
         """(n, n) float64 cosines of the sketches, and how many values each sketch has."""
         chunks = range(len(self.sizes))
-        sketches = torch.stack([torch.cat([self._kept[peer][chunk].sketch for chunk in chunks]) for peer in peers])
-        largest = sketches.abs().amax(1, keepdim=True)
-        sketches /= largest.clamp_min(1e-30)  # keeps squares finite
-        gram = (sketches @ sketches.T).double()
-        lengths = gram.diagonal().clamp_min(1e-30).sqrt()
-        return gram / lengths.outer(lengths), sketches.shape[1]
+        numel = sum(len(self._kept[peers[0]][chunk].sketch) for chunk in chunks)
+        if self._compared is None or self._compared[0] != tuple(peers):
+            sketches = torch.stack([torch.cat([self._kept[peer][chunk].sketch for chunk in chunks]) for peer in peers])
+            largest = sketches.abs().amax(1, keepdim=True)
+            sketches /= largest.clamp_min(1e-30)  # keeps squares finite
+            gram = (sketches @ sketches.T).double()
+            lengths = gram.diagonal().clamp_min(1e-30).sqrt()
+            self._compared = tuple(peers), gram / lengths.outer(lengths)
+        return self._compared[1], numel
 
     def cosines_with(self, vector: Tensor, peers: Sequence[str]) -> Tensor:
         """(n,) float64 cosines of the contributions with a vector of the whole fragment, by their sketches."""
@@ -204,6 +209,7 @@ class Staged:
         """Forget everything: the version is made, or given up."""
         self._kept.clear()
         self._begin.clear()
+        self._compared = None
 
 
 class Judge(MergeRule):

@@ -33,7 +33,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 
 __all__ = [
-    "MIN_JUDGED", "Judgement", "Norms", "centered_clip", "clip", "clip_few", "norm_of", "opposed", "opposes",
+    "MIN_JUDGED", "Judgement", "Norms", "alike", "centered_clip", "clip", "clip_few", "norm_of", "opposed", "opposes",
     "trim_count", "trimmed_mean",
 ]  # fmt: skip
 
@@ -43,6 +43,11 @@ OPPOSED_COSINE = -0.1
 measured over the presets are positive, and a reversed contribution has the negative of an honest one's."""
 OPPOSED_DEVIATIONS = 4.0
 """Cosines of pure noise have a standard deviation of numel ** -0.5, so cosines of few values prove nothing."""
+ALIKE_COSINE = 0.9995
+"""Contributions with a larger cosine come from the same data. Measured: equal batches 1.0000 with every codec, .99999
+where sums are taken in another order; different data at most .93 in the quick start, .96 in the experiments, each in a
+first version, and .9988 with batches of 256 and 4 steps of SGD. (Over 300 steps the order of sums comes to .988.)"""
+ALIKE_VALUES = 1024  # Fewer are a toy, whose different data may well say the same.
 ITERATIONS = 20  # CenteredClip makes so many in its authors' code.
 RISE = 4 / 3
 """Extra tolerance for norms of earlier rounds, which say less than norms of the same round: while the learning rate
@@ -159,6 +164,14 @@ def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
             break
         out.append(left.pop(worst))
     return tuple(sorted(out)) if 2 * len(out) < gram.shape[0] else ()
+
+
+def alike(gram: Tensor, numel: int) -> list[tuple[int, int, float]]:
+    """Indices of two contributions that are nearly parallel, and their cosine; the arguments are those of `clip`."""
+    if numel < ALIKE_VALUES:
+        return []
+    pairs = (gram.triu(1) > ALIKE_COSINE).nonzero().tolist()
+    return [(one, other, float(gram[one, other])) for one, other in pairs]
 
 
 def centered_clip(norms: Sequence[float], gram: Tensor, weights: Sequence[float]) -> Judgement:

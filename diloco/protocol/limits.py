@@ -68,7 +68,7 @@ CAUSED_BY_OTHERS: Mapping[str, str] = {
     "contribution_broke": "syncer", "digest_mismatch": "", "fetch_failed": "donor", "handover_refused": "peer",
     "inner_state_failed": "donor", "join": "peer", "leave": "peer", "lighter_history": "peer", "lost": "peer",
     "lying_donor": "peer", "missing": "", "penalty": "peer", "proved": "peer", "refused": "peer",
-    "refused_us": "peer", "unbelieved": "donor", "unseated": "peer",
+    "refused_us": "peer", "same_data": "", "unbelieved": "donor", "unseated": "peer",
 }  # fmt: skip
 """Kinds of events that a peer can cause as often as it likes, and the field that names this peer."""
 

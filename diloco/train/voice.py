@@ -87,9 +87,11 @@ class Voice:
             case "lost":
                 self.say(f"{_name(fields)} vanished ({plain(fields.get('why', ''))}), {_peers(live)} now")
             case "same_data":
+                both = (_name({"name": n, "peer": p}) for n, p in zip(fields["names"], fields["peers"], strict=True))
                 self.say(
-                    f"this peer and {fields['others']} train on the same data (cosine {fields['cosine']:.4f}), so "
-                    "together they learn what one learns; give each its own: swarm.shard(dataset), or swarm.seed"
+                    f"{' and '.join(both)} train on the same data (cosine of what they contribute "
+                    f"{fields['cosine']:.4f}), so together they learn what one learns; give each peer other data: "
+                    "swarm.shard(dataset), or a seed of its own (swarm.seed)"
                 )
             case "alone_again":
                 self.say("nobody of the checkpoint's swarm answers, so this peer goes on alone")

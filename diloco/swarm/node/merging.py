@@ -25,6 +25,8 @@ from diloco.swarm.wire.malloc import short_lived
 
 __all__ = ["Merging"]
 
+MOST_SAME = 256  # pairs of peers that are named
+
 Cursor = dict[str, Any]
 
 
@@ -51,6 +53,7 @@ class Merging:
         self._replica = context.replica
         self._anchors = anchors
         self._checks = checks
+        self._same: set[tuple[str, str]] = set()  # pairs of peers that were named
 
     async def merge(self, close: Close) -> None:
         """Make the next version, unless the lease was lost or another anchor was adopted before it began."""
@@ -117,6 +120,7 @@ class Merging:
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""
         judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
+        await self._note_same(close, held, judged[0])
         close = self._without_opposed(close, syncer, *judged)
         if not self._replica.settings.spot_check:
             return close, judged
@@ -126,6 +130,22 @@ class Merging:
         close = syncer.leave_out(close, failing)  # and the others are judged as if these had not come
         judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         return self._without_opposed(close, syncer, *judged), judged
+
+    async def _note_same(self, close: Close, held: Held, peers: Sequence[str]) -> None:
+        """Name two peers that learn the same, once each pair."""
+        if len(self._same) >= MOST_SAME:
+            return
+        for one, other, cosine in await in_thread(held.alike, peers):
+            if (one, other) in self._same:
+                continue
+            self._same.add((one, other))
+            names = [self._name(peer) for peer in (one, other)]
+            said = {"peers": [one, other], "names": names, "cosine": round(cosine, 6)}
+            self._context.note("same_data", fragment=close.fragment, version=close.base_version + 1, **said)
+
+    def _name(self, peer: str) -> str:
+        member = self._protocol.members.get(peer)
+        return self._protocol.name if member is None else member.name
 
     def _without_opposed(self, close: Close, syncer: Syncer, peers: Sequence[str], judged: Judgement) -> Close:
         """The close without the contributions that are left out. An event names their peers, another those clipped."""

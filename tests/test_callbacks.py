@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import diloco
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DilocoError, JoinError
 from diloco.integrations.membership import Membership
 from diloco.swarm.node.rounds import Exchanged
 from diloco.train.api import Swarm
@@ -138,8 +138,8 @@ def test_settings_that_cannot_be_are_refused_when_a_callback_is_made(settings: d
     assert "\n" not in str(error.value)
 
 
-def refused(work: Callable[[], object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as error:
+def refused(work: Callable[[], object], said: str, kind: type[DilocoError] = ConfigError) -> None:
+    with pytest.raises(kind, match=said) as error:
         work()
     assert "\n" not in str(error.value)
 
@@ -165,7 +165,8 @@ def test_two_trainers_in_one_directory_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_is_over_for_a_trainer_is_refused(tmp_path: Path) -> None:
     node = Going()
-    refused(trainer(tmp_path, callback(node), max_steps=12).train, "max_steps=12, and the swarm has made so many inner")
+    said = "max_steps=12, and the swarm has made so many inner"
+    refused(trainer(tmp_path, callback(node), max_steps=12).train, said, JoinError)
     assert node.said[-1] == "close"
 
 
@@ -176,6 +177,182 @@ def test_a_library_that_is_not_there_is_named_with_the_extra(name: str, monkeypa
     with pytest.raises(ImportError, match=rf"^{name} needs \w+, .* pip install 'diloco\[{extra}\]'$"):
         getattr(diloco, name)
     assert importlib.util.find_spec("accelerate") is not None
+
+
+# -- data, logs and tokens --------------------------------------------------------------------------------------------
+
+
+class Numbered(Regression):
+    """Remembers which items it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen += x[:, 0].int().tolist()
+        return super().forward(x)
+
+
+NUMBERS = [{"x": torch.full((4,), float(number))} for number in range(64)]
+
+
+def seen_by(directory: Path, name: str, **arguments: Any) -> list[int]:
+    from transformers import Trainer, TrainingArguments
+
+    told = {
+        "max_steps": 20,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **arguments,
+    }
+    model, own = Numbered(), callback(Going(), identity=name)
+    data = told.pop("data", NUMBERS)
+    told = {"per_device_train_batch_size": 2, **told}
+    Trainer(model, TrainingArguments(str(directory), **told), train_dataset=data, callbacks=[own]).train()
+    return model.seen
+
+
+@pytest.mark.parametrize("arguments", [{}, {"accelerator_config": {"use_seedable_sampler": False}}, {"seed": 7}])
+def test_peers_of_one_seed_train_on_other_batches_and_each_says_so(
+    arguments: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, again = (seen_by(tmp_path, name, **arguments) for name in "aba")
+    assert a == again != b and len(set(a)) == len(a) == 16
+    said = [line for line in capsys.readouterr().err.splitlines() if "order" in line]
+    assert [line[: line.index(" (seed")] for line in said] == [
+        "diloco: this peer reads its data in an order of its own"
+    ] * 3
+    assert said[0] == said[2] != said[1]
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(NUMBERS)
+
+
+def test_data_without_an_order_of_its_own_gets_one_line_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen_by(tmp_path, "a", train_sampling_strategy="sequential")
+    assert (
+        "diloco: the training data comes in the order of a SequentialSampler, the same at every peer; shuffle it, or "
+        "give each peer other data: swarm.shard(dataset, index=0, of=2)\n"
+    ) in capsys.readouterr().err
+    assert seen_by(tmp_path, "a", data=Stream()) == list(range(16))
+    assert (
+        "diloco: the training data is a stream, which every peer reads from its beginning; give each peer its share: "
+        "train_dataset=callback.shard(dataset), or swarm.shard(dataset)\n"
+    ) in capsys.readouterr().err
+
+
+def test_a_callback_shares_a_stream_before_there_is_a_swarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = callback(Going())
+    data = own.shard(Stream())
+    one = trainer(tmp_path, own)
+    one.train_dataset = data
+    one.train()
+    assert "stream" not in capsys.readouterr().err and own._membership._living._numbers[0] == 1
+    refused(
+        lambda: own.shard(NUMBERS), r"shard\(list\): it has a length, so the callback gives each peer its own order"
+    )
+
+
+def test_the_figures_of_the_swarm_are_in_what_the_trainer_logs_and_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import TrainerCallback
+
+    sent: list[dict[str, Any]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            sent.append(dict(logs))
+
+    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda report_to: [Tracker])
+    one = trainer(tmp_path, callback(Going()))
+    one.train()
+    training = [logs for logs in sent if "loss" in logs]
+    assert len(training) == 4 and {logs["diloco/peers"] for logs in training} == {1}
+    assert [logs["diloco/round"] for logs in training] == [3, 3, 3, 4]
+    assert {"diloco/bytes_sent", "diloco/wait_share", "diloco/tokens_discarded"} < one.state.log_history[0].keys()
+
+
+def test_a_trainer_counts_tokens_without_padding(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tokens = torch.arange(6)
+    data = [{"input_ids": tokens, "labels": tokens, "attention_mask": (tokens < 4).long()}] * 32
+    for masked, each in ((True, 4), (False, 6)):
+        own = callback(Going())
+        told = {"max_steps": 16, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+        told |= {"eval_strategy": "steps", "eval_steps": 1}
+        items = data if masked else [{key: one[key] for key in ("input_ids", "labels")} for one in data]
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=3, **told
+        )
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **shape))
+        Trainer(model, arguments, train_dataset=items, eval_dataset=items[:2], callbacks=[own]).train()
+        assert own.attachment.tokens == 4 * 3 * 2 * each
+        assert not model._forward_pre_hooks
+
+
+def test_an_accelerated_loader_that_shuffles_gets_an_order_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    def peer(name: str, shuffle: bool) -> list[int]:
+        torch.manual_seed(42)
+        accelerator, layer = Accelerator(cpu=True), nn.Linear(4, 1)
+        model, optimizer, loader = accelerator.prepare(
+            layer, torch.optim.SGD(layer.parameters()), DataLoader(list(range(64)), batch_size=4, shuffle=shuffle)
+        )
+        swarm = diloco.AccelerateSwarm(accelerator, run_id="run", sync_every=4, identity=name, runtime=Direct(Going()))
+        with swarm, swarm.attach(model, optimizer):
+            return [int(item) for batch in loader for item in batch]
+
+    assert peer("a", True) == peer("a", True) != peer("b", True)
+    assert "diloco: this peer reads its data in an order of its own (seed " in capsys.readouterr().err
+    assert peer("a", False) == list(range(64))
+    assert "comes in the order of a SequentialSampler, the same at every peer; shuffle it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_peers_of_one_seed_train_on_other_batches_in_lightning_whose_logger_gets_figures(
+    workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
+    from torch.utils.data import DataLoader
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.seen = nn.Linear(4, 1), list[int]()
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            self.seen += batch[:, 0].int().tolist()
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    def peer(name: str) -> list[int]:
+        seed_everything(42)
+        told: dict[str, Any] = {"identity": name, "runtime": Direct(Going())}
+        own, module = diloco.DilocoLightningCallback(run_id="run", sync_every=4, **told), Module()
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        one = Trainer(max_steps=20, default_root_dir=tmp_path, enable_model_summary=False, callbacks=[own], **quiet)
+        data = torch.arange(64.0)[:, None].expand(64, 4)
+        one.fit(module, DataLoader(data, batch_size=2, shuffle=True, num_workers=workers))
+        assert one.callback_metrics["diloco/peers"] == 1 and one.callback_metrics["diloco/round"] >= 3
+        return module.seen
+
+    a, b, again = peer("a"), peer("b"), peer("a")
+    assert a == again != b and len(set(a)) == len(a) == 16
+    assert capsys.readouterr().err.count("diloco: this peer reads its data in an order of its own (seed ") == 3
 
 
 # -- Lightning --------------------------------------------------------------------------------------------------------

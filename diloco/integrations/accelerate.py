@@ -13,6 +13,7 @@ from torch import nn
 
 from diloco.errors import ConfigError
 from diloco.integrations.membership import FOLDER, check_processes, load_beside, save_beside
+from diloco.integrations.orders import ORDERED, order_by_, remedy
 from diloco.train.api import Attachment, Swarm
 from diloco.train.peer_state import PeerState
 
@@ -47,10 +48,17 @@ class AccelerateSwarm(Swarm):
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, schedulers: Iterable[Any] = (), **more: Any
     ) -> Attachment:
-        """As `Swarm.attach`, for what `accelerator.prepare` returned."""
+        """As `Swarm.attach`, for what `accelerator.prepare` returned. Prepared loaders that shuffle their data get an
+        order of this peer's own; where there is none, a line says what to do.
+        """
         check_processes(self._accelerator.num_processes)
         saved, self._loaded = self._loaded, None
-        return super().attach(model, optimizer, schedulers=schedulers, saved=saved, **more)
+        attached = super().attach(model, optimizer, schedulers=schedulers, saved=saved, **more)
+        loaders = list(self._accelerator._dataloaders)  # that were prepared; those that evaluate are in no random order
+        if not self.sharded:
+            drawn = [order_by_(loader, self.seed) for loader in loaders]
+            self.voice.say(f"{ORDERED} (seed {self.seed})" if any(drawn) else remedy(loaders[0] if loaders else None))
+        return attached
 
     def _save_beside(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         sync = self.attachment

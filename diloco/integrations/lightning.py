@@ -10,7 +10,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, JoinError
 from diloco.integrations.membership import Membership, peer_state
 from diloco.rundir.background import copied
 from diloco.train.api import Attachment
@@ -33,6 +33,9 @@ class DilocoLightningCallback(Callback):
     with `interval="epoch"` are left alone. While the Trainer validates or saves, the other peers wait. When fitting
     ends, the module is the swarm's last anchor.
 
+    Each peer reads the training data in an order of its own, and says so; of a stream it takes its share if the loader
+    is given `callback.shard(dataset)`. The module's logger gets the figures of the swarm (`Swarm.figures`).
+
     Each checkpoint of Lightning holds the peer's part of the swarm, and `fit(ckpt_path=...)` goes on as the same peer,
     whose key is in `default_root_dir`. The processes of strategy `ddp` are one peer.
 
@@ -44,8 +47,8 @@ class DilocoLightningCallback(Callback):
             sizes, `training_step` tells it how many samples a step is made of (`count`).
 
     Raises `ConfigError` for settings that cannot be; and when fitting begins, for several optimizers, for a model or an
-    optimizer that cannot be attached (strategies `fsdp` and `deepspeed`), and for a swarm that is further than the
-    Trainer goes. `SwarmError` says that nobody is at the address. If fitting fails, the peer drops out at once.
+    optimizer that cannot be attached (strategies `fsdp` and `deepspeed`). `JoinError`, a `SwarmError`, says that nobody
+    is at the address, or that the swarm is further than the Trainer goes. If fitting fails, the peer drops out at once.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -58,6 +61,10 @@ class DilocoLightningCallback(Callback):
     def attachment(self) -> Attachment | None:
         """The model in step with the swarm; None before fitting begins."""
         return self._membership.attachment
+
+    def shard(self, stream: Any) -> Any:
+        """This peer's share of a dataset without a length, for its loader; see `Swarm.shard`."""
+        return self._membership.shard(stream)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fits:
@@ -81,10 +88,19 @@ class DilocoLightningCallback(Callback):
         )
         self._fits = True
         if self._membership.is_over(self._steps):
-            raise ConfigError(
+            raise JoinError(
                 f"max_steps={self._steps}, and the swarm has made so many inner steps; train for longer, or take "
                 "another run_id"
             )
+
+        self._order(trainer)
+
+    def _order(self, trainer: Trainer) -> None:
+        combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+        loaders = [] if combined is None else combined.flattened
+        own = self._membership.order(loaders, trainer.current_epoch)
+        if own and fetcher is not None and any(getattr(loader, "num_workers", 0) for loader in loaders):
+            iter(fetcher)  # workers read ahead, and have begun with the old order
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._membership.go_on()
@@ -92,6 +108,7 @@ class DilocoLightningCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        pl_module.log_dict(self._membership.figures(), rank_zero_only=True)
         if self._membership.is_over(self._steps):
             trainer.should_stop = True
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from diloco.errors import CheckpointError, ConfigError
+from diloco.integrations.orders import ORDERED, order_by_, remedy
 from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
 from diloco.train.api import Attachment, Swarm
@@ -24,6 +25,7 @@ from diloco.train.flat import Groups
 from diloco.train.island import Island
 from diloco.train.peer_state import PeerState
 from diloco.train.rows import kept
+from diloco.train.shards import Living, shard
 
 __all__ = ["FOLDER", "Membership", "check_processes", "load_beside", "peer_state", "save_beside"]
 
@@ -45,6 +47,7 @@ class Membership:
         Swarm(**self._settings)  # complains now, and not after the data is there
         self.attachment: Attachment | None = None
         self.swarm: Swarm | None = None
+        self._living: Living | None = None
         self._open = ExitStack()
         self._pause = ExitStack()
 
@@ -70,11 +73,40 @@ class Membership:
                     stack.enter_context(exclusive(place, KEY))
                 settings = {**settings, "identity": place / "identity.key"}
             swarm = stack.enter_context(Swarm(**settings))
+            swarm.share_among(self._living)
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
             self.attachment = stack.enter_context(attached)
             self.swarm, self._open = swarm, stack.pop_all()
         atexit.register(self.abandon)
         return self.attachment
+
+    def shard(self, stream: Any) -> Any:
+        """As `Swarm.shard`, of a stream, before there is a swarm."""
+        living = self._living = self._living or Living()
+        if hasattr(stream, "__len__"):
+            raise ConfigError(
+                f"shard({type(stream).__name__}): it has a length, so the callback gives each peer its own order; pass "
+                "it to the trainer as it is"
+            )
+        return shard(stream, lambda: 0, lambda: living, None, None)
+
+    def order(self, loaders: Iterable[Any], epoch: int = 0) -> bool:
+        """Give this peer an order of the training data of its own, and say so, or what to do; whether there is one. All
+        ranks call it, before the loaders begin to read.
+        """
+        assert self.swarm is not None
+        seed = self.swarm.seed
+        drawn = [(loader, order_by_(loader, seed, epoch)) for loader in loaders]
+        for loader, own in drawn:
+            if not own and self._living is None:
+                self.swarm.voice.say(remedy(loader))
+        if any(own for _, own in drawn):
+            self.swarm.voice.say(f"{ORDERED} (seed {seed})")
+        return any(own for _, own in drawn)
+
+    def figures(self) -> dict[str, float]:
+        """As `Swarm.figures`; empty without a swarm."""
+        return {} if self.swarm is None else self.swarm.figures()
 
     def is_over(self, steps: float) -> bool:
         """Whether the swarm has made so many inner steps, or the peer was told to end."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from diloco.errors import CheckpointError, ConfigError
+from diloco.errors import CheckpointError, ConfigError, JoinError
 from diloco.integrations.membership import Membership, load_beside, save_beside
+from diloco.integrations.tokens import TokenCount
 from diloco.train.api import Attachment
 from diloco.train.peer_state import PeerState
 
@@ -29,7 +31,11 @@ class DilocoCallback(TrainerCallback):
     has; a step that fp16 skips is none. The learning rate is the swarm's: a peer that joins at the swarm's 300th inner
     step has that of step 300, and ends when the swarm has made `max_steps` of them. While the Trainer evaluates or
     saves, the other peers wait. When training ends, the model is the swarm's last anchor (that of
-    `load_best_model_at_end` stays). A contribution weighs as many as the samples of its steps.
+    `load_best_model_at_end` stays). A contribution weighs as many as the tokens of its steps that are no padding, or as
+    their samples where a model takes no `input_ids`.
+
+    Each peer reads the training data in an order of its own, and says so; of a stream it takes its share if the Trainer
+    is given `callback.shard(dataset)`. What the Trainer logs has the figures of the swarm (`Swarm.figures`).
 
     Each checkpoint of the Trainer gets the peer's part of the swarm beside it, and `resume_from_checkpoint` goes on as
     the same peer. Where the checkpoint is not in `output_dir`, say where with `resume_from`. The ranks of torchrun are
@@ -43,19 +49,35 @@ class DilocoCallback(TrainerCallback):
         attachment: the model in step with the swarm; None before training begins.
 
     Raises `ConfigError` for settings that cannot be; and when training begins, for a model or an optimizer that cannot
-    be attached (FSDP1, DeepSpeed), and for a swarm that has made `max_steps` already. `SwarmError` says that nobody is
-    at the address. If training fails, the peer drops out when the process ends or trains again.
+    be attached (FSDP1, DeepSpeed). `JoinError`, a `SwarmError`, says that nobody is at the address, or that the swarm
+    has made `max_steps` already. If training fails, the peer drops out when the process ends or trains again.
     """
 
     def __init__(self, *, resume_from: str | Path | None = None, **settings: Any) -> None:
         self._membership = Membership(settings)
         self._resume_from = resume_from
         self._state: TrainerState | None = None
+        self._tokens = TokenCount()
 
     @property
     def attachment(self) -> Attachment | None:
         """The model in step with the swarm; None before training begins."""
         return self._membership.attachment
+
+    def shard(self, stream: Any) -> Any:
+        """This peer's share of a dataset without a length, to be given to the Trainer; see `Swarm.shard`."""
+        return self._membership.shard(stream)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Have the swarm's figures in the logs before those callbacks see them that send them elsewhere.
+
+        A Trainer puts its own callbacks first, those for wandb and the like among them, and passes itself to none. The
+        list of all is known to whoever calls this.
+        """
+        handler = sys._getframe(1).f_locals.get("self")
+        known = getattr(handler, "callbacks", None)
+        if isinstance(known, list) and not any(isinstance(one, _Figures) for one in known):
+            known.insert(0, _Figures(self._membership))  # which calls this once more, as it is further down now
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
@@ -74,7 +96,7 @@ class DilocoCallback(TrainerCallback):
         )
         if self._membership.is_over(state.max_steps) and not sync.interrupted:
             self._membership.abandon()
-            raise ConfigError(
+            raise JoinError(
                 f"max_steps={state.max_steps}, and the swarm has made so many inner steps; train for longer, or take "
                 "another run_id"
             )
@@ -83,6 +105,8 @@ class DilocoCallback(TrainerCallback):
                 "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody",
                 state.max_steps, sync.outer.sync_every, rest,
             )  # fmt: skip
+        self._membership.order([trainer["train_dataloader"]], int(state.epoch or 0))
+        self._tokens.follow(trainer["model"])
         if args.eval_on_start:
             self._membership.pause()
 
@@ -112,7 +136,8 @@ class DilocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if self.attachment is not None:
-            self.attachment.count(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+            samples = args.train_batch_size * args.gradient_accumulation_steps
+            self.attachment.count((self._tokens.take() or samples) * args.world_size)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._membership.is_over(state.max_steps):
@@ -150,5 +175,26 @@ class DilocoCallback(TrainerCallback):
             logger.warning("%s", error)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._tokens.follow(None)
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._membership.close(keep_model=bool(best))
+
+
+class _Figures(TrainerCallback):
+    """Adds the figures of the swarm to what the Trainer logs of its training."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs is not None and "loss" in logs:
+            figures = self._membership.figures()
+            logs.update(figures)
+            state.log_history[-1].update(figures)

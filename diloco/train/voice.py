@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco.swarm.node.node import OnEvent
 from diloco.text import human_bytes, plain
+from diloco.train.island import Island
 from diloco.train.swarm_link import NodeView
 
 __all__ = ["Listener", "Voice"]
@@ -46,7 +47,7 @@ def _name(fields: Mapping[str, Any]) -> str:
 
 
 class Voice:
-    """Writes lines to stderr; `quiet` writes none."""
+    """Writes lines to stderr, on rank 0; `quiet` writes none."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -55,7 +56,7 @@ class Voice:
 
     def say(self, text: str) -> None:
         """Write one line."""
-        if not self._quiet:
+        if not self._quiet and Island.place()[0] == 0:
             print(f"diloco: {text}", file=sys.stderr, flush=True)
 
     def address(self, address: str) -> None:

@@ -263,9 +263,9 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {timeout_s:.0f} s\n{self.stdout}\n{self.stderr}") from None
 
-    def done(self, code: int = 0) -> Command:
+    def done(self, code: int = 0, timeout_s: float = DEADLINE_S) -> Command:
         """Itself, when it has ended with this exit code."""
-        assert self.wait() == code, f"{self.stdout}\n{self.stderr}"
+        assert self.wait(timeout_s) == code, f"{self.stdout}\n{self.stderr}"
         return self
 
     def family(self) -> list[int]:

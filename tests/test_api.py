@@ -6,7 +6,9 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from diloco.config.sizes import MOST_PARAMETERS
 from diloco.errors import ConfigError, JoinError, SwarmError
 from diloco.swarm.node.options import RunSpec
+from diloco.swarm.wire.early import Early
 from diloco.train.api import Swarm
 from diloco.train.arguments import as_typed
 from diloco.train.shards import Living
@@ -356,3 +359,47 @@ def test_the_figures_of_a_peer_are_there_while_it_is_attached() -> None:
         figures = swarm.figures()
     assert (figures["diloco/peers"], figures["diloco/round"], figures["diloco/bytes_sent"]) == (1, 3, 0)
     assert 0 <= figures["diloco/wait_share"] <= 1 and figures["diloco/tokens_discarded"] == 0
+
+
+# -- real peers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.swarm
+def test_who_calls_a_peer_that_has_no_model_yet_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    greeted, put_off = Early._greeted, threading.Event()
+
+    async def seen(self: Early, *stream: Any) -> None:
+        await greeted(self, *stream)
+        put_off.set()
+
+    monkeypatch.setattr(Early, "_greeted", seen)
+
+    def train(swarm: Swarm) -> str:
+        with swarm, attached(swarm) as sync:
+            while swarm.steps < 8:
+                for parameter in sync.parameters.values():
+                    parameter.grad = torch.ones_like(parameter)
+                sync._optimizer.step()
+            assert swarm.figures()["diloco/peers"] == 2 and swarm.index in (0, 1)
+        return str(sync.anchor_digest())
+
+    first = made(min_peers=2, quiet=True)
+    with ThreadPoolExecutor(1) as thread:
+        second = thread.submit(train, made(address=first.address, quiet=True))
+        assert put_off.wait(60.0) and not second.done()
+        assert train(first) == second.result(60.0)
+
+
+@pytest.mark.swarm
+def test_nobody_at_an_address_is_one_line_that_names_it_once_whether_the_peer_listens_already_or_not() -> None:
+    gone = made(quiet=True)
+    address = gone.address
+    gone.close()
+    for early in (False, True):
+        with made(address=[address, address], quiet=True) as swarm:
+            assert not early or swarm.address
+            with pytest.raises(JoinError) as caught:
+                attached(swarm).open()
+        text = str(caught.value)
+        assert text.startswith(f"address={address} cannot be reached; check that") and text.count(address) == 1
+        assert text.endswith("start it with min_peers=2") and "\n" not in text

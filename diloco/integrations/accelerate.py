@@ -55,9 +55,9 @@ class AccelerateSwarm(Swarm):
         saved, self._loaded = self._loaded, None
         attached = super().attach(model, optimizer, schedulers=schedulers, saved=saved, **more)
         loaders = list(self._accelerator._dataloaders)  # that were prepared; those that evaluate are in no random order
-        if not self.sharded:
+        if loaders and not self._sharded:
             drawn = [order_by_(loader, self.seed) for loader in loaders]
-            self.voice.say(f"{ORDERED} (seed {self.seed})" if any(drawn) else remedy(loaders[0] if loaders else None))
+            self._voice.say(f"{ORDERED} (seed {self.seed})" if any(drawn) else remedy(loaders[0]))
         return attached
 
     def _save_beside(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:

@@ -73,7 +73,7 @@ class Membership:
                     stack.enter_context(exclusive(place, KEY))
                 settings = {**settings, "identity": place / "identity.key"}
             swarm = stack.enter_context(Swarm(**settings))
-            swarm.share_among(self._living)
+            swarm._share_among(self._living)
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
             self.attachment = stack.enter_context(attached)
             self.swarm, self._open = swarm, stack.pop_all()
@@ -99,9 +99,9 @@ class Membership:
         drawn = [(loader, order_by_(loader, seed, epoch)) for loader in loaders]
         for loader, own in drawn:
             if not own and self._living is None:
-                self.swarm.voice.say(remedy(loader))
+                self.swarm._voice.say(remedy(loader))
         if any(own for _, own in drawn):
-            self.swarm.voice.say(f"{ORDERED} (seed {seed})")
+            self.swarm._voice.say(f"{ORDERED} (seed {seed})")
         return any(own for _, own in drawn)
 
     def figures(self) -> dict[str, float]:

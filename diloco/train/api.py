@@ -151,8 +151,8 @@ class Swarm(Outlook):
         self._typed = True  # errors name these arguments
         self._thread: NodeThread | None = None  # where this peer listens already
         self._listens_at = ""
-        self.on_event = on_event or self.voice.event
-        self.on_ready = on_ready or self.voice.address
+        self.on_event = on_event or self._voice.event
+        self.on_ready = on_ready or self._voice.address
         self.runtime = runtime
         self._scratch: TemporaryDirectory[str] | None = None
         self._checkpoints: Checkpoints | None = None

@@ -35,8 +35,8 @@ class Outlook(ABC):
 
     def __init__(self, voice: Voice) -> None:
         self.attachment: Attachment | None = None
-        self.voice = voice
-        self.sharded = False  # whether `shard` was asked for
+        self._voice = voice
+        self._sharded = False  # whether `shard` was asked for
         self._living: Living | None = None
         self._seed: int | None = None
         self._told_address: str | None = None
@@ -76,10 +76,10 @@ class Outlook(ABC):
         Raises `ConfigError` for what cannot be sharded: a mapping, an array of tokens without `index` and `of`, and a
         stream without them on an island of several ranks, of which rank 0 alone knows who is there.
         """
-        self.sharded = True
+        self._sharded = True
         return shard(dataset, lambda: self.seed, self._peers_there, index, of)
 
-    def share_among(self, living: Living | None) -> None:
+    def _share_among(self, living: Living | None) -> None:
         """Tell a share of a stream, that was taken before there was a swarm, who is there."""
         self._living = living or self._living
 
@@ -147,13 +147,13 @@ class Outlook(ABC):
         self._told(address)
         if self.attachment is not None and self.attachment.view is not None:
             self.attachment.view.look(self._share)
-            self.voice.waits(self.attachment.view, self.network.min_peers)
+            self._voice.waits(self.attachment.view, self.network.min_peers)
 
     def _ended(self, finished: bool) -> None:
         sync = self.attachment
         if sync is not None and sync.view is not None:
             sent, founder = sync.view.node.traffic.bytes_sent, not self.network.initial_peers
-            self.voice.ended(finished, sync.steps, sync.version, sent, founder)
+            self._voice.ended(finished, sync.steps, sync.version, sent, founder)
 
 
 def _trainers(node: Node) -> list[str]:

@@ -95,7 +95,7 @@ class Voice:
                     "swarm.shard(dataset), or a seed of its own (swarm.seed)"
                 )
             case "alone_again":
-                self.say("nobody of the checkpoint's swarm answers, so this peer goes on alone")
+                self.say("nobody of the checkpoint's swarm answers; this peer goes on alone, and others join it")
             case "unreachable":
                 self.say(f"others cannot call this peer; it trains all the same ({plain(fields.get('advice', ''))})")
 

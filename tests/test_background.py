@@ -156,3 +156,29 @@ def test_an_error_that_is_ours_is_not_hidden(config: Config, monkeypatch: pytest
     scene.step(1)
     with pytest.raises(ZeroDivisionError):
         scene.session.written()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_disk_that_stays_full_is_told_once_then_ever_more_rarely_and_when_it_is_over(
+    background: bool, tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ["budget.outer_steps=100", f"checkpoint.background={str(background).lower()}"]
+    scene = Scene(compose(["experiment=smoke", f"run.dir={tmp_path}", "run.lead=false", *settings]))
+    disk.open.set()
+    said: dict[int, list[str]] = {}
+    for version in range(1, 15):
+        disk.full = version <= 9
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            scene.boundary(version)
+        scene.session._writer._threads.submit(int).result()  # what it began is over
+        if caplog.messages:
+            said[version - background] = caplog.messages  # in the background a failure is known at the next boundary
+    assert said == {
+        1: ["run.dir: no space"],
+        2: ["still no checkpoint: 2 in a row could not be written"],
+        4: ["still no checkpoint: 4 in a row could not be written"],
+        8: ["still no checkpoint: 8 in a row could not be written"],
+        10: ["checkpoints are written again, after 9 that could not be"],
+    }
+    assert len(scene.events) == 9, "events.jsonl has them all"

@@ -68,6 +68,7 @@ class Trainer:
     _told_at: float = 0.0
     _boundary_version: int = 0
     _saved_version: int = 0  # the newest boundary for which a checkpoint was begun
+    _unsaved: int = 0  # checkpoints in a row that could not be written
     _logged: tuple[int, float] = (0, 0.0)
     _anchors: dict[str, str] = field(default_factory=dict)
     _micro_batch: int | None = None  # rows that fit the memory at a time, once some did not
@@ -271,7 +272,8 @@ class Trainer:
             self.log.event("checkpoint_skipped", version=self.sync.version)
             return
         version, self._saved_version = session.saved_version, self.sync.version
-        if (error := session.written()) is not None:
+        error = session.written()
+        if error is not None:
             self._not_saved(version, error)
         [saved] = self.island.agree([session.saved_version])
         session.saved_version, session.loss_scale = int(saved), self._scale.state
@@ -279,11 +281,18 @@ class Trainer:
             self.sync, self.model, self.optimizer, self.stream, self.phases.seconds(), self.traffic(),
             self.island.leads, background,
         )  # fmt: skip
+        if self._unsaved and (error is None or not background):
+            logger.warning("checkpoints are written again, after %d that could not be", self._unsaved)
+            self._unsaved = 0
         if self.config.run.lead and self.sync.view is not None:
             write_contributions(self.config.run.dir / "contributions.csv", self.sync.view.contributions())
 
     def _not_saved(self, version: int, error: ConfigError) -> None:
-        logger.warning("%s", error)
+        self._unsaved += 1
+        if self._unsaved == 1:
+            logger.warning("%s", error)
+        elif self._unsaved.bit_count() == 1:  # 2, 4, 8: a full disk stays full for long
+            logger.warning("still no checkpoint: %d in a row could not be written", self._unsaved)
         self.log.event("checkpoint_failed", version=version, why=str(error))
 
     def traffic(self) -> tuple[int, int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,3 +193,41 @@ def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has
     named = set(re.findall(r"`(\w+)", text))
     assert set(diloco.__all__) - {"__version__"} <= named
     assert members - inside <= named | {"open", "close"}, members - inside - named
+
+
+def code(page: str) -> str:
+    """The Python on a page of the documents."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S))
+
+
+def test_the_optimizer_of_a_page_can_be_registered_and_chosen() -> None:
+    said = "\nprint(swarm.outer.optimizer)"
+    done = subprocess.run([sys.executable, "-c", code("extend.md") + said], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "heavy_ball\n", done.stderr
+
+
+@pytest.mark.swarm
+def test_the_adapter_of_a_page_is_all_that_its_peer_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a small model and a conversation in place of the names on the page."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    monkeypatch.chdir(tmp_path)
+    words = ["<pad>", "<eos>", "<unk>", "user", "assistant", *"the cat sat on a mat and ate".split()]
+    plain = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for one in messages %}{{ one.role }} {{ one.content }} <eos> {% endfor %}"
+    tokenizer.save_pretrained("base")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, **shape)).save_pretrained("base")
+    turns = [{"role": "user", "content": "the cat sat"}, {"role": "assistant", "content": "on a mat and ate"}]
+    Path("chats.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 32) + "\n")
+    typed_in = code("adapters.md").replace("ORG/MODEL", "base").replace("max_steps=200", "max_steps=40, use_cpu=True")
+    typed_in += """
+[own] = [one for one in trainer.callback_handler.callbacks if isinstance(one, DilocoCallback)]
+trained = [name for name, one in trainer.model.named_parameters() if one.requires_grad]
+print("version", own.attachment.version, all("lora_" in name for name in trained), len(trained) > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", typed_in], capture_output=True, text=True, timeout=240)
+    assert done.stdout.rstrip().endswith("version 2 True True"), done.stderr

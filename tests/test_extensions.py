@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from diloco.outer.bounds import Bound, Moved
 from diloco.outer.codecs import codec
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import LIMIT, buffer, refuse_diverged
+from tests.swarm_helpers import SMOKE, command, eventually
 
 pytestmark = pytest.mark.usefixtures("registers")
 
@@ -26,6 +28,20 @@ MISSING = (
     "is not installed here; expected one of nesterov, delayed_nesterov, fedbuff, or ask whoever started the run which "
     "package has it"
 )
+
+
+LION = """
+from diloco import OuterOptimizer, register
+
+@register
+class Lion(OuterOptimizer):
+    name = "lion"
+
+    def push(self, theta, momentum, window, delta, lr, beta, delay, last):
+        return theta - lr * delta, momentum, window
+
+print("imported")
+"""
 
 
 class HeavyBall(OuterOptimizer):
@@ -205,10 +221,7 @@ def installed(folder: Path, **points: str) -> str:
     (folder / "others-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
     lines = "".join(f"{name} = {value}\n" for name, value in points.items())
     (folder / "others-1.0.dist-info/entry_points.txt").write_text(f"[diloco.extensions]\n{lines}")
-    (folder / "lion_code.py").write_text(
-        "from diloco import register\nfrom tests.test_extensions import HeavyBall\nprint('imported')\n"
-        "register(type('Lion', (HeavyBall,), {'name': 'lion'}))\n"
-    )
+    (folder / "lion_code.py").write_text(LION)
     (folder / "json_code.py").write_text("print('imported too')\n")
     return str(folder)
 
@@ -236,3 +249,24 @@ def test_an_entry_point_of_the_name_is_imported_and_no_other_module(tmp_path: Pa
     )
     assert asked(folder, "outer.optimizer=empty").startswith("imported too\nouter.optimizer=empty is not installed ")
     assert "(did you mean lion?)" in asked(folder, "outer.optimizer=lions")
+
+
+@pytest.mark.swarm
+def test_who_joins_a_run_whose_optimizer_is_not_installed_here_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    places = {name: tmp_path / name for name in ("installed", "starter", "joiner")}
+    for place in places.values():
+        place.mkdir()
+    folder = Path(installed(places["installed"], lion="lion_code"))
+    settings = (*SMOKE, "outer.optimizer=lion", "swarm.min_peers=2", "wandb.mode=disabled", "swarm.identity_path=key")
+    with command("-m", "diloco", "train", *settings, directory=places["starter"], modules=folder) as starter:
+        printed = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+(?=\n)")
+        address = eventually(lambda: printed.search(starter.stdout), "an address")[0]
+        with command("-m", "diloco", "join", address, "--yes", directory=places["joiner"]) as joiner:
+            joiner.done(2)
+        assert f"outer.optimizer=lion {MISSING}" in joiner.stderr
+        with command("-m", "diloco", "join", address, "--yes", directory=places["joiner"], modules=folder) as other:
+            other.done()
+        starter.done()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from exit_codes import exit_code
 
 from diloco.cli import doctor as command
 from diloco.cli.main import cli
@@ -211,3 +212,10 @@ def test_settings_of_the_swarm_are_those_that_are_checked(healthy: Doctor, monke
     theirs: Config = compose(["experiment=quickstart", "inner.batch_size=3"])
     monkeypatch.setattr(module, "look", lambda *_, **__: swarm_of(theirs.manifest().to_json()))
     assert "a batch of 3 at once" in verdicts(healthy)["memory"].text
+
+
+def test_own_text_is_named_to_doctor_as_it_is_to_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = f"/ip4/127.0.0.1/tcp/1/p2p/{ID}"
+    assert exit_code("doctor", nobody, f"data.path={tmp_path}", "train.device=cpu") == 3
+    shown = capsys.readouterr()
+    assert "has no effect" not in shown.err and "swarm" in shown.out

@@ -74,9 +74,8 @@ def join(address: str | None, yes: bool, overrides: tuple[str, ...], asked: Aske
     if address is None or common.split_address(address, overrides)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
     found, given = common.guest(address, overrides)
-    if "data.path" in _typed(overrides):  # for the text of the run, whose kind the swarm will say
-        given = ["data=text", *given]
-    return run("join", overrides, asked, given, guest=True, address=found, typed=_typed(overrides), yes=yes)
+    given, typed = [*_text(overrides), *given], _typed(overrides)
+    return run("join", overrides, asked, given, guest=True, address=found, typed=typed, yes=yes)
 
 
 @click.command(cls=Command)
@@ -230,8 +229,14 @@ def doctor(address: str | None, overrides: tuple[str, ...], asked: Asked, as_jso
     found, given = None, list[str]()
     if address is not None:
         found, given = common.guest(address, overrides, ["run.id"])  # with swarm.key_path it is in the invitation
+        given = [*_text(overrides), *given]
     typed = _typed(overrides)
     return run("doctor", overrides, asked, given, guest=guest, address=found, as_json=as_json, typed=typed)
+
+
+def _text(overrides: tuple[str, ...]) -> list[str]:
+    """What makes a guest's data.path a setting with effect: the swarm will say of which kind its text is."""
+    return ["data=text"] if "data.path" in _typed(overrides) else []
 
 
 def _typed(overrides: tuple[str, ...]) -> frozenset[str]:

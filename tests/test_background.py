@@ -109,14 +109,18 @@ def test_where_the_disk_is_behind_a_boundary_is_left_out_and_the_last_one_never(
 ) -> None:
     scene = Scene(config)
     with caplog.at_level(logging.WARNING):
-        scene.step(1)
-        scene.step(2)
-    assert scene.events == [("checkpoint_skipped", {"version": 2})]
-    assert caplog.messages == ["the disk is behind: outer step 2 gets no checkpoint"]
+        for version in range(1, 7):
+            scene.step(version)
+    assert scene.events == [("checkpoint_skipped", {"version": version}) for version in range(2, 7)]
+    assert caplog.messages == [
+        "the disk is behind: outer step 2 gets no checkpoint",
+        "the disk is behind: outer step 3 gets no checkpoint (2 so far)",
+        "the disk is behind: outer step 5 gets no checkpoint (4 so far)",
+    ]
     disk.open.set()
-    scene.step(3, background=False)
-    assert found(config) == (3, 3.0, 3)
-    assert len(scene.events) == 1
+    scene.step(7, background=False)
+    assert found(config) == (7, 7.0, 7)
+    assert len(scene.events) == 5
 
 
 def test_a_boundary_that_was_left_out_is_made_up_for_at_the_next(tmp_path: Path, disk: Disk) -> None:

@@ -478,7 +478,8 @@ def test_a_volunteer_is_told_when_the_peer_that_it_called_goes(kind: str, live: 
     arrival = _Arrival(stages, view, ExitStack(), _called(Address.parse(f"{PLACE},/ip4/203.0.113.9/tcp/1/p2p/{OTHER}")))
     for subject in (OTHER, "QmSomebodyElse"):
         arrival(to_wire(Happened(kind=kind, subject=subject, name="n1", why="silent", live=live)))
-    assert console.file.getvalue() == f"[  0.0s] {said}\n"
+    arrival(Happened(kind=kind, subject=OTHER, name="peer", why="silent", live=live))
+    assert console.file.getvalue() == f"[  0.0s] {said}\n[  0.0s] {said.replace('n1', OTHER[-6:])}\n"
 
 
 # -- real peers -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from diloco.cli.table import LiveView
+from diloco.cli.table import LiveView, _Stderr
 from diloco.text import human_bytes, human_count, human_seconds
 
 
@@ -178,6 +179,16 @@ def test_a_machine_that_slept_is_told_so(terminal: bool) -> None:
         "[600.5s] this machine slept for 1:02:05, or its clock was set; it catches up with the swarm and trains on"
     )
     assert pass_time(0.5) == pass_time(0.5, asleep=-3725) == pass_time(0.5, asleep=2) == ""
+
+
+def test_a_warning_stands_above_the_table(caplog: pytest.LogCaptureFixture) -> None:
+    view, file, _ = make(terminal=True)
+    handler, logger = _Stderr(), logging.getLogger("diloco.above")
+    logger.addHandler(handler)
+    with view:
+        logger.warning("the disk is %s", "behind")
+    logger.removeHandler(handler)
+    assert "diloco: the disk is behind\n" in file.getvalue()
 
 
 def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:

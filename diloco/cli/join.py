@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import statistics
 import threading
 from collections.abc import Collection, Mapping
@@ -23,7 +22,7 @@ from rich.console import Console
 
 from diloco.cli.consent import consent, needs_consent
 from diloco.cli.stages import Stages
-from diloco.cli.table import LiveView
+from diloco.cli.table import LiveView, hear_warnings
 from diloco.config import Config
 from diloco.config.address import Address
 from diloco.errors import ConfigError, SwarmError
@@ -47,7 +46,7 @@ def run(config: Config, address: Address, typed: Collection[str], yes: bool) -> 
 
     A run that needs more than this package is joined when the user agrees, with `yes` beforehand.
     """
-    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    hear_warnings()
     console = Console()
     try:
         with ExitStack() as stack:
@@ -211,7 +210,8 @@ def _train(config: Config, address: Address, stages: Stages, stack: ExitStack, c
 def _gone(message: Happened) -> str:
     what = "left" if message.kind == "leave" else f"vanished ({message.why})"
     others = f"with {counted(message.live - 1, 'other peer')}" if message.live > 1 else "here alone"
-    return f"{message.name}, the peer that was called, {what}; training goes on {others}"
+    name = message.subject[-6:] if message.name in ("", "peer") else message.name
+    return f"{name}, the peer that was called, {what}; training goes on {others}"
 
 
 def _called(address: Address) -> frozenset[str]:

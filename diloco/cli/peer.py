@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import replace
 
 from rich.console import Console
 
-from diloco.cli.table import LiveView, say_who_can_join
+from diloco.cli.table import LiveView, hear_warnings, say_who_can_join
 from diloco.config import Config
 from diloco.errors import on_signals
 from diloco.rundir.reporting import Ready, Said, json_lines, read_message
@@ -23,7 +22,7 @@ def train(config: Config) -> int:
     """Train as one peer; returns the exit code."""
     if config.run.report:
         return run(config, json_lines).exit
-    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    hear_warnings()
     console = Console()
     name = config.run.name or "peer"
     title = f"{config.run.id}: {config.model.name} on {config.data.source}, {config.outer.method}"
@@ -46,7 +45,7 @@ def train(config: Config) -> int:
 
 def host(config: Config, until_done: bool) -> int:
     """Hold fragments until Ctrl+C, or until the run is over; returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    hear_warnings()
     console = Console()
     name = config.run.name or "host"
     stop = threading.Event()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 from rich.console import Console
 
-from diloco.cli.table import LiveView
+from diloco.cli.table import LiveView, hear_warnings
 from diloco.config import Config
 from diloco.rundir.reporting import Said, read_message
 from diloco.sim.run import simulate
@@ -17,7 +16,7 @@ __all__ = ["run"]
 
 def run(config: Config) -> int:
     """Simulate `local.peers` peers; returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="diloco: %(message)s")
+    hear_warnings()
     console = Console()
     peers = config.local.peers
     title = f"{config.run.id}: {peers} simulated peers, {config.outer.method}"

@@ -5,6 +5,8 @@ It shows the messages of `rundir.reporting`. A value that is missing keeps its l
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from diloco.rundir.reporting import Finished, Ready, Said, Status, read_message,
 from diloco.rundir.summary import Summary
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
-__all__ = ["STATE_STYLES", "LiveView", "fitting", "invitation", "say_who_can_join"]
+__all__ = ["STATE_STYLES", "LiveView", "fitting", "hear_warnings", "invitation", "say_who_can_join"]
 
 Clock = Callable[[], float]
 
@@ -244,6 +246,18 @@ class LiveView:
         if done >= self._total:
             return human_seconds(0)
         return human_seconds((now - since) / (done - version) * (self._total - done)) if done > version else "-"
+
+
+class _Stderr(logging.Handler):
+    """Writes to `sys.stderr` as it is now: a live table takes its place, and puts the lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"diloco: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def hear_warnings(level: int = logging.WARNING) -> None:
+    """Warnings of the package and of libraries go to the terminal, a line each."""
+    logging.basicConfig(level=level, handlers=[_Stderr()])
 
 
 def say_who_can_join(console: Console, config: Config, run_key: str | None) -> None:

@@ -68,6 +68,7 @@ class Trainer:
     _told_at: float = 0.0
     _boundary_version: int = 0
     _saved_version: int = 0  # the newest boundary for which a checkpoint was begun
+    _behind: int = 0  # boundaries that got no checkpoint because another one was being written
     _unsaved: int = 0  # checkpoints in a row that could not be written
     _logged: tuple[int, float] = (0, 0.0)
     _anchors: dict[str, str] = field(default_factory=dict)
@@ -268,7 +269,10 @@ class Trainer:
         session = self.session
         [behind] = self.island.agree([background and session.writing])
         if behind:
-            logger.warning("the disk is behind: outer step %d gets no checkpoint", self.sync.version)
+            self._behind += 1
+            if self._behind.bit_count() == 1:  # 1, 2, 4, 8
+                count = f" ({self._behind} so far)" if self._behind > 1 else ""
+                logger.warning("the disk is behind: outer step %d gets no checkpoint%s", self.sync.version, count)
             self.log.event("checkpoint_skipped", version=self.sync.version)
             return
         version, self._saved_version = session.saved_version, self.sync.version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -41,6 +42,27 @@ class Lion(OuterOptimizer):
         return theta - lr * delta, momentum, window
 
 print("imported")
+"""
+SIGN = """
+from diloco import OuterOptimizer, register
+from diloco.outer.optimizer import Transition
+
+class Step(Transition):
+    def __init__(self, lr):
+        self.lr = lr
+
+    def move_(self, master, mean, vectors):
+        master.add_(mean.sign(), alpha=-self.lr)
+
+    def follow_(self, vectors, moved):
+        pass
+
+@register
+class Sign(OuterOptimizer):
+    name = "sign"
+
+    def transition(self, step):
+        return Step(self.rates(step)[0])
 """
 
 
@@ -222,6 +244,7 @@ def installed(folder: Path, **points: str) -> str:
     lines = "".join(f"{name} = {value}\n" for name, value in points.items())
     (folder / "others-1.0.dist-info/entry_points.txt").write_text(f"[diloco.extensions]\n{lines}")
     (folder / "lion_code.py").write_text(LION)
+    (folder / "sign_code.py").write_text(SIGN)
     (folder / "json_code.py").write_text("print('imported too')\n")
     return str(folder)
 
@@ -270,3 +293,20 @@ def test_who_joins_a_run_whose_optimizer_is_not_installed_here_is_told(
         with command("-m", "diloco", "join", address, "--yes", directory=places["joiner"], modules=folder) as other:
             other.done()
         starter.done()
+
+
+@pytest.mark.swarm
+def test_peers_accept_each_others_steps_that_are_not_linear(tmp_path: Path) -> None:
+    folder = Path(installed(tmp_path, sign="sign_code"))
+    settings = (*SMOKE, "outer.optimizer=sign", "outer.lr=0.001", "local.peers=3", "outer.audit=0.5", "run.dir=run")
+    with command("-m", "diloco", "simulate", *settings, directory=tmp_path, modules=folder) as ran:
+        ran.done(2)
+        assert (
+            "outer.audit=0.5 has no effect with outer.optimizer=sign and outer.codec_down=int8, which nobody can "
+            in ran.stderr
+        )
+    settings = tuple(one for one in settings if not one.startswith("outer.audit"))
+    with command("-m", "diloco", "simulate", *settings, directory=tmp_path, modules=folder) as ran:
+        ran.done()
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert not {"beyond_bounds", "proved", "penalty"} & {json.loads(line)["kind"] for line in events.splitlines()}

@@ -153,19 +153,23 @@ QUESTIONS = {
     "tutorial": "tutorial.md",
     "troubleshooting": "troubleshooting.md",
     "own optimizer or codec": "extend.md",
+    "contributing": "contributing.md",
+    "changes": "changelog.md",
 }
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_front_page_answers_what_a_newcomer_asks_by_a_link(question: str) -> None:
     page, _, place = QUESTIONS[question].partition("#")
-    assert f"](diloco/docs/{QUESTIONS[question]})" in (ROOT / "README.md").read_text()
+    front = (ROOT / "README.md").read_text()
+    assert f"](diloco/docs/{QUESTIONS[question]})" in front and "](scripts/examples/README.md)" in front
     assert not place or f"## {place.replace('-', ' ').capitalize()}\n" in (DOCS / page).read_text()
 
 
 def test_the_front_page_leads_to_every_page_of_the_documents() -> None:
     front = (ROOT / "README.md").read_text()
     assert [page.name for page in DOCS.glob("*.md") if f"](diloco/docs/{page.name}" not in front] == []
+    assert "](#presets)" in front and "\n## Presets\n" in front
     assert len(front.splitlines()) <= 150
 
 

@@ -9,8 +9,9 @@ bash gives `outer=str` as three words, of which only the last is replaced; the o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
@@ -65,9 +66,7 @@ def _found(context: click.Context, before: Sequence[str], incomplete: str) -> It
         key, prefix = _split_off(before, incomplete, {*groups, *KEYS}), ""
     if key:
         known = key.lstrip("+")
-        yield from (
-            f"{prefix}{value}" for value in groups.get(known) or _words(getattr(KEYS.get(known), "annotation", None))
-        )
+        yield from (f"{prefix}{value}" for value in groups.get(known) or _words(KEYS.get(known)))
         return
     if context.info_name == "sweep" and not before:
         yield from ("local", "train", "simulate")
@@ -84,9 +83,13 @@ def _split_off(before: Sequence[str], incomplete: str, known: Collection[str]) -
     return before[-1] if before and not incomplete and before[-1].lstrip("+") in known else ""
 
 
-def _words(annotation: Any) -> Iterator[str]:
-    """The words that a setting of this type takes."""
-    if annotation is bool:
+def _words(field: Any) -> Iterator[str]:
+    """The words that a setting takes, as an error lists them."""
+    from diloco.config.explain import expected
+
+    text = "" if field is None else expected(field)
+    listed = re.match("(?:a list, each )?one of (.+?)(?:, or |$)", text)
+    if listed is not None:
+        yield from listed[1].split(", ")
+    elif text.startswith("true or false"):
         yield from ("true", "false")
-    for part in get_args(annotation):
-        yield from [str(part)] if get_origin(annotation) is Literal else _words(part)

@@ -239,12 +239,12 @@ def test_data_without_an_order_of_its_own_gets_one_line_with_the_remedy(
     seen_by(tmp_path, "a", train_sampling_strategy="sequential")
     assert (
         "diloco: the training data comes in the order of a SequentialSampler, the same at every peer; shuffle it, or "
-        "give each peer other data: swarm.shard(dataset, index=0, of=2)\n"
+        "give each peer other data: callback.shard(dataset, index=0, of=2)\n"
     ) in capsys.readouterr().err
     assert seen_by(tmp_path, "a", data=Stream()) == list(range(16))
     assert (
         "diloco: the training data is a stream, which every peer reads from its beginning; give each peer its share: "
-        "train_dataset=callback.shard(dataset), or swarm.shard(dataset)\n"
+        "callback.shard(dataset)\n"
     ) in capsys.readouterr().err
 
 
@@ -255,6 +255,7 @@ def test_a_callback_shares_a_stream_before_there_is_a_swarm(tmp_path: Path, caps
     one.train_dataset = data
     one.train()
     assert "stream" not in capsys.readouterr().err and own._membership._living._numbers[0] == 1
+    assert len(own.shard(NUMBERS, index=1, of=3)) == 21
     refused(
         lambda: own.shard(NUMBERS), r"shard\(list\): it has a length, so the callback gives each peer its own order"
     )

@@ -57,7 +57,7 @@ class AccelerateSwarm(Swarm):
         loaders = list(self._accelerator._dataloaders)  # that were prepared; those that evaluate are in no random order
         if loaders and not self._sharded:
             drawn = [order_by_(loader, self.seed) for loader in loaders]
-            self._voice.say(f"{ORDERED} (seed {self.seed})" if any(drawn) else remedy(loaders[0]))
+            self._voice.say(f"{ORDERED} (seed {self.seed})" if any(drawn) else remedy(loaders[0], "swarm"))
         return attached
 
     def _save_beside(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:

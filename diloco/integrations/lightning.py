@@ -62,9 +62,9 @@ class DilocoLightningCallback(Callback):
         """The model in step with the swarm; None before fitting begins."""
         return self._membership.attachment
 
-    def shard(self, stream: Any) -> Any:
-        """This peer's share of a dataset without a length, for its loader; see `Swarm.shard`."""
-        return self._membership.shard(stream)
+    def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
+        """This peer's share of a dataset without a length, or a part of any, for its loader; see `Swarm.shard`."""
+        return self._membership.shard(dataset, index, of)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fits:

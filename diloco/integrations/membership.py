@@ -80,15 +80,15 @@ class Membership:
         atexit.register(self.abandon)
         return self.attachment
 
-    def shard(self, stream: Any) -> Any:
-        """As `Swarm.shard`, of a stream, before there is a swarm."""
+    def shard(self, dataset: Any, index: int | None, of: int | None) -> Any:
+        """As `Swarm.shard`, before there is a swarm: of a stream, or a part of anything."""
         living = self._living = self._living or Living()
-        if hasattr(stream, "__len__"):
+        if index is None and of is None and hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"shard({type(stream).__name__}): it has a length, so the callback gives each peer its own order; pass "
-                "it to the trainer as it is"
+                f"shard({type(dataset).__name__}): it has a length, so the callback gives each peer its own order; "
+                "pass it to the trainer as it is"
             )
-        return shard(stream, lambda: 0, lambda: living, None, None)
+        return shard(dataset, lambda: 0, lambda: living, index, of)
 
     def order(self, loaders: Iterable[Any], epoch: int = 0) -> bool:
         """Give this peer an order of the training data of its own, and say so, or what to do; whether there is one. All
@@ -99,7 +99,7 @@ class Membership:
         drawn = [(loader, order_by_(loader, seed, epoch)) for loader in loaders]
         for loader, own in drawn:
             if not own and self._living is None:
-                self.swarm._voice.say(remedy(loader))
+                self.swarm._voice.say(remedy(loader, "callback"))
         if any(own for _, own in drawn):
             self.swarm._voice.say(f"{ORDERED} (seed {seed})")
         return any(own for _, own in drawn)

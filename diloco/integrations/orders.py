@@ -34,17 +34,17 @@ def order_by_(loader: Any, seed: int, epoch: int = 0) -> bool:
     return True
 
 
-def remedy(loader: Any) -> str:
-    """What to do about a loader that draws no order."""
+def remedy(loader: Any, owner: str) -> str:
+    """What to do about a loader that draws no order; the `owner` of `shard` is a callback or a swarm."""
     sampler = _sampler(loader)
     if sampler is None:
         return (
             "the training data is a stream, which every peer reads from its beginning; give each peer its share: "
-            "train_dataset=callback.shard(dataset), or swarm.shard(dataset)"
+            f"{owner}.shard(dataset)"
         )
     return (
         f"the training data comes in the order of a {type(sampler).__name__}, the same at every peer; shuffle it, or "
-        "give each peer other data: swarm.shard(dataset, index=0, of=2)"
+        f"give each peer other data: {owner}.shard(dataset, index=0, of=2)"
     )
 
 

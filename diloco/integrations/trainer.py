@@ -64,9 +64,9 @@ class DilocoCallback(TrainerCallback):
         """The model in step with the swarm; None before training begins."""
         return self._membership.attachment
 
-    def shard(self, stream: Any) -> Any:
-        """This peer's share of a dataset without a length, to be given to the Trainer; see `Swarm.shard`."""
-        return self._membership.shard(stream)
+    def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
+        """This peer's share of a dataset without a length, or a part of any, for the Trainer; see `Swarm.shard`."""
+        return self._membership.shard(dataset, index, of)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Have the swarm's figures in the logs before those callbacks see them that send them elsewhere.

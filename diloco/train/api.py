@@ -286,7 +286,7 @@ class Swarm(Outlook):
                 f"optimizer={type(optimizer).__name__} is attached to a swarm already; use one callback, or one "
                 "attach, for one optimizer"
             )
-        runtime, self._thread = self.runtime or self._thread or NodeThread(), None
+        runtime = self.runtime or self._thread or NodeThread()
         options, parameters = None, Trained(model)
         self.outer = self._settings.of(sum(parameters.numels.values()))
         device = next((one.device for one in parameters.values()), torch.device("cpu"))
@@ -307,6 +307,9 @@ class Swarm(Outlook):
                     saved.check_same_run(self.run, "the checkpoint" if checkpoints is None else f"{checkpoints=!s}")
             stack.pop_all()
         phases = phases or PhaseTimer(clock=runtime.clock, settle=partial(devices.synchronize, device))
+        if self._thread is None:
+            self._told_address = None
+        self._thread = None  # it is the node's from now on
         listener = Listener(self._heard, self._ready, self._ended, partial(as_typed, self._typed))
         self.attachment = Attachment(
             parameters, optimizer, self.outer, options, island, phases, runtime, listener, schedules

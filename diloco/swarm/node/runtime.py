@@ -83,10 +83,11 @@ class NodeThread:
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
         if self._early is None:
             self._start()
-        early, self._early = self._early, None
+        early = self._early
         node = self.call(Node.open(options, replica, on_event, partial(connect, early=early)))
         if early is not None:
             early.serve()
+        self._early = None
         return node
 
     def _start(self) -> None:

@@ -69,7 +69,7 @@ class Early:
         self._serves = True
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Listen no more; also where `Libp2p.connect` has failed, and ended it."""
         await self.p2p.shutdown()
 
     async def _greeted(self, info: StreamInfo, reader: Reader, writer: Writer) -> None:

@@ -90,6 +90,21 @@ def test_a_mistake_is_named_as_it_was_typed(settings: dict[str, Any], said: str)
     assert "\n" not in str(caught.value) and "swarm." not in str(caught.value)
 
 
+def test_a_key_that_is_none_is_named_by_the_argument(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("no key")
+    file.chmod(0o600)
+    swarm = made(identity=file, quiet=True)
+    asked: list[Callable[[], object]] = [
+        lambda: swarm.seed, lambda: swarm.address, lambda: attached(swarm).open(),
+    ]  # fmt: skip
+    for ask in asked:
+        with pytest.raises(
+            ConfigError, match=f"^identity={file} holds no private key; name another file, or a new one$"
+        ):
+            ask()
+
+
 def test_a_preset_is_below_outer_and_outer_below_the_keywords() -> None:
     swarm = Swarm(run_id="run", preset="streaming", outer={"lr": 0.5, "mixing": 0.25}, lr=0.6)
     assert (swarm.outer.sync_every, swarm.outer.pattern, swarm.outer.overlap) == (100, "strided", 5)
@@ -223,6 +238,14 @@ def test_open_and_close_do_what_a_with_block_does() -> None:
     swarm.close()
     swarm.close()
     assert node.said == said
+
+
+def test_what_is_opened_or_closed_already_stays_so_in_a_with_block() -> None:
+    node = LastFlight()
+    with with_node(node, quiet=True) as swarm, attached(swarm).open() as sync:
+        assert sync.open() is sync and sync._hook is not None
+        swarm.close()
+    assert node.said.count("begin") <= 1 and node.said.count("leave") == node.said.count("close") == 1
 
 
 def test_an_error_in_the_with_block_ends_an_opened_loop_as_one_in_its_own() -> None:

@@ -301,7 +301,8 @@ class Swarm(Outlook):
             if island.leads:
                 own = () if self.manifest is not None else (type(model).__name__, frozen_digest(model))
                 swarm = saved.saved if isinstance(saved, PeerState) else saved
-                options = self.options(parameters, swarm, device=island.device_name, model=own)
+                with as_typed(self._typed):
+                    options = self.options(parameters, swarm, device=island.device_name, model=own)
                 self.run = options.run
                 if isinstance(saved, PeerState):
                     saved.check_same_run(self.run, "the checkpoint" if checkpoints is None else f"{checkpoints=!s}")

@@ -115,6 +115,8 @@ class Attachment(Pauses):
         self.__exit__(kind, None, None)
 
     def __enter__(self) -> Attachment:
+        if self._entered and not self._left:  # opened already
+            return self
         try:
             with self._listener.joining(), self.phases.during("wait"):
                 self._connect()
@@ -127,6 +129,8 @@ class Attachment(Pauses):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._left:  # closed already
+            return
         self._hook.remove()
         finished, self._left = kind is None and not self.interrupted, True
         try:

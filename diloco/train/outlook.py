@@ -17,6 +17,7 @@ from diloco.errors import ConfigError
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.wire.libp2p import identity_number
+from diloco.train.arguments import as_typed
 from diloco.train.attachment import Attachment
 from diloco.train.island import Island
 from diloco.train.shards import Living, shard
@@ -29,6 +30,7 @@ class Outlook(ABC):
     """The half of a `Swarm` that answers questions; see there for what is set."""
 
     network: SwarmConfig
+    _typed: bool  # errors name the arguments of `Swarm`
     runtime: Runtime | None
     on_event: Callable[[str, dict[str, object]], None]
     on_ready: Callable[[str], None]
@@ -112,7 +114,8 @@ class Outlook(ABC):
         if rank == 0:
             file = self._key_file()
             simulated = int.from_bytes(sha256(str(file).encode()).digest()[:6], "big")  # a file that is never made
-            seed = (identity_number(file) if self.runtime is None else simulated) % 2**32
+            with as_typed(self._typed):
+                seed = (identity_number(file) if self.runtime is None else simulated) % 2**32
         if size == 1:
             return seed
         island = Island.here(torch.device("cpu")) if self.attachment is None else self.attachment.island

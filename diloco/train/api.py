@@ -148,7 +148,7 @@ class Swarm(Outlook):
         self._memory_path: Path | None = None
         self._files: Mapping[str, Path] = {}
         self._blank = False
-        self._typed = True  # errors name these arguments
+        self._typed = runtime is None  # errors name these arguments; no simulation takes a `SystemExit`
         self._thread: NodeThread | None = None  # where this peer listens already
         self._listens_at = ""
         self.on_event = on_event or self._voice.event
@@ -299,7 +299,8 @@ class Swarm(Outlook):
                 stack.callback(self._checkpoints.close)
                 saved = self._go_on(self._checkpoints, schedules)
             if island.leads:
-                own = () if self.manifest is not None else (type(model).__name__, frozen_digest(model))
+                shown = "" if self.runtime is not None else type(model).__name__  # nobody watches a simulation
+                own = () if self.manifest is not None else (shown, frozen_digest(model))
                 swarm = saved.saved if isinstance(saved, PeerState) else saved
                 with as_typed(self._typed):
                     options = self.options(parameters, swarm, device=island.device_name, model=own)

@@ -122,7 +122,7 @@ def loop_spec(
     content = {
         "run": {"id": run_id, "key": key},
         "outer": outer.model_dump(mode="json"),
-        "model": {"name": model},
+        **({"model": {"name": model}} if model else {}),
         "parameters": {name: list(parameter.shape) for name, parameter in parameters.items()},
         "frozen_parameters": frozen,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco.outer.held import Held, Judged
@@ -38,6 +38,14 @@ def _answers_for(held: Held, judged: Judged | None) -> dict[str, Any]:
     weights = dict(zip(peers, judgement.weights, strict=True))
     coefficients = dict(zip(peers, judgement.coefficients, strict=True))
     return {"update": held.update_root, **counts([peer for peer in peers if weights[peer]], weights, coefficients)}
+
+
+def _compare(
+    held: Held, weights: Mapping[str, float], discounts: Mapping[str, float], me: str
+) -> tuple[Judged, list[tuple[str, str, float]]]:
+    """What each contribution counts, and which are alike."""
+    judged = held.judge(weights, discounts, me)
+    return judged, held.alike(judged[0])
 
 
 class Merging:
@@ -119,8 +127,8 @@ class Merging:
 
     async def _judge(self, close: Close, syncer: Syncer, held: Held, staged: Staged) -> tuple[Close, Judged]:
         """What each contribution counts, and the close without those that are left out."""
-        judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
-        await self._note_same(close, held, judged[0])
+        judged, pairs = await in_thread(_compare, held, *syncer.counted(close.contributors), self._protocol.me)
+        self._note_same(close, pairs)
         close = self._without_opposed(close, syncer, *judged)
         if not self._replica.settings.spot_check:
             return close, judged
@@ -131,12 +139,10 @@ class Merging:
         judged = await in_thread(held.judge, *syncer.counted(close.contributors), self._protocol.me)
         return self._without_opposed(close, syncer, *judged), judged
 
-    async def _note_same(self, close: Close, held: Held, peers: Sequence[str]) -> None:
+    def _note_same(self, close: Close, pairs: Sequence[tuple[str, str, float]]) -> None:
         """Name two peers that learn the same, once each pair."""
-        if len(self._same) >= MOST_SAME:
-            return
-        for one, other, cosine in await in_thread(held.alike, peers):
-            if (one, other) in self._same:
+        for one, other, cosine in pairs:
+            if (one, other) in self._same or len(self._same) >= MOST_SAME:
                 continue
             self._same.add((one, other))
             names = [self._name(peer) for peer in (one, other)]

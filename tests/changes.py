@@ -98,6 +98,7 @@ CHANGES: dict[str, list[str]] = {
     "outer.audit": ["outer.audit=0.1"],
     "outer.trim": ["outer.trim=0.1", "outer.robust=trimmed_mean"],
     "outer.momentum_warmup": ["outer.momentum_warmup=20"],
+    "outer.rounds": ["outer.rounds=50"],
     "outer.delay": ["outer.delay=4", "outer.optimizer=fedbuff"],
     "outer.delay_c": ["outer.delay_c=0.1", "outer.optimizer=delayed_nesterov"],
     "outer.dylu": ["outer.dylu=true", "outer.quorum=1"],

@@ -174,7 +174,7 @@ class Crowd:
     def __init__(self, directory: Path, shapes: Mapping[str, tuple[int, ...]], **outer: Any) -> None:
         self.directory = directory
         self.shapes = shapes
-        exact = {"codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9}
+        exact = {"codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
         self.outer: dict[str, Any] = {"method": "diloco", "sync_every": 10, "fragments": 4, **exact, **outer}
         self.members: list[Trainee] = []
 

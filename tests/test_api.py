@@ -179,6 +179,7 @@ def test_a_peer_says_how_others_join_for_whom_it_waits_and_who_comes(
     pair = {"peers": ["QmABCDEFGH", "QmME"], "names": ["peer", "anna"], "cosine": 0.99991}
     swarm._heard("same_data", {"fragment": 0, "version": 1, **pair})
     swarm._heard("takeover", {"fragment": 0})
+    swarm._heard("rounds_over", {"rounds": 12, "version": 13})
     swarm.close()
     assert sync.view.closed
     assert capsys.readouterr().err.splitlines() == [
@@ -192,6 +193,8 @@ def test_a_peer_says_how_others_join_for_whom_it_waits_and_who_comes(
         "diloco: peer ...CDEFGH and anna train on the same data (cosine of what they contribute 0.9999), so "
         "together they learn what one learns; give each peer other data: swarm.shard(dataset), or a seed of its own "
         "(swarm.seed)",
+        "diloco: rounds=12 are over, and training goes on with the last outer momentum; plan as many as there are "
+        "exchanges: rounds=max_steps / sync_every",
         "diloco: done after 0 inner steps, at outer step 0; 0 B sent",
     ]
 

@@ -240,6 +240,16 @@ def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times:
         assert fields["cosine"] > 0.9999  # type: ignore[operator]
 
 
+def test_who_goes_on_after_the_planned_rounds_is_told_once() -> None:
+    def work(loop: Loop) -> None:
+        for _ in range(16):
+            loop.step()
+
+    loops = train("ab", work, sync_every=4, rounds=2)
+    assert [counted(loop, "rounds_over") for loop in loops.values()] == 2 * [[{"rounds": 2, "version": 3}]]
+    assert all(not counted(loop, "rounds_over") for loop in train("ab", work, sync_every=4, rounds=4).values())
+
+
 def test_what_was_not_sent_is_told_from_what_was() -> None:
     def work(loop: Loop) -> None:
         for step in range(1, 7):

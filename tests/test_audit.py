@@ -45,7 +45,8 @@ UP, DOWN = ["int8", "e3m0", "stat2"], ["int8", "e3m0", "fp16", "fp32"]
 
 
 def settings_of(mode: str, up: str = "int8", down: str = "int8", **others: object) -> OuterConfig:
-    fixed = {"method": "diloco", "sync_every": 1, "codec_up": up, "codec_down": down}
+    codecs = {"codec_up": up, "codec_down": down}
+    fixed = {"method": "diloco", "sync_every": 1, "lr": 0.7, "momentum": 0.9, "momentum_warmup": 0, **codecs}
     return OuterConfig(**{**fixed, **MODES[mode], **others})
 
 

@@ -21,7 +21,9 @@ from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 
 
 def outer(**changes: object) -> OuterConfig:
-    return OuterConfig.parse({"method": "diloco", "sync_every": 1, "codec_up": "int8", "codec_down": "int8"} | changes)
+    rates = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
+    fixed = {"method": "diloco", "sync_every": 1, "codec_up": "int8", "codec_down": "int8", **rates}
+    return OuterConfig.parse(fixed | changes)
 
 
 class Swarm:

@@ -131,7 +131,7 @@ def test_a_member_that_failed_at_once_is_known_by_its_sweep(tmp_path: Path) -> N
     (tmp_path / "0-lr9" / "member.json").write_text(json.dumps(member))
     failed, whole = read_runs([*find_runs([tmp_path]), make(tmp_path / "other")])
     assert (failed.name, failed.exit, failed.loss, failed.curve) == ("outer.lr=9", 3, None, [])
-    assert whole.name == "outer.lr=0.7"
+    assert whole.name == "outer.lr=1"
 
 
 json_values = st.recursive(
@@ -200,8 +200,8 @@ def test_a_model_is_named_by_its_name(tmp_path: Path) -> None:
 
 def test_runs_of_one_setting_are_told_apart_by_their_directories(tmp_path: Path) -> None:
     assert names(tmp_path, [], []) == ["r0", "r1"]
-    assert names(tmp_path / "x", ["outer.lr=1.0"], [], []) == [
-        "outer.lr=1", "outer.lr=0.7 (r1)", "outer.lr=0.7 (r2)",
+    assert names(tmp_path / "x", ["outer.lr=0.7"], [], []) == [
+        "outer.lr=0.7", "outer.lr=1 (r1)", "outer.lr=1 (r2)",
     ]  # fmt: skip
     same = [make(tmp_path / side / "same") for side in ("left", "right")]
     assert [run.name for run in read_runs(same)] == [str(place) for place in same]
@@ -357,12 +357,12 @@ def test_a_table_is_as_wide_as_it_needs_to_be_where_nobody_looks(tmp_path: Path)
 
 
 def test_json_has_the_same_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = [make(tmp_path / "a"), make(tmp_path / "b", "outer.lr=1.0", losses=(5.0, 3.5))]
+    places = [make(tmp_path / "a"), make(tmp_path / "b", "outer.lr=0.7", losses=(5.0, 3.5))]
     assert exit_code("compare", *map(str, places), "--json", "--out", str(tmp_path / "out")) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["loss"] == 3.5
     assert [(run["name"], run["time_to_loss_s"]) for run in content["runs"]] == [
-        ("outer.lr=0.7", 15.0), ("outer.lr=1", 10.0),
+        ("outer.lr=1", 15.0), ("outer.lr=0.7", 10.0),
     ]  # fmt: skip
     assert len(list((tmp_path / "out").glob("*.png"))) == 3
 

@@ -78,7 +78,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 8,
+  "wire_version": 9,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -101,12 +101,12 @@ CANONICAL = (
     '"outer":{"audit":0.02,"clip_factor":3.0,"codec_down":"e3m0","codec_up":"int8","delay":null,"delay_c":0.0,"dylu":false,'
     '"eager":false,"error_feedback":0.0,"flatten":0.0,'
     '"fragments":4,"grace_s":0.0,"grace_slack":0.0,"lr":0.7,"lr_by_peers":{},"merge":"mean","method":"diloco",'
-    '"mixing":0.0,"momentum":0.9,"momentum_warmup":0,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
-    '"quorum":null,"robust":"auto","spot_check":0.0,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
+    '"mixing":0.0,"momentum":0.9,"momentum_warmup":null,"optimizer":"nesterov","overlap":0,"pattern":"contiguous",'
+    '"quorum":null,"robust":"auto","rounds":null,"spot_check":0.0,"staggered":false,"staleness_exponent":0.0,"staleness_limit":0,"sync_every":25,'
     '"trim":0.25,"weights":"tokens"},'
-    '"run":{"id":"golden","key":null,"seed":3},"wire_version":8}'
+    '"run":{"id":"golden","key":null,"seed":3},"wire_version":9}'
 )
-GOLDEN_HASH = "0d0112b286b2a7bb146552921db39a3265390fdc35b5136005283e810eb26cef"
+GOLDEN_HASH = "3145666283abe889a0ae309d6c953a17aa44a53b37be1809204dde1f9097d962"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -347,7 +347,7 @@ def test_every_word_of_another_program_stands_for_a_setting() -> None:
         ),
         ("outer.grace_s=1", "outer.grace_s=1.0 needs a quorum after which it begins; set outer.quorum"),
         ("outer.grace_slack=0.5", "outer.grace_slack=0.5 needs a quorum after which it begins; set outer.quorum"),
-        ("outer.codec_up=topk", "outer.momentum=0.9 does not go with outer.codec_up=topk; set outer.momentum=0"),
+        ("outer.codec_up=topk", "outer.momentum=0.6 does not go with outer.codec_up=topk; set outer.momentum=0"),
         (
             "outer.staleness_limit=3",
             "outer.staleness_limit=3 has no effect when a version waits for every peer; set outer.quorum, or drop it",
@@ -702,15 +702,15 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
         ("1" * 60000, "manifest is not JSON: "),
         (" " * 70000, "manifest has 70000 characters; at most 65536 are accepted"),
         ('{"wire_version": NaN}', "manifest is not JSON: NaN is not a number"),
-        ("{}", "manifest has wire version null, this diloco speaks 8; install the same version on all peers"),
-        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 8; install"),
+        ("{}", "manifest has wire version null, this diloco speaks 9; install the same version on all peers"),
+        (edited(lambda it: it.update(wire_version=1)), "manifest has wire version 1, this diloco speaks 9; install"),
         (
             edited(lambda it: it.update(wire_version=True)),
-            "manifest has wire version true, this diloco speaks 8; install",
+            "manifest has wire version true, this diloco speaks 9; install",
         ),
         (
             edited(lambda it: it.update(wire_version=5.0)),
-            "manifest has wire version 5.0, this diloco speaks 8; install",
+            "manifest has wire version 5.0, this diloco speaks 9; install",
         ),
         (edited(lambda it: it.pop("outer")), "manifest: outer is missing; expected a group of settings"),
         (

@@ -103,6 +103,7 @@ EFFECT = {
     "outer.lr_by_peers": "lt.hspd. bq.",
     "outer.momentum": "lt.hspd. bq.",
     "outer.momentum_warmup": "lt.hspd. bq.",
+    "outer.rounds": "lt.hspd. bq.",
     "outer.delay": "lt.hspd. ...",
     "outer.delay_c": "lt.hspd. ...",
     "outer.dylu": "lt.hspd. .q.",

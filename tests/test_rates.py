@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.outer.optimizer import lr_at, momentum_at
+from diloco.config import OuterConfig
+from diloco.outer.optimizer import OPTIMIZERS, YOUTH, OuterStep, lr_at, momentum_at
 from diloco.protocol.schedule import dylu_steps
 
 PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
@@ -27,6 +28,37 @@ def test_the_momentum_never_falls_and_ends_at_its_setting(version: int, momentum
 
 def test_without_warmup_the_momentum_is_its_setting_from_the_first_step() -> None:
     assert momentum_at(0, 0.9, 0) == 0.9
+
+
+def momentum_of(step: OuterStep, optimizer: str = "nesterov", **settings: object) -> float:
+    outer = OuterConfig.parse({"method": "diloco", "sync_every": 10, "optimizer": optimizer, **settings})
+    return OPTIMIZERS[optimizer](outer).rates(step)[1]
+
+
+def test_by_default_the_momentum_rises_over_the_rounds_that_are_planned() -> None:
+    # 1 / (1 - 0.6) = 2.5, so 1, 1.75, 2.5 at the beginning, in the middle and at the end; 1 - 1/1.75 = 3/7.
+    rising = [momentum_of(OuterStep(version, 4), rounds=16) for version in (0, 8, 16, 40)]
+    assert rising == pytest.approx([0.0, 3 / 7, 0.6, 0.6])
+
+
+def test_without_a_plan_the_momentum_rises_with_the_age_of_the_run() -> None:
+    rising = [momentum_of(OuterStep(version, 4)) for version in (0, YOUTH, 10**9)]
+    assert rising == pytest.approx([0.0, 3 / 7, 0.6])
+
+
+def test_without_a_plan_a_window_of_contributions_is_one_step_of_age() -> None:
+    old = momentum_of(OuterStep(4 * YOUTH, 1, 0, delay=4), "delayed_nesterov")
+    assert old == momentum_of(OuterStep(YOUTH, 4))
+
+
+def test_a_warmup_counts_more_than_the_plan() -> None:
+    assert momentum_of(OuterStep(4, 4), rounds=100, momentum_warmup=4) == 0.6
+
+
+@given(st.integers(0, 10**6), st.floats(0, 0.999), st.one_of(st.none(), st.integers(1, 1000)))
+def test_the_momentum_never_falls_with_a_plan_or_without(version: int, momentum: float, rounds: int | None) -> None:
+    now, later = (momentum_at(v, momentum, None, rounds) for v in (version, version + 1))
+    assert 0 <= now <= later + 1e-12 and later <= momentum + 1e-12
 
 
 def test_the_learning_rate_by_peers_is_the_papers_and_linear_in_the_logarithm_between() -> None:

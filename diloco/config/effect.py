@@ -228,4 +228,8 @@ def _beside_outer(outer: OuterConfig) -> Iterator[Ignored]:
     if outer.lr_by_peers:
         yield Ignored("outer.lr", "with outer.lr_by_peers, which says it for every number of peers")
     if not outer.momentum:
-        yield Ignored("outer.momentum_warmup", "with outer.momentum=0", "drop it, or set outer.momentum")
+        keys = "outer.momentum_warmup outer.rounds" if outer.momentum_warmup else "outer.rounds"
+        yield Ignored(keys, "with outer.momentum=0", "drop it, or set outer.momentum")
+    elif outer.momentum_warmup is not None:
+        reason = f"with outer.momentum_warmup={outer.momentum_warmup}, after which the momentum has risen"
+        yield Ignored("outer.rounds", reason, "drop one of them")

@@ -149,11 +149,14 @@ class OuterConfig(RunOwned):
     """Part of each version that the others recompute; 0: none. Contributions have to be judged together (robust)."""
     optimizer: OptimizerName = "nesterov"
     """nesterov: a step per version; the others: momentum once in `delay` contributions."""
-    lr: float = Field(0.7, gt=0, le=10, description="Outer (Nesterov) learning rate.")
+    lr: float = Field(1.0, gt=0, le=10, description="Outer (Nesterov) learning rate.")
     lr_by_peers: dict[str, float] = Field(default_factory=dict)
     """Learning rates by number of contributors, such as {1: 0.4, 8: 0.8}."""
-    momentum: float = Field(0.9, ge=0, lt=1, description="Outer (Nesterov) momentum.")
-    momentum_warmup: int = Field(0, ge=0, le=10**9, description="Outer steps in which the momentum rises to its value.")
+    momentum: float = Field(0.6, ge=0, lt=1, description="Outer (Nesterov) momentum, once it has risen.")
+    momentum_warmup: int | None = Field(None, ge=0, le=10**9)
+    """Outer steps in which the momentum rises to its value; 0: it begins there; null: all of `rounds`."""
+    rounds: int | None = Field(None, ge=1, le=10**15)
+    """Outer steps that are planned, over which the momentum rises; null: it rises with the age of the run."""
     delay: int | None = Field(None, ge=1, le=100_000)
     """Contributions per momentum step; null is the number of active peers."""
     delay_c: float = Field(0.0, ge=0, le=1, description="Part of the momentum in each of these contributions (c).")
@@ -223,6 +226,13 @@ class OuterConfig(RunOwned):
         """
         can = OPTIMIZERS[self.optimizer].audited and CODECS[self.codec_down].audited
         return self.audit > 0 and self.judged_together and not self.flatten and can
+
+    @property
+    def momentum_risen(self) -> int:
+        """Version from which the momentum has its value; with the age of a run it comes ever nearer."""
+        if self.momentum_warmup is None:
+            return self.rounds or 10**6
+        return self.momentum_warmup
 
     @property
     def windowed(self) -> bool:

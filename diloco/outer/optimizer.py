@@ -46,6 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 Value = TypeVar("Value", float, Tensor)
+YOUTH = 8  # versions after which the momentum of a run without a plan has half of its rise behind it
 
 
 @dataclass(frozen=True)
@@ -227,23 +228,28 @@ def eager_(start: Tensor, momentum: Tensor, delta: Tensor, *, peers: int, lr: fl
     nesterov_(start, momentum, delta.div_(peers), lr, beta)
 
 
-def momentum_at(version: int, momentum: float, warmup: int) -> float:
-    """Outer momentum of the step from `version` to the next, for a warm-up of that many versions (0 for none).
+def momentum_at(version: float, momentum: float, warmup: int | None = 0, rounds: int | None = None) -> float:
+    """Outer momentum of the step from `version` to the next, which rises to `momentum` in `warmup` versions (0: it
+    begins there). With None it rises over the planned `rounds`, or as long as the run gets older if nobody has planned
+    any.
 
     1 / (1 - m), which times lr is the effective learning rate, rises linearly from 1 at version 0 to that of
-    `momentum` at version `warmup`, as an inner learning rate warms up. This is m = t / (t + const), the schedule of
-    Nesterov's method for convex functions. Its memory 1 / (1 - m) is about a fixed part of the rounds so far, which
-    soon forgets the deltas of the steep start. If m itself were linear, the effective rate would rise almost only in
-    the last rounds.
+    `momentum`, as an inner learning rate warms up. This is m = t / (t + const), the schedule of Nesterov's method for
+    convex functions. Its memory 1 / (1 - m) is about a fixed part of the rounds so far, which soon forgets the deltas
+    of the steep start. If m itself were linear, the effective rate would rise almost only in the last rounds.
+
+    Without a plan, the part of the rise is version / (version + YOUTH): half of it after YOUTH versions, however long
+    the run will be.
 
     Pier (arXiv 2511.17849) lowers the momentum instead, from 0.99 to 0.9, after a data-parallel start, which we do not
-    have.
+    have. scripts/README.md has the experiment from which the defaults follow (`scripts/momentum`).
     """
     assert 0 <= momentum < 1 and version >= 0, f"momentum={momentum}, version={version} is impossible"
-    if version >= warmup:
+    ends = rounds if warmup is None else warmup
+    if ends is not None and version >= ends:
         return momentum
-    memory = 1 + (1 / (1 - momentum) - 1) * version / warmup
-    return 1 - 1 / memory
+    part = version / (version + YOUTH) if ends is None else version / ends
+    return 1 - 1 / (1 + (1 / (1 - momentum) - 1) * part)
 
 
 def lr_at(version: int, peers: int, lr: float, lr_by_peers: Mapping[int, float]) -> float:
@@ -295,9 +301,11 @@ class OuterOptimizer(ABC):
         """Learning rate and momentum of a step."""
         settings = self.settings
         peers = step.delay if settings.windowed else step.contributions
-        return lr_at(step.version, peers, settings.lr, self._lr_by_peers), momentum_at(
-            step.version, settings.momentum, settings.momentum_warmup
-        )
+        # Where nobody has planned versions, a run is as old as it has had momentum steps.
+        planned = settings.momentum_warmup is not None or settings.rounds is not None
+        age = step.version / (1 if planned or not settings.windowed else step.delay)
+        momentum = momentum_at(age, settings.momentum, settings.momentum_warmup, settings.rounds)
+        return lr_at(step.version, peers, settings.lr, self._lr_by_peers), momentum
 
     def transition(self, step: OuterStep) -> Transition:
         """What a step does, whose contributions are pushed one after another."""

@@ -62,6 +62,8 @@ class Swarm(Outlook):
         outer: settings of the outer step by their names in such a file, in a dictionary.
         sync_every, fragments, lr, momentum, codec_up, codec_down: the same, and so is every other setting that is given
             by its name. `sync_every` is required without a preset: inner steps from one exchange to the next.
+        rounds: exchanges that are planned, such as max_steps / sync_every, over which the outer momentum rises; equal
+            on all peers. Without it the momentum rises with the age of the run.
         identity: file with this peer's private key, made when it is missing; none is a new identity each time.
         name: how this peer is called in tables and logs.
         key: public key of a run that admits invited peers only (64 hexadecimal digits); None is that of `token` or
@@ -105,6 +107,7 @@ class Swarm(Outlook):
         momentum: float | None = None,
         codec_up: str | None = None,
         codec_down: str | None = None,
+        rounds: int | None = None,
         identity: str | Path | None = None,
         name: str = "peer",
         key: str | None = None,
@@ -127,7 +130,7 @@ class Swarm(Outlook):
         check_names(settings, OuterConfig.model_fields, list(inspect.signature(Swarm).parameters)[:-1])
         named = {
             "sync_every": sync_every, "fragments": fragments, "lr": lr, "momentum": momentum, "codec_up": codec_up,
-            "codec_down": codec_down,
+            "codec_down": codec_down, "rounds": rounds,
         }  # fmt: skip
         said = {key: value for key, value in named.items() if value is not None}
         super().__init__(Voice(quiet))

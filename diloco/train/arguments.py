@@ -52,6 +52,7 @@ def outer_of(preset: str | None, outer: Mapping[str, Any] | None, keywords: Mapp
     if said.get("method", "diloco") != "diloco":
         raise ConfigError(f"method={said['method']}: a Swarm makes outer steps; diloco train has the other methods")
     laid = {"method": "diloco"} if preset is None else outer_preset(preset)
+    laid.pop("rounds", None)  # it follows from a budget, which a loop of one's own does not have
     by_size = "${fragments_for:" in str(laid.get("fragments")) and "fragments" not in said
     if by_size:
         del laid["fragments"]

@@ -365,6 +365,8 @@ class Attachment(Pauses):
         if ended:
             own.end_round()
             self.report(own.loss)
+            if self.node is not None and outer.rounds is not None and self.version == outer.rounds + 1:
+                self._listener.on_event("rounds_over", {"rounds": outer.rounds, "version": self.version})
         if adopted.position:
             self._schedule.begin(adopted.position)
         if outer.dylu:

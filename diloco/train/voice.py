@@ -96,6 +96,11 @@ class Voice:
                 )
             case "alone_again":
                 self.say("nobody of the checkpoint's swarm answers; this peer goes on alone, and others join it")
+            case "rounds_over":
+                self.say(
+                    f"rounds={fields['rounds']} are over, and training goes on with the last outer momentum; plan as "
+                    "many as there are exchanges: rounds=max_steps / sync_every"
+                )
             case "unreachable":
                 self.say(f"others cannot call this peer; it trains all the same ({plain(fields.get('advice', ''))})")
 

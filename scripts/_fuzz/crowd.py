@@ -43,6 +43,7 @@ from diloco.train.api import Attachment, Swarm
 
 __all__ = ["Checkpoint", "Crowd", "Life", "Member", "small_pieces"]
 
+RATES = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}  # of the outer steps, where a schedule says no others
 TOKENS_PER_STEP = 8
 SEQUENCES_PER_STEP = 2
 MAX_SEEDS = 3
@@ -137,7 +138,7 @@ class Crowd:
         inner_state: str = "donor",
         closed: bool = False,
     ) -> None:
-        self.loop, self.seed, self.outer = loop, seed, dict(outer)
+        self.loop, self.seed, self.outer = loop, seed, {**RATES, **outer}
         self.network = Network(loop, seed, loss, {BULK})
         self.lives: dict[str, Life] = {}  # the newest of each peer
         self.started: list[Life] = []
@@ -302,7 +303,11 @@ class Crowd:
         replica = Replica(parameters, partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern), outer)
         replica.rng = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
-        options = replace(swarm.options(parameters, None, trains=False), gate=self._gate(life), seed=life.owner)
+        options = replace(
+            swarm.options(parameters, None, trains=False, model=("ParameterDict", None)),
+            gate=self._gate(life),
+            seed=life.owner,
+        )
         life.node = node = await Node.open(options, replica, swarm.on_event, self._connect(life))
         self.on_life(life)
         try:

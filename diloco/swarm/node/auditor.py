@@ -192,6 +192,6 @@ def _remembered(context: Context) -> int:
     """After how many versions a momentum from before them is forgotten."""
     settings = context.replica.settings
     delay = 1 if settings.delay is None or not settings.windowed else settings.delay
-    steps = (OuterStep(settings.momentum_warmup + version, delay, 0, delay) for version in range(1, MAX_STEPS))
+    steps = (OuterStep(settings.momentum_risen + version, delay, 0, delay) for version in range(1, MAX_STEPS))
     left = enumerate(memories(settings, steps), start=1)
     return next((versions for versions, part in left if versions > 1 and part <= FORGOTTEN), MAX_STEPS - 1)

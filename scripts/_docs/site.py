@@ -49,6 +49,10 @@ def build(out: Path) -> None:
 
     for name in diloco.__all__:  # pdoc sees only what is in the module already
         setattr(diloco, name, getattr(diloco, name))
+    for base in diloco.Swarm.__mro__[1:]:  # nor does it show what a class has from one that is not on its pages
+        for name, member in vars(base).items():
+            if base.__module__.startswith("diloco.") and not name.startswith("_") and name not in vars(diloco.Swarm):
+                setattr(diloco.Swarm, name, member)
     shutil.rmtree(out, ignore_errors=True)
     for page in pages():
         _render(page, out)

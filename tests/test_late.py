@@ -12,7 +12,7 @@ from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
 
 LR, BETA, PEERS, ROUNDS = 0.5, 0.5, 3, 6
-SETTINGS = {"method": "diloco", "sync_every": 4, "overlap": 4, "lr": LR, "momentum": BETA}
+SETTINGS = {"method": "diloco", "sync_every": 4, "overlap": 4, "lr": LR, "momentum": BETA, "momentum_warmup": 0}
 
 
 def inner(local: Tensor, peer: int, round_: int) -> Tensor:

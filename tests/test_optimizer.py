@@ -191,7 +191,8 @@ def test_a_momentum_step_belongs_to_exactly_as_many_contributions_as_a_window_ha
     outer = OuterConfig.parse(
         {
             "method": "diloco", "sync_every": 1, "codec_up": "fp32", "codec_down": "fp32", "quorum": 1,
-            "staleness_limit": 9, "optimizer": "delayed_nesterov", "lr": 0.5, "momentum": 0.8, **settings,
+            "staleness_limit": 9, "optimizer": "delayed_nesterov", "lr": 0.5, "momentum": 0.8, "momentum_warmup": 0,
+            **settings,
         }
     )  # fmt: skip
     replica = Replica({"w": gaussian(200, 0)}, partition({"w": 200}, 1), outer)
@@ -303,7 +304,8 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def outer_optimizer(name: str, **outer: object) -> OuterOptimizer:
-    return OPTIMIZERS[name](OuterConfig(method="diloco", sync_every=1, optimizer=name, **outer))
+    rates = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0, **outer}
+    return OPTIMIZERS[name](OuterConfig(method="diloco", sync_every=1, optimizer=name, **rates))
 
 
 def advance(one: OuterOptimizer, step: OuterStep, master: Tensor, vectors: Sequence[Tensor], mean: Tensor) -> None:
@@ -398,7 +400,14 @@ def test_a_registered_class_is_all_that_a_new_optimizer_takes(registers: None) -
             return AdamStep(*self.rates(step), step.version + 1)
 
     settings = OuterConfig(
-        method="diloco", sync_every=1, lr=0.1, momentum=0.9, codec_up="fp32", codec_down="fp32", optimizer="adam"
+        method="diloco",
+        sync_every=1,
+        lr=0.1,
+        momentum=0.9,
+        momentum_warmup=0,
+        codec_up="fp32",
+        codec_down="fp32",
+        optimizer="adam",
     )
     parameters = {"w": gaussian(CHUNK + 5, 0)}
     replica = Replica(parameters, partition({"w": CHUNK + 5}, 1), settings)

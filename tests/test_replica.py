@@ -32,7 +32,15 @@ def replica(
     pieces = partition({name: value.numel() for name, value in parameters.items()}, fragments)
     up, down = codecs
     settings = OuterConfig(  # what is told apart by hand here differs more than honest contributions do
-        method="diloco", sync_every=1, lr=lr, momentum=momentum, codec_up=up, codec_down=down, clip_factor=10, **outer
+        method="diloco",
+        sync_every=1,
+        lr=lr,
+        momentum=momentum,
+        codec_up=up,
+        codec_down=down,
+        clip_factor=10,
+        momentum_warmup=0,
+        **outer,
     )
     return Replica(parameters, pieces, settings)
 
@@ -288,7 +296,7 @@ def test_the_anchor_stays_where_it_is_while_nobody_trains(down: str, mode: str) 
             feedback = {"error_feedback": 0.9} if up in ("stat2", "topk") else {}
             settings = OuterConfig(
                 method="diloco", sync_every=4, fragments=2, codec_up=up, codec_down=down, lr=0.7, momentum=momentum,
-                **feedback, **ROUNDS_WITHOUT_TRAINING[mode],
+                momentum_warmup=0, **feedback, **ROUNDS_WITHOUT_TRAINING[mode],
             )  # fmt: skip
             peer = Replica({"w": torch.zeros(300, dtype=dtype)}, partition({"w": 300}, 2), settings)
             for anchor in peer.anchors:

@@ -90,7 +90,7 @@ class StubHost:
     ) -> None:
         self.parameters = {"w": torch.arange(float(numel))}
         fragments = partition({"w": numel}, outer.get("fragments", 1))
-        exact = {"lr": 1.0, "momentum": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
+        exact = {"lr": 1.0, "momentum": 0.0, "momentum_warmup": 0, "codec_up": "fp32", "codec_down": "fp32"}
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, **exact, **outer})
         local = Local(self.parameters) if device is None else device.local(self.parameters)
         self.replica = Replica(local, fragments, settings)

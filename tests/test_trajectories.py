@@ -209,7 +209,9 @@ def test_delayed_nesterov(c: float, golden: list[float]) -> None:
 #   step 0.5 * (0.5 * 0.6 + 2/4 * 0.9) = 0.375    9.55         m = 0.9: 0.5 * (0.45 + 0.45) = 0.45    9.025
 def test_delayed_nesterov_in_groups() -> None:
     one = DelayedNesterov(
-        OuterConfig(method="diloco", sync_every=1, optimizer="delayed_nesterov", lr=0.5, momentum=0.5)
+        OuterConfig(
+            method="diloco", sync_every=1, optimizer="delayed_nesterov", lr=0.5, momentum=0.5, momentum_warmup=0
+        )
     )
     master, vectors = full(10.0), [full(0.0), full(0.0)]
     for group, expected in enumerate([9.925, 9.55, 9.475, 9.025]):

@@ -303,11 +303,7 @@ class Crowd:
         replica = Replica(parameters, partition({"w": parameters["w"].numel()}, outer.fragments, outer.pattern), outer)
         replica.rng = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
-        options = replace(
-            swarm.options(parameters, None, trains=False, model=("ParameterDict", None)),
-            gate=self._gate(life),
-            seed=life.owner,
-        )
+        options = replace(swarm.options(parameters, None, trains=False), gate=self._gate(life), seed=life.owner)
         life.node = node = await Node.open(options, replica, swarm.on_event, self._connect(life))
         self.on_life(life)
         try:

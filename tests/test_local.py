@@ -365,9 +365,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     key = tmp_path_factory.mktemp("peer") / "identity.key"
     swarm = Swarm.of(config, config.manifest(), key, "standing", lambda kind, fields: None)
     attachment = swarm.attach(model, torch.optim.SGD(model.parameters()))
-    attachment.start()
+    attachment._connect()
     yield attachment.view.address if attachment.view else ""
-    attachment.close()
+    attachment.abandon()
 
 
 def refused(capfd: pytest.CaptureFixture[str], run_dir: Path, *overrides: str) -> tuple[int, str]:
@@ -407,7 +407,7 @@ def test_a_swarm_that_cannot_be_joined_ends_with_exit_code_three(
     assert refused(capfd, tmp_path / "settings", join, "outer.lr=0.4", "run.seed=7") == (
         3,
         "the swarm refused this peer: the run there has other settings: "
-        "outer.lr is 0.7 there, 0.4 here; run.seed is 0 there, 7 here; use the same",
+        "outer.lr is 1.0 there, 0.4 here; run.seed is 0 there, 7 here; use the same",
     )
 
 

@@ -65,11 +65,11 @@ def files_of(config: Config) -> dict[str, Path]:
 
 
 def check_same_run(config: Config, manifest: str) -> None:
-    """Checks that a run directory belongs to this run: since its `manifest`, only the budget may have changed. Raises
-    `CheckpointError` if other settings differ; the text names them.
+    """Checks that a run directory belongs to this run: since its `manifest`, only the budget and the rounds
+    that are planned may have changed. Raises `CheckpointError` if other settings differ; the text names them.
     """
     differing = config.manifest().differences(Manifest.from_json(manifest, any_wire_version=True))
-    differing = [line for line in differing if not line.startswith("budget.")]
+    differing = [line for line in differing if not line.startswith(("budget.", "outer.rounds:"))]
     if differing:
         raise CheckpointError(
             f"run.dir={config.run.dir} holds a run with other settings ({'; '.join(differing[:4])}); "

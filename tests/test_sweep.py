@@ -363,7 +363,8 @@ def test_a_sweep_of_simulations_ends_in_a_table(
     arguments = ("sweep", "simulate", SMOKE, "outer.lr=0.5,0.9", "--dir", "s")
     assert exit_code(*arguments) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines() if line.startswith("lr=")] == ["lr=0.5", "lr=0.9"]
+    rows = [line.split()[0] for line in shown.splitlines() if line.startswith("outer.lr=")]
+    assert sorted(rows) == ["outer.lr=0.5", "outer.lr=0.9"]  # the lower loss is first
     assert states() == {"0-lr0.5": "done", "1-lr0.9": "done"}
     assert all(member["result"]["virtual_s"] == 12 for member in outcome()["members"])
     assert exit_code(*arguments) == 0

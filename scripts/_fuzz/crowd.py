@@ -346,7 +346,7 @@ class Crowd:
         return Swarm(
             run_id="run", name=life.name, identity=Path(life.name), min_peers=life.min_peers,
             heartbeat_s=self._heartbeat_s, inner_state=self._inner_state, on_event=on_event, on_ready=on_ready,
-            runtime=runtime, **self.outer,
+            runtime=runtime, quiet=True, **self.outer,
         )  # fmt: skip
 
     def _uncaught(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:

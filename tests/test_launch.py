@@ -325,7 +325,8 @@ def test_a_task_that_never_finds_the_host_names_it(tmp_path: Path) -> None:
     done = subprocess.run(["bash", script], env=environment | {"CODES": "3"}, capture_output=True, text=True)
     place, log = tmp_path / "run" / "host" / "address", tmp_path / "out" / "host.log"
     assert done.returncode == 3 and (tmp_path / "tried").read_text() == "x"
-    assert done.stderr == f"diloco: error: peer-7 found no swarm at {place} for 0 s; {log} says why\n"
+    said = f"diloco: error: peer-7 found no swarm at {place} for SECONDS s; {log} says why\n"
+    assert re.fullmatch(re.escape(said).replace("SECONDS", r"\d+"), done.stderr)  # a slow machine takes more than 0
 
 
 def task(tmp_path: Path, patience_s: int = 3600) -> tuple[Path, dict[str, str]]:

@@ -1,12 +1,17 @@
-"""The tables that executables write, each between two marks, in scripts/README.md or TABLES.md beside it."""
+"""The tables that executables write, each between two marks, in scripts/README.md or TABLES.md beside it, and what they
+say of several seeds.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["place", "put", "rows_of"]
+from diloco.rundir.gaps import gap_of
+
+__all__ = ["gap", "place", "put", "rows_of", "spread"]
 
 PAGES = tuple(Path(__file__).parents[1] / name for name in ("README.md", "TABLES.md"))
 
@@ -32,6 +37,18 @@ def put(name: str, lines: Sequence[str], page: Path | None = None) -> None:
 def place(machine: Mapping[str, Any]) -> str:
     """A machine, as `machine.describe` has it, in words."""
     return f"{machine['cores']} cores {machine['cpu']}, torch {machine['torch']}"
+
+
+def gap(losses: Mapping[int, float], baseline: Mapping[int, float]) -> str:
+    """Held-out losses over a baseline's in percent, seed by seed, for a cell of a table."""
+    found = [gap_of(loss, baseline[seed]) for seed, loss in losses.items() if seed in baseline]
+    return f"{spread(found, '+.1f')} %" if found else "-"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean and standard deviation, which one value does not have."""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{deviation}"
 
 
 def _page_of(name: str) -> Path:

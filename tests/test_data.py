@@ -509,7 +509,12 @@ BAD: dict[str, str | bytes] = {
         ("json", "empty", {}, "empty has no .json, .jsonl, "),
         ("text", "empty", {}, "empty has no text; give files that are not empty"),
         ("text", "short", {"holdout": 1e-9}, "data.sequence_length: 16 tokens are more than all training text of"),
-        ("text", "some.txt", {"holdout": 1e-9}, "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16"),
+        (
+            "text",
+            "some.txt",
+            {"holdout": 1e-9},
+            "data.holdout: 1e-09 of 4 documents leaves no held-out sequence of 16 tokens; set it to 0.5, or add text",
+        ),
         ("text", "latin", {}, "file.txt is not UTF-8 text; convert it or leave it out"),
         ("json", "rows.jsonl", {}, "data.field: 'text' is no field of the data; its fields are body, id"),
         ("json", "rows.jsonl", {"field": "id"}, "data.field: 'id' holds int, not text; fields with text: body"),

@@ -50,7 +50,7 @@ class NextLetter(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-own = DilocoLightningCallback(run_id="lightning", address=sys.argv[1:], sync_every=20, min_peers=2)
+own = DilocoLightningCallback(run_id="lightning", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2)
 loader = DataLoader(train, batch_size=32, shuffle=True)
 trainer = Trainer(
     max_steps=STEPS,

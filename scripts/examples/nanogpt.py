@@ -78,7 +78,7 @@ def estimate_loss():
 
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-swarm = Swarm(run_id="nanogpt", address=sys.argv[1:], sync_every=10, min_peers=2)  # <- 1
+swarm = Swarm(run_id="nanogpt", address=sys.argv[1:], sync_every=10, rounds=max_iters // 10, min_peers=2)  # <- 1
 generator = torch.Generator().manual_seed(swarm.seed)  # <- 2, instead of 1337
 
 sync = swarm.attach(model, optimizer).open()  # <- 3

@@ -32,7 +32,7 @@ def batch(data, size, generator):
 
 model = nn.Sequential(nn.Embedding(128, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 128))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-swarm = Swarm(run_id="plain_torch", address=sys.argv[1:], sync_every=20, min_peers=2)
+swarm = Swarm(run_id="plain_torch", address=sys.argv[1:], sync_every=20, rounds=STEPS // 20, min_peers=2)
 
 generator = torch.Generator().manual_seed(swarm.seed)  # another one on each peer
 with swarm, swarm.attach(model, optimizer) as sync:

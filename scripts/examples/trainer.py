@@ -38,7 +38,7 @@ arguments = TrainingArguments(
     use_cpu=True,
     disable_tqdm=True,
 )
-own = DilocoCallback(run_id="trainer", address=sys.argv[1:], sync_every=10, min_peers=2)
+own = DilocoCallback(run_id="trainer", address=sys.argv[1:], sync_every=10, rounds=6, min_peers=2)
 trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=held_out, callbacks=[own])
 
 trainer.train()

@@ -67,7 +67,7 @@ arguments = SFTConfig(
 )
 address = [one for one in sys.argv[1:] if one != "--full"]
 lora = None if "--full" in sys.argv else LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-own = DilocoCallback(run_id="trl_lora", address=address, sync_every=STEPS, min_peers=2)
+own = DilocoCallback(run_id="trl_lora", address=address, sync_every=STEPS, rounds=ROUNDS, min_peers=2)
 trainer = SFTTrainer(
     model,
     arguments,

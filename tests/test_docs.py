@@ -193,10 +193,9 @@ def test_a_page_that_starts_another_peer_says_how_its_data_differs(page: Path) -
 def test_the_reference_names_everything_that_a_user_imports_and_what_a_swarm_has() -> None:
     text = (DOCS / "reference.md").read_text()
     members = {name for name in dir(diloco.Swarm) if not name.startswith("_")} | {"state"}
-    inside = {"of", "options", "runtime"}  # of the package itself
     named = set(re.findall(r"`(\w+)", text))
     assert set(diloco.__all__) - {"__version__"} <= named
-    assert members - inside <= named | {"open", "close"}, members - inside - named
+    assert members - reference.INSIDE <= named | {"open", "close"}, members - reference.INSIDE - named
 
 
 def code(page: str) -> str:

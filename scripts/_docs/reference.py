@@ -1,4 +1,4 @@
-"""The pages of the reference that are made from the code: settings, commands, files.
+"""The pages of the reference that are made from the code: settings, commands, the Python API, files.
 
 They are committed, so that nobody has to build them to read them; `tests/test_docs.py` compares them with the code.
 """
@@ -6,9 +6,12 @@ They are committed, so that nobody has to build them to read them; `tests/test_d
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,6 +19,7 @@ __all__ = ["FOLDER", "PAGES", "ROOT", "write"]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "diloco" / "docs" / "reference"
+INSIDE = {"of", "options", "runtime"}  # of `Swarm`: the command's own ways
 MADE = "*Made from the code by `scripts/docs --write`; edit nothing here.*"
 
 
@@ -69,6 +73,20 @@ def commands() -> str:
     return "\n".join(lines) + "\n"
 
 
+def python() -> str:
+    """What `from diloco import ...` gives: signatures and docstrings, with the methods of classes."""
+    import diloco
+
+    lines = ["# Python API", "", MADE, "", "`python -m pydoc diloco.Swarm` prints the same."]
+    for name in sorted(set(diloco.__all__) - {"__version__"}):
+        value = getattr(diloco, name)
+        lines += ["", f"## {name}", "", "```text", _signature(name, value), *_docstring(value)]
+        for method, function in sorted(_methods(value).items()):
+            lines += ["", _signature(f"{name}.{method}", function), *_docstring(function)]
+        lines.append("```")
+    return "\n".join(lines) + "\n"
+
+
 def files() -> str:
     """Every module of the package as a tree, with the first sentence of its docstring."""
     lines = ["# Files of the package", "", MADE, ""]
@@ -76,7 +94,44 @@ def files() -> str:
     return "\n".join([*lines, "```", *_branch(ROOT / "diloco", ""), "```"]) + "\n"
 
 
-PAGES = {"commands.md": commands, "files.md": files, "settings.md": settings}
+PAGES = {"commands.md": commands, "files.md": files, "python.md": python, "settings.md": settings}
+
+
+def _methods(value: Any) -> dict[str, Any]:
+    """What a user calls of a class, and of its bases that have no section of their own."""
+    import diloco
+
+    sections = {getattr(diloco, name) for name in diloco.__all__} - {value}
+    found: dict[str, Any] = {}
+    for base in reversed(getattr(value, "__mro__", ())):
+        if base.__module__.startswith("diloco") and base not in sections:
+            found |= {name: one for name, one in vars(base).items() if not name.startswith(("_", "on_"))}
+    shown = {name: one for name, one in found.items() if _function(one) is not None and inspect.getdoc(one)}
+    return {name: one for name, one in shown.items() if name not in INSIDE}
+
+
+def _function(value: Any) -> Any:
+    value = getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
+    return value if inspect.isfunction(value) else None
+
+
+def _signature(name: str, value: Any) -> str:
+    """As it stands in the source, so that all versions of Python print the same."""
+    init = vars(value).get("__init__") if inspect.isclass(value) else None
+    function = _function(init if init is not None else value)
+    if function is None or isinstance(value, property):
+        return name
+    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    assert isinstance(defined, ast.FunctionDef), f"{name} is no function"
+    arguments = ast.unparse(defined.args)
+    shown = f"{name}({re.sub(r'^(self|cls)(, )?', '', arguments)})".replace(": ", ":~").replace("[str, ", "[str,~")
+    wrapped = textwrap.wrap(shown, 116, subsequent_indent="    ", break_long_words=False)
+    return "\n".join(wrapped).replace("~", " ")
+
+
+def _docstring(value: Any) -> Iterator[str]:
+    for line in (inspect.getdoc(value) or "").splitlines():
+        yield f"    {line}".rstrip()
 
 
 def _branch(folder: Path, indent: str) -> Iterator[str]:

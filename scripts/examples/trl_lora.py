@@ -4,8 +4,8 @@
     python scripts/examples/trl_lora.py ADDRESS      joins it, from another terminal
     python scripts/examples/trl_lora.py --full       all parameters instead; the joiner says it, too
 
-Needs `pip install 'diloco[lora]' trl`. The base model is the same on all peers, and frozen parameters are not sent: a
-round sends a byte for each value of the adapter. Each peer has conversations of its own, sums that it has drawn by
+Needs `pip install 'diloco[hf,lora]' trl`. The base model is the same on all peers, and frozen parameters are not sent:
+a round sends a byte for each value of the adapter. Each peer has conversations of its own, sums that it has drawn by
 itself. 20 steps each, in half a minute. At the end both have the same adapter, and say how much they have sent.
 """
 

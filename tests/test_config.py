@@ -347,7 +347,7 @@ def test_every_word_of_another_program_stands_for_a_setting() -> None:
         ),
         ("outer.grace_s=1", "outer.grace_s=1.0 needs a quorum after which it begins; set outer.quorum"),
         ("outer.grace_slack=0.5", "outer.grace_slack=0.5 needs a quorum after which it begins; set outer.quorum"),
-        ("outer.codec_up=topk", "outer.momentum=0.6 does not go with outer.codec_up=topk; set outer.momentum=0"),
+        ("outer.codec_up=topk", "outer.momentum=0.7 does not go with outer.codec_up=topk; set outer.momentum=0"),
         (
             "outer.staleness_limit=3",
             "outer.staleness_limit=3 has no effect when a version waits for every peer; set outer.quorum, or drop it",

@@ -36,14 +36,14 @@ def momentum_of(step: OuterStep, optimizer: str = "nesterov", **settings: object
 
 
 def test_by_default_the_momentum_rises_over_the_rounds_that_are_planned() -> None:
-    # 1 / (1 - 0.6) = 2.5, so 1, 1.75, 2.5 at the beginning, in the middle and at the end; 1 - 1/1.75 = 3/7.
+    # 1 / (1 - 0.7) = 10/3, so 1, 13/6, 10/3 at the beginning, in the middle and at the end; 1 - 6/13 = 7/13.
     rising = [momentum_of(OuterStep(version, 4), rounds=16) for version in (0, 8, 16, 40)]
-    assert rising == pytest.approx([0.0, 3 / 7, 0.6, 0.6])
+    assert rising == pytest.approx([0.0, 7 / 13, 0.7, 0.7])
 
 
 def test_without_a_plan_the_momentum_rises_with_the_age_of_the_run() -> None:
     rising = [momentum_of(OuterStep(version, 4)) for version in (0, YOUTH, 10**9)]
-    assert rising == pytest.approx([0.0, 3 / 7, 0.6])
+    assert rising == pytest.approx([0.0, 7 / 13, 0.7])
 
 
 def test_without_a_plan_a_window_of_contributions_is_one_step_of_age() -> None:
@@ -52,7 +52,7 @@ def test_without_a_plan_a_window_of_contributions_is_one_step_of_age() -> None:
 
 
 def test_a_warmup_counts_more_than_the_plan() -> None:
-    assert momentum_of(OuterStep(4, 4), rounds=100, momentum_warmup=4) == 0.6
+    assert momentum_of(OuterStep(4, 4), rounds=100, momentum_warmup=4) == 0.7
 
 
 @given(st.integers(0, 10**6), st.floats(0, 0.999), st.one_of(st.none(), st.integers(1, 1000)))

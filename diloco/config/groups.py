@@ -149,10 +149,10 @@ class OuterConfig(RunOwned):
     """Part of each version that the others recompute; 0: none. Contributions have to be judged together (robust)."""
     optimizer: OptimizerName = "nesterov"
     """nesterov: a step per version; the others: momentum once in `delay` contributions."""
-    lr: float = Field(1.0, gt=0, le=10, description="Outer (Nesterov) learning rate.")
+    lr: float = Field(0.75, gt=0, le=10, description="Outer (Nesterov) learning rate.")
     lr_by_peers: dict[str, float] = Field(default_factory=dict)
     """Learning rates by number of contributors, such as {1: 0.4, 8: 0.8}."""
-    momentum: float = Field(0.6, ge=0, lt=1, description="Outer (Nesterov) momentum, once it has risen.")
+    momentum: float = Field(0.7, ge=0, lt=1, description="Outer (Nesterov) momentum, once it has risen.")
     momentum_warmup: int | None = Field(None, ge=0, le=10**9)
     """Outer steps in which the momentum rises to its value; 0: it begins there; null: all of `rounds`."""
     rounds: int | None = Field(None, ge=1, le=10**15)

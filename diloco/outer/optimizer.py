@@ -46,7 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 Value = TypeVar("Value", float, Tensor)
-YOUTH = 8  # versions after which the momentum of a run without a plan has half of its rise behind it
+YOUTH = 16  # versions after which the momentum of a run without a plan has half of its rise behind it
 
 
 @dataclass(frozen=True)

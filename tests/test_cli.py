@@ -194,7 +194,7 @@ def test_cfg_manifest_prints_json_and_its_hash_apart(capsys: pytest.CaptureFixtu
 
 def test_cfg_help_lists_settings_even_where_an_argument_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("host", "--cfg", "help") == 0
-    assert "  outer.lr=1.0 *\n      Outer (Nesterov) learning rate. Expects a number > 0" in capsys.readouterr().out
+    assert "  outer.lr=0.75 *\n      Outer (Nesterov) learning rate. Expects a number > 0" in capsys.readouterr().out
 
 
 def test_output_into_a_closed_pipe_is_no_error() -> None:

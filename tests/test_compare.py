@@ -131,7 +131,7 @@ def test_a_member_that_failed_at_once_is_known_by_its_sweep(tmp_path: Path) -> N
     (tmp_path / "0-lr9" / "member.json").write_text(json.dumps(member))
     failed, whole = read_runs([*find_runs([tmp_path]), make(tmp_path / "other")])
     assert (failed.name, failed.exit, failed.loss, failed.curve) == ("outer.lr=9", 3, None, [])
-    assert whole.name == "outer.lr=1"
+    assert whole.name == "outer.lr=0.75"
 
 
 json_values = st.recursive(
@@ -185,9 +185,9 @@ def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
         "outer.lr=0.75",
     ]
     tmp_path /= "both"
-    assert names(tmp_path, ["outer.lr=0.5"], ["inner.lr=0.01", "outer.lr=1.0"]) == [
+    assert names(tmp_path, ["outer.lr=0.5"], ["inner.lr=0.01", "outer.lr=0.75"]) == [
         "inner.lr=0.003 outer.lr=0.5",
-        "inner.lr=0.01 outer.lr=1",
+        "inner.lr=0.01 outer.lr=0.75",
     ]
 
 
@@ -201,7 +201,7 @@ def test_a_model_is_named_by_its_name(tmp_path: Path) -> None:
 def test_runs_of_one_setting_are_told_apart_by_their_directories(tmp_path: Path) -> None:
     assert names(tmp_path, [], []) == ["r0", "r1"]
     assert names(tmp_path / "x", ["outer.lr=0.7"], [], []) == [
-        "outer.lr=0.7", "outer.lr=1 (r1)", "outer.lr=1 (r2)",
+        "outer.lr=0.7", "outer.lr=0.75 (r1)", "outer.lr=0.75 (r2)",
     ]  # fmt: skip
     same = [make(tmp_path / side / "same") for side in ("left", "right")]
     assert [run.name for run in read_runs(same)] == [str(place) for place in same]
@@ -221,13 +221,13 @@ def test_there_is_a_curve_per_axis(tmp_path: Path, count: int) -> None:
 
 def test_the_table_has_a_line_per_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "a", "outer.lr=0.5")
-    make(tmp_path / "b", "outer.lr=1.0", losses=(5.0, 3.5), exit=4)
+    make(tmp_path / "b", "outer.lr=0.75", losses=(5.0, 3.5), exit=4)
     assert exit_code("compare", str(tmp_path), "--loss", "4.5") == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "run held-out perplexity tokens virtual wall sent busy to 4.5000 exit",
         "outer.lr=0.5 3.0000 20.09 200 - 21.5 s 2.0 kB 70.0% 5.0 s 0",
-        "outer.lr=1 3.5000 33.12 200 - 21.5 s 2.0 kB 70.0% 3.3 s 4 diverged",
+        "outer.lr=0.75 3.5000 33.12 200 - 21.5 s 2.0 kB 70.0% 3.3 s 4 diverged",
         f"{tmp_path}: loss-by-tokens.png, loss-by-time.png, loss-by-bytes.png",
     ]
 
@@ -362,7 +362,7 @@ def test_json_has_the_same_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
     content = json.loads(capsys.readouterr().out)
     assert content["loss"] == 3.5
     assert [(run["name"], run["time_to_loss_s"]) for run in content["runs"]] == [
-        ("outer.lr=1", 15.0), ("outer.lr=0.7", 10.0),
+        ("outer.lr=0.75", 15.0), ("outer.lr=0.7", 10.0),
     ]  # fmt: skip
     assert len(list((tmp_path / "out").glob("*.png"))) == 3
 

@@ -41,7 +41,7 @@ def anchors(output: str, directory: Path) -> str:
 
 
 def test_each_example_is_short_is_in_the_table_and_says_how_both_peers_start() -> None:
-    table = re.findall(r"^\| `(\w+)\.py` \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert sorted(table) == NAMES
     assert len((FOLDER / "README.md").read_text().split()) < 200
     for name in NAMES:

@@ -24,7 +24,7 @@ COMMANDS = [
     ("diloco train +model.config.attention_dropout=0.1 --cfg job -p model.config.attention_dropout", "0.1"),
     ("diloco train +outer.lr=0.5", "! +outer.lr=0.5 adds a key, but outer.lr is there already; write outer.lr=0.5"),
     ("diloco train ++outer.lr=0.5 --cfg job -p outer.lr", "0.5"),
-    ("diloco train outer=async_nesterov ~outer.lr --cfg job -p outer.lr", "1.0"),
+    ("diloco train outer=async_nesterov ~outer.lr --cfg job -p outer.lr", "0.75"),
     ("diloco train 'sim.step_s=[1,2]' local.peers=2 --cfg job -p sim.step_s", "- 1.0\n- 2.0"),
     ("diloco train 'run.dir=runs/${oc.env:LAB}-${run.id}' --cfg job -p run.dir", "runs/north-diloco"),
     ("diloco train 'run.dir=runs/${now:%Y}/${hydra:job.name}' --cfg job -p run.dir", r"runs/\d{4}/diloco"),
@@ -258,7 +258,7 @@ def test_a_file_with_some_settings_lies_over_the_defaults_and_below_what_is_type
     assert config.outer.lr == 0.33 and config.outer.sync_every == 100
     assert config.model.config["hidden_size"] == 64 and config.model.config["vocab_size"] == 256
     assert compose(["experiment=smoke"], base=part).model.config["hidden_size"] == 32
-    assert compose(["outer=streaming"], base=part).outer.lr == 1.0
+    assert compose(["outer=streaming"], base=part).outer.lr == 0.75
     assert compose(["outer.lr=0.2"], base=part).outer.lr == 0.2
 
 
@@ -426,7 +426,7 @@ def test_a_deletion_brings_the_default_of_the_schema_back() -> None:
     changed = compose(
         ["wandb=offline", "~wandb", "~model.config.tie_word_embeddings", "outer=async_nesterov", "~outer.lr"]
     )
-    assert changed.wandb == usual.wandb and changed.outer.lr == 1.0
+    assert changed.wandb == usual.wandb and changed.outer.lr == 0.75
     assert "tie_word_embeddings" not in changed.model.config
 
 

@@ -407,7 +407,7 @@ def test_a_swarm_that_cannot_be_joined_ends_with_exit_code_three(
     assert refused(capfd, tmp_path / "settings", join, "outer.lr=0.4", "run.seed=7") == (
         3,
         "the swarm refused this peer: the run there has other settings: "
-        "outer.lr is 1.0 there, 0.4 here; run.seed is 0 there, 7 here; use the same",
+        "outer.lr is 0.75 there, 0.4 here; run.seed is 0 there, 7 here; use the same",
     )
 
 

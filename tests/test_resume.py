@@ -173,7 +173,7 @@ def test_another_run_in_its_directory_is_refused_naming_the_settings(
     overrides = [*settings, f"run.dir={run_dir}", "outer.lr=0.4", "model.config.num_hidden_layers=1"]
     assert refusal(capsys, name, *overrides) == (
         f"run.dir={run_dir} holds a run with other settings (model.config.num_hidden_layers: 1 here, 2 there; "
-        "outer.lr: 0.4 here, 1.0 there); use the same settings, or another run.dir"
+        "outer.lr: 0.4 here, 0.75 there); use the same settings, or another run.dir"
     )
     assert contents(run_dir) == before
 

@@ -4,7 +4,8 @@ A preset may hold settings that a mode does not use, such as those of an experim
 setting is meant: if nothing reads it, the command ends with one line that names the setting, the reason and the remedy.
 `groups.py` refuses settings of the outer step that contradict each other, wherever they come from.
 
-A new setting is declared in the table of `tests/test_effect.py`, which compares every key in every command and mode.
+A new setting is declared in the table of `tests/unit/config/test_effect.py`, which compares every key in every
+command and mode.
 """
 
 from __future__ import annotations

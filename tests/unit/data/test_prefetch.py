@@ -1,0 +1,335 @@
+"""Batches made before their turn: the same ones, from the same units, with the same position, and no thread is left."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco import data
+from diloco.config import compose
+from diloco.data.numbered import LeasedStream, NumberedStream
+from diloco.data.prefetch import AHEAD, Planned, Prefetched
+from diloco.errors import DataError
+from diloco.protocol.ledger import Units, count, intersection, union
+from diloco.swarm.conversations.units import LeasedData
+from diloco.train.island import Island
+from tests.support.data import config, numbered, rows_of, written
+
+PATIENCE_S = 30
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "diloco-data"]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = {
+        f"train-{file}.jsonl": "".join(json.dumps({"text": f"{file}/{row} " + "x" * row}) + "\n" for row in range(20))
+        for file in range(3)
+    }
+    return written(tmp_path_factory.mktemp("hub") / "corpus", dict(files))
+
+
+def streams(hub: Path) -> dict[str, Any]:
+    """Makers of two equal streams each."""
+    opened = data.load(config("hub", name=str(hub)), seed=3)
+    return {
+        "numbered": lambda: NumberedStream(numbered(17), 3, 5, 1, 3),
+        "hub": lambda: opened.batches(2, shard=0, shards=2),
+        "hub rows": lambda: opened.batches(4, rows=(1, 2)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["numbered", "hub", "hub rows"])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_batches_and_positions_are_those_of_the_stream_itself(kind: str, depth: int, hub: Path) -> None:
+    make = streams(hub)[kind]
+    plain = make()
+    with closing(Prefetched(make(), depth=depth)) as stream:
+        assert stream.state() == plain.state()
+        for _ in range(12):
+            assert torch.equal(next(stream), next(plain))
+            assert stream.state() == plain.state()
+
+
+@pytest.mark.parametrize("kind", ["numbered", "hub", "hub rows"])
+def test_a_run_goes_on_with_the_next_sequence_and_not_behind_what_was_made(kind: str, hub: Path) -> None:
+    make = streams(hub)[kind]
+    with closing(Prefetched(make())) as stream:
+        rows_of(stream, 5)
+        wait_for(lambda: stream.ready == AHEAD)
+        state = json.loads(json.dumps(stream.state()))
+        expected = rows_of(stream, 9)
+    with closing(Prefetched(make())) as resumed:
+        resumed.restore(state)
+        assert rows_of(resumed, 9) == expected
+
+
+def wait_for(condition: Any) -> None:
+    tick, patience = threading.Event(), PATIENCE_S * 100
+    while not condition() and (patience := patience - 1):
+        tick.wait(0.01)
+    assert condition()
+
+
+class Recorded:
+    """A stream of batch numbers that notes what is made, and may be made to wait or to fail."""
+
+    def __init__(self, fails_at: int = 99, waits_at: int = 99) -> None:
+        self.planned = 0
+        self.made: list[int] = []
+        self.fails_at = fails_at
+        self.waits_at = waits_at
+        self.may_go_on = threading.Event()
+
+    def plan(self) -> int:
+        self.planned += 1
+        return self.planned
+
+    def ahead(self, batches: int) -> list[int]:
+        return [self.planned + 1 + batch for batch in range(batches)]
+
+    def make(self, plan: int) -> Tensor:
+        self.made.append(plan)
+        if plan == self.waits_at:
+            self.may_go_on.wait(PATIENCE_S)
+        if plan == self.fails_at:
+            raise DataError(f"no batch {plan}")
+        return torch.full((1, 2), plan)
+
+    def state(self) -> dict[str, Any]:
+        return {"planned": self.planned}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.planned = state["planned"]
+
+
+def test_nothing_is_made_before_the_first_batch_is_asked_for_and_never_more_than_the_depth() -> None:
+    source: Planned = Recorded()
+    assert isinstance(source, Recorded)
+    with closing(Prefetched(source, depth=3)) as stream:
+        assert source.made == []
+        next(stream)
+        wait_for(lambda: stream.ready == 3)
+        assert source.made == [1, 2, 3, 4]
+        next(stream)
+        wait_for(lambda: stream.ready == 3)
+        assert source.made == [1, 2, 3, 4, 5]
+
+
+def test_an_error_is_raised_as_itself_and_only_when_its_batch_is_due() -> None:
+    with closing(Prefetched(Recorded(fails_at=3))) as stream:
+        assert int(next(stream)[0, 0]) == 1
+        wait_for(lambda: stream.ready == AHEAD)
+        assert int(next(stream)[0, 0]) == 2
+        with pytest.raises(DataError, match=r"^no batch 3$"):
+            next(stream)
+
+
+def test_closing_does_not_wait_for_what_nobody_will_train_on() -> None:
+    source = Recorded(waits_at=2)
+    stream = Prefetched(source, depth=4)
+    next(stream)
+    wait_for(lambda: source.made == [1, 2])
+    closing_ = threading.Thread(target=stream.close)
+    closing_.start()
+    wait_for(lambda: stream._worker is None)
+    source.may_go_on.set()
+    closing_.join()
+    stream.close()
+    assert source.made == [1, 2]
+
+
+def test_a_closed_stream_begins_anew_when_it_is_asked_for_a_batch() -> None:
+    stream = Prefetched(Recorded())
+    next(stream)
+    stream.close()
+    assert int(next(stream)[0, 0]) == 2
+    stream.close()
+
+
+def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda batch: batch + 1000)
+    with closing(Prefetched(Recorded(), torch.device("cuda:1"))) as stream:
+        assert [int(next(stream)[0, 0]) for _ in range(3)] == [1001, 1002, 1003]
+    assert devices == [torch.device("cuda:1")], "or it would be that of the first device, for all ranks"
+    with closing(Prefetched(Recorded(), torch.device("cpu"))) as stream:
+        assert int(next(stream)[0, 0]) == 1
+
+
+# --- the rows of the ranks of an island
+
+
+@given(batch=st.integers(1, 6), size=st.integers(1, 4), batches=st.integers(1, 5), shards=st.sampled_from([None, 1, 2]))
+@settings(max_examples=40)
+def test_the_rows_of_all_ranks_are_the_batch_of_one_process(
+    batch: int, size: int, batches: int, shards: int | None
+) -> None:
+    array, batch = numbered(29), batch * size
+    whole = NumberedStream(array, batch, 5, 0, shards)
+    ranks = [NumberedStream(array, batch, 5, 0, shards, (rank, size)) for rank in range(size)]
+    for _ in range(batches):
+        one, parts = next(whole), [next(rank) for rank in ranks]
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, one[rank::size])
+        assert all(rank.state() == whole.state() for rank in ranks)
+
+
+def test_a_rank_reads_its_own_sequences_only() -> None:
+    array, read = numbered(64), []
+
+    class Watched:
+        digest = array.digest
+
+        def read(self, numbers: Any, order: str) -> Any:
+            read.extend(numbers.tolist())
+            return array.read(numbers, order)
+
+    next(NumberedStream(Watched(), 8, 0, 0, 1, (1, 4)))
+    assert read == [1, 5]
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 4, 1], [4, 3, 2, 1]])
+def test_a_run_goes_on_with_another_number_of_ranks(sizes: list[int]) -> None:
+    array, batch = numbered(50), 12
+    whole, state = NumberedStream(array, batch, 0, 0, 1), None
+    for size in sizes:
+        ranks = [NumberedStream(array, batch, 0, 0, 1, (rank, size)) for rank in range(size)]
+        for rank in ranks:
+            if state is not None:
+                rank.restore(state)
+        for _ in range(2):
+            expected = next(whole)
+            assert torch.equal(torch.stack([next(rank) for rank in ranks], 1).flatten(0, 1), expected)
+        state = ranks[0].state()
+
+
+def test_ranks_of_a_hub_stream_keep_their_rows_of_one_batch(hub: Path) -> None:
+    opened = data.load(config("hub", name=str(hub)), seed=3)
+    whole, ranks = opened.batches(6), [opened.batches(6, rows=(rank, 3)) for rank in range(3)]
+    for _ in range(5):
+        expected = next(whole)
+        for rank, stream in enumerate(ranks):
+            assert torch.equal(next(stream), expected[rank::3])
+
+
+# --- work units
+
+
+def leased(data_: LeasedData, size: int = 4) -> Prefetched:
+    return Prefetched(LeasedStream(numbered(500), size, 0, 7, data_), depth=3)
+
+
+def test_units_are_taken_when_their_batch_is_handed_out_and_not_when_it_is_made() -> None:
+    units = LeasedData()
+    units.add([(0, 40)])
+    with closing(leased(units)) as stream:
+        next(stream)
+        wait_for(lambda: stream.ready == 3)
+        assert units.trained_on == [(0, 4)] == units.send()
+        next(stream)
+        assert units.trained_on == [(0, 8)]
+    assert units.all == [(0, 40)] and units.trained_on == [(0, 8)], "what was made and not trained on is still ahead"
+
+
+def test_a_forecast_that_turns_out_wrong_is_made_again_before_its_turn() -> None:
+    units = LeasedData()
+    units.add([(0, 8)])
+    with closing(leased(units)) as stream:
+        next(stream)  # then come 4 to 8, and batches of its own order
+        units.add([(8, 40)])
+        next(stream)
+        assert [plan.numbers for plan, _ in stream._foreseen] == [(range(start, start + 4),) for start in (8, 12, 16)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["grant", "train", "train", "send", "settle"]), st.integers(0, 40), st.integers(1, 9)
+        ),
+        max_size=25,
+    )
+)
+@settings(max_examples=30)
+def test_with_any_order_of_grants_the_batches_are_those_without_prefetching(steps: list[tuple[str, int, int]]) -> None:
+    both = LeasedData(), LeasedData()
+    granted: Units = []
+    with closing(leased(both[0])) as ahead:
+        plain = LeasedStream(numbered(500), 4, 0, 7, both[1])
+        for what, start, size in steps:
+            for units in both:
+                match what:
+                    case "grant" if not intersection(granted, [(start, start + size)]):
+                        units.add([(start, start + size)])
+                    case "send":
+                        units.send()
+                    case "settle":
+                        units.drop(units.send())
+            if what == "grant":
+                granted = union(granted, [(start, start + size)])
+            if what == "train":
+                assert torch.equal(next(ahead), next(plain))
+            assert both[0].trained_on == both[1].trained_on
+            assert ahead.state() == plain.state()
+            assert count(both[0].all) == count(both[1].all)
+
+
+# --- which stream a run has
+
+
+class Asked:
+    """A dataset, and a peer of the swarm, that note what is asked of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def batches(self, batch_size: int, **options: Any) -> Recorded:
+        self.asked.append(("batches", options))
+        return Recorded()
+
+    def leased(self, batch_size: int, leases: Any, **options: Any) -> Recorded:
+        self.asked.append(("leased", options))
+        return Recorded()
+
+    def lease_units(self, sequences_per_round: int, batches_ahead: int) -> None:
+        self.asked.append((sequences_per_round, batches_ahead))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rank", "size", "expected"),
+    [
+        ([], 0, 1, [(8, AHEAD), ("leased", {"shard": 7, "rows": (0, 1)})]),
+        ([], 1, 2, [(8, AHEAD), ("leased", {"shard": 7, "rows": (1, 2)})]),
+        (["data.shard=1", "data.shards=3"], 1, 2, [("batches", {"shard": 7, "shards": 3, "rows": (1, 2)})]),
+        (
+            ["data.source=hub", "data.name=org/set"],
+            0,
+            2,
+            [("batches", {"shard": 7, "shards": None, "rows": (0, 2)})],
+        ),
+    ],
+)
+def test_a_run_has_leased_units_unless_its_data_is_cut_or_streamed(
+    overrides: list[str], rank: int, size: int, expected: list[Any]
+) -> None:
+    from diloco.train.run import _stream
+
+    asked: Any = Asked()
+    settings = compose(["experiment=smoke", *overrides])
+    _stream(settings, asked, 7, Island(torch.device("cpu"), rank, size), asked)
+    assert asked.asked == expected

@@ -30,10 +30,11 @@ from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.rounds import Exchanged
 from diloco.swarm.node.runtime import NodeThread
 from diloco.train.swarm_link import NodeView
+from tests.support import warm
 from tests.support.places import ROOT
+from tests.support.warm import MARK as MARK
 
-DEADLINE_S = 60.0  # far more than anything here takes; what reaches it hangs
-MARK = "DILOCO_TEST_MARK"
+DEADLINE_S = 300.0  # far more than anything here takes on a slow and busy machine; what reaches it hangs
 NETWORK = SwarmConfig.model_fields.keys() - {"identity_path"}
 SMOKE = ("experiment=smoke", "swarm.heartbeat_s=0.2")
 
@@ -284,9 +285,19 @@ class Command:
         self.process.wait()
 
 
+def arguments_of(process: int) -> list[str]:
+    """What a living process was started with; nothing of one that has ended."""
+    for file in Path(os.environ[warm.MARKS]).glob(f"{process}.*"):
+        return warm.marked(file.suffix[1:]).get(process, [])
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
 def marked(mark: str) -> list[int]:
     """Ids of living processes whose environment carries the mark."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+    wanted, found = f"{MARK}={mark}".encode(), sorted(warm.marked(mark))
     for place in Path("/proc").iterdir():
         if place.name.isdigit():
             try:
@@ -308,11 +319,15 @@ def _kill(process: int) -> None:
 
 @contextmanager
 def command(
-    *arguments: str, directory: Path, stdin: int = subprocess.DEVNULL, modules: Path = ROOT
+    *arguments: str,
+    directory: Path,
+    stdin: int = subprocess.DEVNULL,
+    modules: Path = ROOT,
+    start: Callable[..., subprocess.Popen[bytes]] = warm.Popen,
 ) -> Iterator[Command]:
     """`python ARGUMENTS` with its output in files of `directory`; nothing of it outlives this context.
 
-    It finds what is in `modules` first.
+    It finds what is in `modules` first. `start=subprocess.Popen` is for tests of how a process starts.
     """
     mark = uuid.uuid4().hex
     out, err = directory / f"{mark}.out", directory / f"{mark}.err"
@@ -324,7 +339,7 @@ def command(
         "COLUMNS": "400",
     }
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(
+        process = start(
             [sys.executable, *arguments],
             stdin=stdin,
             stdout=stdout,

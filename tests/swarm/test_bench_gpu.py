@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.places import SCRIPTS
 
 SCRIPT = SCRIPTS / "bench_gpu"
 
 
-@pytest.mark.timeout(120)
 def test_it_measures_a_row_on_the_cpu() -> None:
     arguments = ["--cpu", "--quick", "--modes", "streaming", "--devices", "1", "3"]
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=True)

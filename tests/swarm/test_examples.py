@@ -40,7 +40,6 @@ def anchors(output: str, directory: Path) -> str:
     return str(json.loads(summary.read_text())["peers"][0]["anchor_digest"])
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_peers_of_an_example_have_different_data_and_end_with_the_same_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

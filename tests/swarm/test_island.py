@@ -18,8 +18,6 @@ from diloco.train.run import run
 from tests.support.peers import SMOKE, command, eventually, free_port, json_lines, together
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.timeout(120)
-
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmUYK1bpVamMQVPfZMKwiSGxtHt8YKFTrtGbAovwGvQuGU"
 EXACT = ("outer.codec_up=fp32", "outer.codec_down=fp32", "data.shard=0", "data.shards=1", "train.threads=1")
 
@@ -184,7 +182,7 @@ def test_ctrl_c_at_torchrun_ends_both_ranks_after_the_same_step(tmp_path: Path) 
     with torchrun(run_dir, "budget.outer_steps=100000", "train.step_delay_s=0.02") as started:
         eventually(lambda: any(line["version"] >= 2 for line in json_lines(run_dir / "metrics.jsonl")), "outer step 2")
         started.process.send_signal(signal.SIGINT)
-        assert started.wait(25) != 0, "torchrun itself calls it a failure"
+        assert started.wait() != 0, "torchrun itself calls it a failure"
         assert started.family() == []
     assert summary_of(run_dir)["exit"] == 0 and summary_of(run_dir)["outer_steps"] >= 2
     newest = sorted(place.name for place in (run_dir / "checkpoints" / "peer").iterdir())[-1]

@@ -7,15 +7,12 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from diloco.cli.launch import run as launch
 from diloco.config import Start
 from tests.support.peers import SMOKE, eventually, json_lines, marked
 from tests.support.slurm import started
 
 
-@pytest.mark.timeout(180)
 def test_tasks_of_slurm_train_leave_at_the_end_of_their_time_and_go_on(cluster: Path, tmp_path: Path) -> None:
     run_dir, out = tmp_path / "the run", tmp_path / "out"
     settings = [f"run.dir='{run_dir}'", "swarm.listen=[/ip4/127.0.0.1/tcp/0]", "swarm.min_peers=3"]

@@ -35,8 +35,8 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     work = ("trainer", "trl", "accelerate", "lightning", "checkpoints")
     with command(LOOPS, "a", str(directory), *work, directory=directory) as a:
         with command(LOOPS, "b", str(directory), *work, directory=directory) as b:
-            a.done(timeout_s=PATIENCE_S)
-            b.done(timeout_s=PATIENCE_S)
+            a.done()
+            b.done()
     return [phases(one.stdout) for one in (a, b)]
 
 
@@ -94,7 +94,7 @@ def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(peers: list[Found]) -> N
 def test_the_ranks_of_torchrun_are_one_peer(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "--tee=3")
     with command(*launcher, LOOPS, "ranks", str(tmp_path), "ranks", directory=tmp_path) as started:
-        started.done(timeout_s=PATIENCE_S)
+        started.done()
     lines = [re.sub(r"^\[\w+\]:", "", line) for line in started.stdout.splitlines()]
     found = [json.loads(line) for line in lines if line.startswith('{"phase"')]
     for phase, version, steps, tokens in (("trainer", 3, 12, 12 * 8 * 2 * 16 * 2), ("island", 3, 60, 60)):

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.peers import DEADLINE_S, SMOKE, diloco
+from tests.support.peers import SMOKE, diloco
 from tests.support.presets import RUNS, name_of
 
 # Those that ask something of the swarm that no other does. Other tests run diloco; streaming is between the two.
 REAL = [run for run in RUNS if name_of(run) in ("async", "decoupled", "eager")]
 
 
-@pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("run", REAL, ids=name_of)
 def test_it_runs_for_real_and_all_end_with_one_anchor(run: tuple[str, ...], tmp_path: Path) -> None:
     diloco("local", *SMOKE, *run, "run.dir=run", directory=tmp_path).done()

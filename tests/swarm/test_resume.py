@@ -22,8 +22,6 @@ from diloco.train.baseline import DataParallel
 from diloco.train.run import run
 from tests.support.peers import SMOKE, command, eventually, json_lines
 
-pytestmark = pytest.mark.timeout(120)
-
 # One peer, whose order of the data does not depend on its identity; a constant learning rate, so that a longer budget
 # is the same training.
 ALONE = (

@@ -22,8 +22,6 @@ from diloco.train.rows import Rows, is_rows, kept, own_rows, rows_of, sharded_li
 from tests.support.peers import command, free_port
 from tests.support.stub_device import at_once
 
-pytestmark = pytest.mark.timeout(120)
-
 SHAPES = {"even": (8, 3), "uneven": (3, 5), "one": (1, 3), "cut": (7, 4099), "long": (300, 1000), "vector": (6,)}
 SETTINGS = OuterConfig(method="diloco", sync_every=1, fragments=2)
 LEARNED = 1e-3

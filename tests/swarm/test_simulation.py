@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from tests.support.peers import DEADLINE_S, SMOKE, diloco, json_lines
+from tests.support.peers import SMOKE, diloco, json_lines
 from tests.support.simulated import SMALL
 
 
-@pytest.mark.timeout(2 * DEADLINE_S)
 def test_four_real_peers_and_their_simulation_have_the_same_anchors(tmp_path: Path) -> None:
     """Sums of int8 payloads do not depend on the order in which they arrive, so nothing is left to chance."""
     both = (*SMOKE, *SMALL[1:], "budget.outer_steps=3")

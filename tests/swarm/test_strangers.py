@@ -30,8 +30,6 @@ from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, Stream, Traffic
 from tests.support.peers import Crowd, Trainee, eventually, together
 
-pytestmark = pytest.mark.timeout(90)
-
 SHAPES = {"embed": (60, 100), "norm": (5,)}
 RUN = "crowd"
 HOUR = 3600

@@ -25,8 +25,6 @@ from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.streams import BROKEN, Stream, Traffic, open_bulk
 from tests.support.peers import Crowd, Trainee, eventually, free_port, seeded, together
 
-pytestmark = pytest.mark.timeout(90)
-
 SHAPES = {"embed": (300, 1000), "layer": (37, 13), "norm": (5,), "head": (1000, 300)}  # two of them over one chunk
 SMALL = {"embed": (60, 100), "layer": (37, 13), "norm": (5,)}
 ROUNDS = 3

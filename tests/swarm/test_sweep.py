@@ -13,7 +13,6 @@ from tests.support.exit_codes import exit_code
 from tests.support.sweeps import SMOKE, outcome, states
 
 
-@pytest.mark.timeout(90)
 def test_a_sweep_of_simulations_ends_in_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -29,7 +28,6 @@ def test_a_sweep_of_simulations_ends_in_a_table(
     assert "2 of 2 members have ended before" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(120)
 def test_optuna_chooses_and_submitit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = """# @package _global_
 defaults: [smoke, {override /hydra/sweeper: optuna}, {override /hydra/launcher: submitit_local}, _self_]

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.pages import DOCS, typed
 
 ELSEWHERE = ("diloco local experiment=quickstart", "diloco generate runs/quickstart")  # minutes; `scripts/quickstart`
@@ -60,7 +58,6 @@ def stop(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, said
 
 
-@pytest.mark.timeout(900)
 def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
     first, second = Machine(tmp_path / "first"), Machine(tmp_path / "second")
     first_peer: subprocess.Popen[str] | None = None

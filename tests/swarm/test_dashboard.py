@@ -11,7 +11,7 @@ import pytest
 
 from diloco.protocol.snapshot import Snapshot
 from tests.support.dashboards import PEERS, fetch, needs_extra
-from tests.support.peers import Command, eventually
+from tests.support.peers import DEADLINE_S, Command, eventually
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -32,8 +32,8 @@ def test_state_metrics_and_page_are_served_from_one_process(page: tuple[str, Com
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
         for path in ("/", "/api/state", "/metrics", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"):
             with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=10)
-    with urllib.request.urlopen(url, timeout=10) as reply:
+                urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=DEADLINE_S)
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as reply:
         assert reply.headers["X-Frame-Options"] == "DENY"
         assert "frame-ancestors 'none'" in reply.headers["Content-Security-Policy"]
 

@@ -130,7 +130,7 @@ def test_a_volunteer_with_two_devices_joins_as_two_peers_or_as_one_on_both(tmp_p
             arguments = (lines[0].split()[2], f"train.parallel={parallel}", "train.threads=1")
             with command("join.py", *arguments, directory=tmp_path) as guest:
                 trained = 2 if parallel == "auto" else 1
-                eventually(lambda: len(peers_of(guest.stdout)) == trained, "a version with it", 45)  # noqa: B023
+                eventually(lambda: len(peers_of(guest.stdout)) == trained, "a version with it")  # noqa: B023
                 guest.process.send_signal(signal.SIGINT)
                 guest.done()
                 assert guest.family() == []

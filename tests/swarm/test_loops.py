@@ -16,9 +16,6 @@ from tests.support.places import ROOT
 LOOPS = str(ROOT / "tests" / "loops_of_others.py")
 
 
-PATIENCE_S = 300.0  # it takes a minute where nothing else runs
-
-
 Found = dict[str, dict[str, Any]]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.peers import DEADLINE_S
 from tests.support.places import ROOT
 
 
@@ -26,7 +27,7 @@ def test_the_real_wandb_logs_offline_into_the_run_directory(tmp_path: Path, capl
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
     assert done.stdout == ""
     assert "the run goes on" not in done.stderr

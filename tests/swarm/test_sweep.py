@@ -10,6 +10,7 @@ import pytest
 
 from diloco.cli import members
 from tests.support.exit_codes import exit_code
+from tests.support.peers import DEADLINE_S
 from tests.support.sweeps import SMOKE, outcome, states
 
 
@@ -39,7 +40,7 @@ sweep: {objective: [loss, bytes_sent]}
     (tmp_path / "configs" / "experiment").mkdir(parents=True)
     (tmp_path / "configs" / "experiment" / "page.yaml").write_text(page)
     command = [sys.executable, "-m", "diloco", "sweep", "simulate", "experiment=page", "--dir", "s"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert list(states().values()) == ["done"] * 2
     assert len(list(Path("s/.submitit").glob("*/*_result.pkl"))) == 2

@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 from tests.support.pages import DOCS, typed
+from tests.support.peers import DEADLINE_S
 
 ELSEWHERE = ("diloco local experiment=quickstart", "diloco generate runs/quickstart")  # minutes; `scripts/quickstart`
 
 
-PATIENCE_S = 240
+PATIENCE_S = DEADLINE_S
 
 
 class Machine:

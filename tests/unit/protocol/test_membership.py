@@ -139,12 +139,7 @@ def test_progress_is_a_change_of_state_version_or_inner_step() -> None:
     member = members.get("a")
     assert member is not None
     for now, status in enumerate(
-        [
-            status_of("training", 1, 1.0),
-            status_of("exchanging", 1, 1.0),
-            status_of("exchanging", 1, 1.0, 1),
-        ],
-        start=1,
+        [status_of("training", 1, 1.0), status_of("exchanging", 1, 1.0), status_of("exchanging", 1, 1.0, 1)], start=1
     ):
         member.hear(status, float(now))
         assert member.progress_at == now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,9 +21,9 @@ def lease_of(version: int = BASE, term: int = 1, holder: str = "syncer") -> Leas
     return Lease(0, holder, term, version, digest_of(version))
 
 
-def refusal(version: int = BASE, record_follows: bool = False, term: int = 1) -> Verdict:
+def refusal(version: int = BASE, record_follows: bool = False) -> Verdict:
     late = version > BASE
-    return Verdict(accepted=False, reason="no", version=version, term=term, late=late, record_follows=record_follows)
+    return Verdict(accepted=False, reason="no", version=version, term=1, late=late, record_follows=record_follows)
 
 
 def begun(**settings: object) -> Exchange:
@@ -54,55 +55,46 @@ def test_the_syncer_says_whether_what_may_be_late_is_too_late() -> None:
     assert exchange.next_step(lease_of(BASE + 9), BASE + 9, 0.0) is Step.DONE and exchange.discarded
 
 
-def test_a_merged_contribution_is_done_with_the_next_version() -> None:
+def test_a_contribution_is_sent_as_soon_as_there_is_a_syncer() -> None:
     exchange = begun()
-    assert exchange.next_step(None, BASE, 0.0) is Step.WAIT
-    assert exchange.next_step(lease_of(), BASE, 0.0) is Step.CONTRIBUTE
-    exchange.header(lease_of())
-    exchange.recorded(["me", "other"], "me")
-    assert exchange.next_step(lease_of(BASE + 1), BASE + 1, 0.0) is Step.DONE and not exchange.discarded
-
-    own = begun()
-    own.header(lease_of(holder="me"))
-    assert own.next_step(lease_of(BASE + 1, holder="me"), BASE + 1, 0.0) is Step.DONE and not own.discarded
+    assert [exchange.next_step(lease, BASE, 0.0) for lease in (None, lease_of())] == [Step.WAIT, Step.CONTRIBUTE]
+    assert exchange.next_step(lease_of(BASE + 1), BASE + 1, 0.0) is Step.DONE and exchange.discarded, "too late"
 
 
-@pytest.mark.parametrize(("contributors", "discarded"), [(["me"], False), (["other"], True)])
-def test_a_late_contribution_is_merged_if_the_record_names_it(
-    exchange: Exchange, contributors: list[str], discarded: bool
+# What happened to a contribution, and what it does next: by the versions of the syncer (-1: there is none) and here.
+@pytest.mark.parametrize(
+    ("refused", "contributors", "broke", "steps", "discarded"),
+    [
+        (None, ["me", "other"], False, [(1, 1, Step.DONE)], False),
+        (None, [], False, [(2, 2, Step.DONE)], True),
+        (refusal(BASE + 1, True), ["me"], False, [(0, 1, Step.DONE)], False),
+        (refusal(BASE + 1, True), ["other"], False, [(0, 1, Step.DONE)], True),
+        # Who adopts just the update that it missed is one version late with its next contribution, and ever after.
+        (refusal(BASE + 1, True), ["other"], False, [(2, 1, Step.CATCH_UP), (2, 2, Step.DONE)], True),
+        (refusal(BASE + 3), [], False, [(3, 0, Step.CATCH_UP), (-1, 0, Step.CATCH_UP), (3, 3, Step.DONE)], True),
+        # It would be the same record again and again, for the syncer still has it.
+        (None, ["me"], True, [(1, 0, Step.CATCH_UP), (1, 1, Step.DONE)], False),
+    ],
+    ids=["merged", "anchor jumped", "late and merged", "late", "syncer went on", "later", "record does not fit"],
+)
+def test_every_outcome_leads_to_the_version_of_the_syncer(
+    exchange: Exchange, refused: Verdict | None, contributors: list[str], broke: bool, steps: Any, discarded: bool
 ) -> None:
-    exchange.refused(refusal(BASE + 1, record_follows=True), lease_of())
-    exchange.recorded(contributors, "me")
-    assert exchange.next_step(lease_of(), BASE + 1, 0.0) is Step.DONE and exchange.discarded == discarded
+    if refused is not None:
+        exchange.refused(refused, lease_of())
+    if contributors:
+        exchange.recorded(contributors, "me")
+    if broke:
+        exchange.broke(lease_of())
+    for there, here, step in steps:
+        assert exchange.next_step(lease_of(BASE + there) if there >= 0 else None, BASE + here, 1e9) is step
+    assert exchange.discarded == discarded
 
 
-def test_a_later_one_is_discarded_and_the_fragment_fetched(exchange: Exchange) -> None:
-    exchange.refused(refusal(BASE + 3), lease_of())
-    assert exchange.next_step(lease_of(BASE + 3), BASE, 0.0) is Step.CATCH_UP
-    assert exchange.next_step(None, BASE, 0.0) is Step.CATCH_UP
-    assert exchange.next_step(lease_of(BASE + 3), BASE + 3, 0.0) is Step.DONE and exchange.discarded
-
-
-def test_nobody_is_done_before_the_version_of_the_syncer(exchange: Exchange) -> None:
-    """Who adopts just the update that it missed is one version late with its next contribution, and ever after."""
-    exchange.refused(refusal(BASE + 1, record_follows=True), lease_of())
-    exchange.recorded(["other"], "me")
-    assert exchange.next_step(lease_of(BASE + 2), BASE + 1, 0.0) is Step.CATCH_UP
-    assert exchange.next_step(lease_of(BASE + 2), BASE + 2, 0.0) is Step.DONE
-
-
-def test_an_anchor_that_moved_on_discards_the_contribution(exchange: Exchange) -> None:
-    """Before the exchange, or by a jump while the contribution was under way."""
-    for each, version in ((begun(), BASE + 1), (exchange, BASE + 2)):
-        assert each.next_step(lease_of(version), version, 0.0) is Step.DONE and each.discarded
-
-
-def test_a_record_that_does_not_fit_is_replaced_by_the_state(exchange: Exchange) -> None:
-    """It would be the same record again and again, for the syncer still has it."""
-    exchange.recorded(["me"], "me")
-    exchange.broke(lease_of())
-    assert exchange.next_step(lease_of(BASE + 1), BASE, 1e9) is Step.CATCH_UP
-    assert exchange.next_step(lease_of(BASE + 1), BASE + 1, 1e9) is Step.DONE and not exchange.discarded
+def test_the_syncers_own_contribution_is_done_when_published() -> None:
+    exchange = begun()
+    exchange.header(lease_of(holder="me"))
+    assert exchange.next_step(lease_of(BASE + 1, holder="me"), BASE + 1, 0.0) is Step.DONE and not exchange.discarded
 
 
 def test_a_new_term_is_tried_at_once_and_the_same_one_later() -> None:
@@ -129,7 +121,6 @@ def test_a_refusal_for_any_other_reason_is_tried_again(exchange: Exchange, versi
 
 
 def test_a_contribution_counts_again_when_the_later_version_died(exchange: Exchange) -> None:
-    """With everybody who had it."""
     exchange.refused(refusal(BASE + 2), lease_of())
     assert exchange.next_step(lease_of(), BASE, 0.0) is Step.CATCH_UP  # an old notion of the same lease
     assert exchange.next_step(lease_of(BASE + 2, term=2), BASE, 0.0) is Step.CATCH_UP

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.config import WIRE_VERSION, OuterConfig
-from diloco.protocol.actions import CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
+from diloco.protocol.actions import Action, CatchUp, Disconnect, Hold, Merge, Note, Release, Wake
 from diloco.protocol.membership import SILENCE_FLOOR_S, STALL_FLOOR_S
 from diloco.protocol.messages import Message
 from diloco.protocol.messages.bulk import Contribution, Receipt, Verdict
@@ -54,8 +54,12 @@ def quick(sync_every: int = 1, **settings: object) -> OuterConfig:
     return OuterConfig.parse({"method": "diloco", "sync_every": sync_every, "quorum": 1, **settings})
 
 
-def holds(*claimed: tuple[int, int]) -> list[Hold]:
-    return [Hold(*one) for one in claimed]
+def orphan(peer: Peer, **fields: object) -> list[Action]:
+    """The other peer dies with a version that nobody else has; `x`, which says these fields in its hello, lives."""
+    peer.connected("x", hello_of(**fields), 1.0)  # type: ignore[arg-type]
+    peer.heard(OTHER, news_of(), 2.0)
+    peer.catch_up_failed(1)
+    return peer.lost(OTHER, 3.0, "reset")
 
 
 # -- admission --------------------------------------------------------------------------------------------------------
@@ -93,8 +97,12 @@ def test_a_hello_says_who_is_known_and_what_is_held() -> None:
 def test_the_first_peer_of_a_run_holds_everything_and_may_train() -> None:
     peer = make()
     actions = peer.tick(0.0)
-    assert of_type(Hold, actions) == holds((0, 1), (1, 1)) and said(Claim, actions) == [claim_of(0), claim_of(1)]
+    assert of_type(Hold, actions) == [Hold(0, 1), Hold(1, 1)] and said(Claim, actions) == [claim_of(0), claim_of(1)]
     assert peer.state == "ready" and peer.may_train() and peer.takeovers == 0
+
+    peer = make()
+    peer.leases.see_term(1, 41)
+    assert of_type(Hold, peer.tick(0.0)) == [Hold(0, 1), Hold(1, 42)], "a term that is known from elsewhere is passed"
 
 
 def test_nothing_is_claimed_before_enough_peers_are_connected() -> None:
@@ -115,7 +123,7 @@ def test_a_newcomer_hears_everybody_and_takes_what_nobody_holds() -> None:
 
     peer = make(newcomer=True)
     assert of_type(Hold, peer.connected(OTHER, hello_of(claims=[claim_of(1)]), 0.0)) == []
-    assert of_type(Hold, peer.discovered(1.0)) == holds((0, 1))
+    assert of_type(Hold, peer.discovered(1.0)) == [Hold(0, 1)]
 
 
 def test_the_next_peer_in_order_waits_for_the_one_before_it() -> None:
@@ -124,7 +132,7 @@ def test_the_next_peer_in_order_waits_for_the_one_before_it() -> None:
     assert [hold.fragment for hold in of_type(Hold, peer.connected(ME, hello_of(), 5.0))] == [1]
     turn_s = CLAIM_PATIENCE_S * order("ab", 0).index(OTHER)
     assert of_type(Hold, peer.heard(ME, status_of(), 5.0 + CLAIM_PATIENCE_S + turn_s)) == []
-    assert of_type(Hold, peer.heard(ME, status_of(), 5.1 + CLAIM_PATIENCE_S + turn_s)) == holds((0, 1))
+    assert of_type(Hold, peer.heard(ME, status_of(), 5.1 + CLAIM_PATIENCE_S + turn_s)) == [Hold(0, 1)]
 
 
 def test_patience_begins_anew_with_each_vacancy() -> None:
@@ -143,18 +151,13 @@ def test_patience_begins_anew_with_each_vacancy() -> None:
     assert [hold.fragment for hold in of_type(Hold, actions)] == mine
 
 
-def test_the_fragments_of_a_dead_peer_are_taken_over() -> None:
-    """Under a higher term."""
+@pytest.mark.parametrize(("state", "note"), [("ready", "lost"), ("done", "leave")])
+def test_fragments_are_taken_over_when_their_peer_goes(state: State, note: str) -> None:
     peer = pair()
+    assert of_type(Hold, peer.heard(OTHER, status_of(state), 1.0)) == []
     actions = peer.lost(OTHER, 5.0, "connection reset")
-    assert notes(actions)[0] == "lost" and peer.takeovers == 1
-    assert of_type(Hold, actions) == holds((1, 2)) and said(Claim, actions) == [claim_of(1, term=2)]
-
-
-def test_a_term_that_is_known_from_elsewhere_is_passed_over() -> None:
-    peer = make()
-    peer.leases.see_term(1, 41)
-    assert of_type(Hold, peer.tick(0.0)) == holds((0, 1), (1, 42))
+    assert notes(actions)[0] == note and peer.takeovers == 1
+    assert of_type(Hold, actions) == [Hold(1, 2)] and said(Claim, actions) == [claim_of(1, term=2)]
 
 
 def test_who_does_not_hold_or_is_leaving_claims_nothing() -> None:
@@ -171,37 +174,25 @@ def test_a_fragment_is_claimed_at_the_highest_version_anyone_has() -> None:
     assert [lease.fragment for lease in peer.leases.held_by(ME)] == [1]
     actions = peer.adopted(0, 4, digest_of("four"), 1.0, shares={"x": Share(4, 100, 1, 4)})
     assert said(Claim, actions) == [claim_of(0, version=4, digest=digest_of("four"), applied_tokens=100)]
-    assert of_type(Hold, actions) == holds((0, 1)) and peer.applied_tokens == 100
+    assert of_type(Hold, actions) == [Hold(0, 1)] and peer.applied_tokens == 100
 
 
 def test_donors_are_asked_latest_first_and_again() -> None:
-    """Again when none answers."""
-    peer = make(min_peers=3)
+    peer, fetch = make(min_peers=3), CatchUp(0, (OTHER, "x"), outer=False)
     peer.connected("x", hello_of(status_of(versions=[3, 0]), holds=False), 0.0)
-    actions = peer.connected(OTHER, hello_of(status_of(versions=[4, 0]), holds=False), 0.0)
-    assert of_type(CatchUp, actions) == [CatchUp(0, (OTHER, "x"), outer=False)]
+    assert of_type(CatchUp, peer.connected(OTHER, hello_of(status_of(versions=[4, 0]), holds=False), 0.0)) == [fetch]
     assert of_type(CatchUp, peer.tick(1.0)) == []
     peer.catch_up_failed(0)
-    assert of_type(CatchUp, peer.tick(2.0)) == [CatchUp(0, (OTHER, "x"), outer=False)]
+    assert of_type(CatchUp, peer.tick(2.0)) == [fetch]
 
 
 def test_a_syncer_steps_down_before_a_higher_term() -> None:
+    """At once, however short the time since the last tick."""
     peer = alone()
-    peer.connected(OTHER, hello_of(), 1.0)
-    actions = peer.connected(OTHER, hello_of(claims=[claim_of(1, term=2)]), 2.0)  # it was cut off until now
+    peer.connected(OTHER, hello_of(), 0.0)
+    actions = peer.connected(OTHER, hello_of(claims=[claim_of(1, term=2)]), 0.0)  # it was cut off until now
     assert of_type(Release, actions) == [Release(1)] and set(peer.syncers) == {0}
     assert not peer.offer("x", contribution(peer, 1)).accepted and peer.offer("x", contribution(peer, 0)).accepted
-
-
-def test_of_two_claims_of_one_term_the_same_one_holds_on_both_sides() -> None:
-    peer, other = alone(), alone(me=OTHER)
-    hellos = peer.hello(), other.hello()
-    assert of_type(Release, other.connected(ME, hellos[0], 1.0)) == [
-        Release(f) for f in range(FRAGMENTS) if order("ab", f)[0] == ME
-    ]
-    peer.connected(OTHER, hellos[1], 1.0)
-    assert [peer.leases.get(f) for f in range(FRAGMENTS)] == [other.leases.get(f) for f in range(FRAGMENTS)]
-    assert sorted([*peer.syncers, *other.syncers]) == list(range(FRAGMENTS))
 
 
 def test_a_syncer_that_caught_up_says_where_it_stands_now() -> None:
@@ -213,7 +204,7 @@ def test_a_syncer_that_caught_up_says_where_it_stands_now() -> None:
     assert peer.syncers[0].version == 7 and peer.fragments[0].agrees()
 
 
-def test_contributions_to_an_anchor_that_is_replaced_are_forgotten() -> None:
+def test_contributions_to_a_healed_anchor_are_forgotten() -> None:
     """The owner clears the sum with it; a merge of what the syncer believed to be in there would divide by zero."""
     peer = pair()
     peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
@@ -225,14 +216,14 @@ def test_contributions_to_an_anchor_that_is_replaced_are_forgotten() -> None:
     assert peer.offer(OTHER, contribution(peer, 0)).first_chunk == 0
 
 
-def test_what_was_learned_from_another_history_is_refused() -> None:
-    peer = pair()
-    verdict = peer.offer(OTHER, contribution(peer, 0, base_digest=digest_of("other")))
-    assert not verdict.accepted and verdict.reason == "version 0 of fragment 0 is another anchor here"
-    assert peer.offer(OTHER, contribution(peer, 0)).accepted
+def test_an_anchor_replaced_at_its_version_is_a_heal() -> None:
+    peer = pair(versions=[0, 3])
+    for version, digest, heals in ((3, DIGESTS[1], 0), (3, digest_of("right"), 1), (4, digest_of("next"), 1)):
+        peer.adopted(1, version, digest, 1.0)
+        assert peer.heals == heals
 
 
-def test_a_syncer_takes_nothing_that_is_in_the_version_it_fetched() -> None:
+def test_a_syncer_takes_nothing_that_is_in_what_it_fetched() -> None:
     peer = pair(outer=quick(staleness_limit=2))
     late = contribution(peer, 0)
     peer.adopted(0, 1, ONE, 2.0, shares={OTHER: Share(1, 10, 1, 1)})
@@ -241,13 +232,12 @@ def test_a_syncer_takes_nothing_that_is_in_the_version_it_fetched() -> None:
 
 
 def test_a_successor_takes_nothing_that_is_in_its_anchor() -> None:
-    """In the one from which it goes on."""
     peer = pair(outer=quick(staleness_limit=2))
     peer.connected("x", hello_of(status_of("training"), holds=False), 1.0)
     again = contribution(peer, 1, term=2)
     peer.adopted(1, 1, ONE, 2.0, contributors={"x": 10, OTHER: 10})
     peer.heard("x", status_of("training", versions=[0, 1]), 2.5)
-    assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == holds((1, 2))
+    assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == [Hold(1, 2)]
     verdict = peer.offer("x", again)
     assert not verdict.accepted and verdict.merged
 
@@ -273,10 +263,7 @@ def test_without_a_barrier_the_others_pace_pays_for_versions() -> None:
 def test_nobody_claims_below_a_version_that_was_published() -> None:
     """Not before all have said what they have."""
     peer = pair()
-    peer.connected("x", hello_of(status_of("ready"), holds=False), 1.0)
-    peer.heard(OTHER, news_of(), 2.0)
-    peer.catch_up_failed(1)
-    assert of_type(Hold, peer.lost(OTHER, 3.0, "reset")) == []
+    assert of_type(Hold, orphan(peer, holds=False)) == []
     actions = [*peer.heard("x", status_of("ready", versions=[0, 1]), 4.0), *peer.tick(5.0)]
     assert of_type(CatchUp, actions) == [CatchUp(1, ("x",), outer=False)] and of_type(Hold, actions) == []
 
@@ -285,10 +272,7 @@ def test_the_next_in_order_does_not_claim_with_the_right_holder() -> None:
     """Both wait for a version that nobody has. Two syncers at once would make two versions of one number."""
     peer = pair()
     assert assign([1], [ME, "x"], {ME: 1, "x": 0})[1] == "x" and order([ME, "x"], 1)[0] == ME
-    peer.connected("x", hello_of(status_of("ready")), 1.0)
-    peer.heard(OTHER, news_of(), 2.0)
-    peer.catch_up_failed(1)
-    peer.lost(OTHER, 3.0, "reset")
+    orphan(peer)
     claimed_at, now = None, 3.0
     while claimed_at is None:
         now += TICK_S
@@ -304,13 +288,13 @@ def test_a_leaver_is_asked_for_the_outer_state_once() -> None:
     assert of_type(CatchUp, actions) == [CatchUp(1, (OTHER,), outer=True)] and of_type(Hold, actions) == []
     record = peer.adopted(1, 1, ONE, 2.0, contributors={OTHER: 10})
     assert of_type(Hold, record) == [], "the leaver may make another version, until it has given its state"
-    assert of_type(Hold, peer.adopted(1, 1, ONE, 3.0, shares={OTHER: Share(1, 10, 1, 1)})) == holds((1, 2))
+    assert of_type(Hold, peer.adopted(1, 1, ONE, 3.0, shares={OTHER: Share(1, 10, 1, 1)})) == [Hold(1, 2)]
 
     peer = pair()
     peer.heard(OTHER, status_of("leaving"), 1.0)
     peer.catch_up_failed(1)
     actions = peer.tick(2.0)
-    assert of_type(CatchUp, actions) == [] and of_type(Hold, actions) == holds((1, 2))
+    assert of_type(CatchUp, actions) == [] and of_type(Hold, actions) == [Hold(1, 2)]
 
 
 @pytest.mark.parametrize("handed_over", [False, True])
@@ -324,13 +308,6 @@ def test_a_leaver_that_gave_its_outer_state_makes_no_version(handed_over: bool) 
     assert bool(of_type(Merge, peer.arrived(OTHER, 0, 2.0))) is not handed_over
 
 
-def test_a_peer_that_is_done_keeps_its_fragments_until_it_goes() -> None:
-    peer = pair()
-    assert of_type(Hold, peer.heard(OTHER, status_of("done"), 1.0)) == []
-    actions = peer.lost(OTHER, 5.0, "closed")
-    assert notes(actions)[0] == "leave" and of_type(Hold, actions) == holds((1, 2))
-
-
 def test_who_restarted_does_not_hold_what_its_hello_leaves_out() -> None:
     """Its new process knows nothing of the lease; everybody would send contributions to a syncer that refuses them."""
     peer = pair()
@@ -342,7 +319,7 @@ def test_who_restarted_does_not_hold_what_its_hello_leaves_out() -> None:
     assert peer.leases.get(1).holder == OTHER
     peer.connected(OTHER, hello_of(status_of("starting")), 4.0)
     patience_s = CLAIM_PATIENCE_S * len("ab") + 0.1
-    assert of_type(Hold, peer.heard(OTHER, status_of("starting"), 4.0 + patience_s)) == holds((1, 2))
+    assert of_type(Hold, peer.heard(OTHER, status_of("starting"), 4.0 + patience_s)) == [Hold(1, 2)]
 
 
 # -- members ----------------------------------------------------------------------------------------------------------
@@ -364,11 +341,10 @@ def test_a_silent_peer_is_lost_and_its_streams_are_ended() -> None:
         now += 1.0
     actions = peer.tick(now)
     assert of_type(Disconnect, actions) == [Disconnect(OTHER)]
-    assert "lost" in notes(actions) and of_type(Hold, actions) == holds((1, 2))
+    assert "lost" in notes(actions) and of_type(Hold, actions) == [Hold(1, 2)]
 
 
 def test_a_peer_that_was_asleep_gives_nobody_up() -> None:
-    """And it claims nothing."""
     peer = pair()
     peer.tick(1.0)
     assert peer.tick(1000.0) == [] and OTHER in peer.members
@@ -396,12 +372,8 @@ def test_messages_that_do_not_fit_change_nothing() -> None:
     assert (peer.hello(), [peer.leases.get(f) for f in range(FRAGMENTS)]) == before
 
 
-statuses = st.builds(
-    Status,
-    state=st.sampled_from(list(STATES)),
-    versions=st.lists(core.versions, min_size=1, max_size=3),
-    inner_step=core.small,
-)
+states, some_versions = st.sampled_from(list(STATES)), st.lists(core.versions, min_size=1, max_size=3)
+statuses = st.builds(status_of, states, some_versions, core.small)
 publications = st.builds(news_of, core.small, core.terms, core.versions, core.digests)
 
 
@@ -544,15 +516,7 @@ def test_what_ends_a_wait_is_acted_upon_at_once(ends: str) -> None:
     assert len(of_type(Merge, actions)) == 1
 
 
-def test_a_claim_is_acted_upon_at_once() -> None:
-    peer = pair()
-    peer.tick(1.0)
-    claims = [claim_of(0, term=2), claim_of(1)]
-    assert of_type(Release, peer.connected(OTHER, hello_of(claims=claims), 1.0)) == [Release(0)]
-
-
 def test_a_large_swarm_is_told_changes_together() -> None:
-    """And none is forgotten."""
     peer = crowd(int(STATUSES_PER_S))  # a status a second
     assert said(Status, peer.adopted(0, 1, ONE, 5.0)) == [peer.status()]
     actions = peer.adopted(1, 1, ONE, 5.2) + peer.enter("exchanging", 5.4)
@@ -592,13 +556,16 @@ def test_a_state_is_entered_as_the_table_says(before: State) -> None:
 
 def test_a_contribution_is_refused_with_the_reason() -> None:
     peer = pair()
-    assert "000000000000 is not the one here" in peer.offer(OTHER, contribution(peer, 0, manifest_hash="0" * 64)).reason
-    verdict = peer.offer(OTHER, contribution(peer, 1))
-    assert verdict.reason == "not the syncer of fragment 1" and verdict.term == 1
-    assert (
-        peer.offer(OTHER, core.contribution_of(fragment=7, manifest_hash=MANIFEST)).reason
-        == "not the syncer of fragment 7"
-    )
+    for header, reason in (
+        (contribution(peer, 0, manifest_hash="0" * 64), "the manifest 000000000000 is not the one here"),
+        (contribution(peer, 0, base_digest=ONE), "version 0 of fragment 0 is another anchor here"),
+        (contribution(peer, 1), "not the syncer of fragment 1"),
+        (core.contribution_of(fragment=7), "not the syncer of fragment 7"),
+    ):
+        verdict = peer.offer(OTHER, header)
+        assert not verdict.accepted and reason in verdict.reason
+        assert header.fragment != 1 or verdict.term == 1
+    assert peer.offer(OTHER, contribution(peer, 0)).accepted
 
 
 def test_a_round_is_merged_published_and_announced() -> None:
@@ -638,7 +605,7 @@ def test_those_who_were_left_out_are_noted() -> None:
     assert Note("missing", {"fragment": 0, "peers": ["x"]}) in actions and len(of_type(Merge, actions)) == 1
 
 
-def test_a_syncer_does_not_wait_for_itself_when_its_training_hangs() -> None:
+def test_a_syncer_does_not_wait_for_its_own_hanging_training() -> None:
     """Its node lives on and sends heartbeats; without this nobody would ever get its fragments' next version."""
     peer = pair()
     peer.enter("training", 0.0)
@@ -652,7 +619,7 @@ def test_a_syncer_does_not_wait_for_itself_when_its_training_hangs() -> None:
     assert list(merge.close.contributors) == [OTHER]
 
 
-def test_a_fragment_that_is_lost_during_its_merge_is_not_published() -> None:
+def test_a_fragment_lost_during_its_merge_is_not_published() -> None:
     peer = alone(trains=False)
     peer.connected(OTHER, hello_of(), 0.0)
     peer.offer("x", contribution(peer, 0))
@@ -661,13 +628,6 @@ def test_a_fragment_that_is_lost_during_its_merge_is_not_published() -> None:
     peer.connected(OTHER, hello_of(claims=[claim_of(0, term=2), claim_of(1)]), 1.5)
     assert peer.published(0, digest_of(), {"x": 9}, 2.0) == [] and peer.versions[0] == 0
     assert not peer.merging(0)
-
-
-def test_an_anchor_replaced_at_its_version_is_a_heal() -> None:
-    peer = pair(versions=[0, 3])
-    for version, digest, heals in ((3, DIGESTS[1], 0), (3, digest_of("right"), 1), (4, digest_of("next"), 1)):
-        peer.adopted(1, version, digest, 1.0)
-        assert peer.heals == heals
 
 
 def test_the_time_to_deliver_rises_at_once_and_falls_slowly() -> None:

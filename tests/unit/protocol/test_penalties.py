@@ -27,8 +27,6 @@ from tests.support.stub_wire import NUMEL, Host, Pipe, contribution, framed
 
 GOOD = contribution(torch.zeros(NUMEL))
 
-# -- how long ---------------------------------------------------------------------------------------------------------
-
 
 def test_each_offence_doubles_the_time_and_a_day_forgets_it() -> None:
     penalties, now = Penalties(), 100.0
@@ -60,11 +58,7 @@ def test_memory_is_bounded_whoever_comes() -> None:
     assert len(penalties._records) <= 4096 and len(limiter._begun) <= 4096
 
 
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
 def test_too_many_streams_at_a_time_or_in_a_second_are_refused() -> None:
-    """Until there are fewer."""
     limiter, greedy = bulk_streams(fragments=2), bulk_streams(fragments=2)
     for _ in range(limiter.most):
         assert limiter.opened("a", 0.0) is None
@@ -95,9 +89,6 @@ def test_who_tries_again_after_a_second_is_never_over_a_limit(seed: int, fragmen
                 ends.append(second + dice.random() * 2)
 
 
-# -- the answering side -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
@@ -111,7 +102,6 @@ def test_who_tries_again_after_a_second_is_never_over_a_limit(seed: int, fragmen
 )
 @played
 async def test_an_offence_is_noted_and_told_and_its_peer_refused(sent: bytes, why: str) -> None:
-    """Refused for a while."""
     host = Host()
     host.protocol.fragments[0].came_at = 0.0
     first = await host.serve(sent)

@@ -28,9 +28,6 @@ def test_no_honest_claim_is_impossible(rounds: float, sync_every: int) -> None:
     assert impossible(contribution_of(steps=steps, tokens=64 * steps), 64, sync_every) is None
 
 
-# -- the bucket -------------------------------------------------------------------------------------------------------
-
-
 @given(
     sync_every=st.integers(1, 500),
     pace=st.floats(0.01, 10),
@@ -83,9 +80,6 @@ def test_memory_is_bounded_whoever_comes(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(200):
         credit.counts_at(str(number), 0, 10, 1.0, 0.0)
     assert len(credit._buckets) == len(credit._paid) == 64
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_weight_is_at_most_twice_the_median() -> None:

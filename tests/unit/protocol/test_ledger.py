@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.protocol.ledger import Dealer, Ledger, Units, count, difference, intersection, union
@@ -16,6 +16,7 @@ def members(units: list[tuple[int, int]]) -> set[int]:
     return {sequence for start, stop in units for sequence in range(start, stop)}
 
 
+@settings(max_examples=50)
 @given(one=ranges, other=ranges)
 def test_ranges_are_sets(one: Units, other: Units) -> None:
     assert members(union(one, other)) == members(one) | members(other)

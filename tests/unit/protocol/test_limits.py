@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.admission import Admission, RunKey, issue
@@ -55,6 +55,7 @@ def listening(scene: Callable[[Listener], Awaitable[None]]) -> Callable[[], None
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.1, 5)), max_size=12))
 def test_no_more_is_taken_out_of_a_bucket_than_flowed_in(steps: list[tuple[float, float]]) -> None:
     bucket, now, taken = Bucket(per_s=2.0, burst=5.0), NOW, 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.protocol.membership import (
@@ -141,6 +141,7 @@ small = st.integers(0, 3)
 kinds, states = st.sampled_from(["join", "hear", "remove"]), st.sampled_from(["training", "done"])
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(kinds, st.sampled_from("abcd"), st.tuples(small, small), states), max_size=30))
 def test_what_is_counted_along_is_what_a_walk_finds(happened: list[Any]) -> None:
     members = Membership()

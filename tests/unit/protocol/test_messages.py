@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -312,6 +312,7 @@ keys = st.text() | st.sampled_from(["kind", "state"])
 structures = st.recursive(atoms, lambda inner: st.lists(inner) | st.dictionaries(keys, inner), max_leaves=12)
 
 
+@settings(max_examples=60)
 @given(st.binary(max_size=200) | structures.map(pack))
 def test_any_other_bytes_are_refused(frame: bytes) -> None:
     refusal_of(frame)

@@ -113,6 +113,9 @@ def test_nothing_is_claimed_before_enough_peers_are_connected() -> None:
     mine = [f for f, holder in assign(range(FRAGMENTS), [ME, "x", "y"], {}).items() if holder == ME]
     assert [hold.fragment for hold in of_type(Hold, actions)] == mine
 
+    assert of_type(Hold, make(holds=False).tick(0.0)) == []
+    assert of_type(Hold, [*make().enter("leaving", 0.0), *make().enter("done", 0.0)]) == [], "nor by who leaves"
+
 
 def test_a_newcomer_hears_everybody_and_takes_what_nobody_holds() -> None:
     peer = make(newcomer=True)
@@ -158,12 +161,6 @@ def test_fragments_are_taken_over_when_their_peer_goes(state: State, note: str) 
     actions = peer.lost(OTHER, 5.0, "connection reset")
     assert notes(actions)[0] == note and peer.takeovers == 1
     assert of_type(Hold, actions) == [Hold(1, 2)] and said(Claim, actions) == [claim_of(1, term=2)]
-
-
-def test_who_does_not_hold_or_is_leaving_claims_nothing() -> None:
-    assert of_type(Hold, make(holds=False).tick(0.0)) == []
-    for state in ("leaving", "done"):
-        assert of_type(Hold, make().enter(state, 0.0)) == []  # type: ignore[arg-type]
 
 
 def test_a_fragment_is_claimed_at_the_highest_version_anyone_has() -> None:
@@ -343,19 +340,14 @@ def test_a_silent_peer_is_lost_and_its_streams_are_ended() -> None:
     assert of_type(Disconnect, actions) == [Disconnect(OTHER)]
     assert "lost" in notes(actions) and of_type(Hold, actions) == [Hold(1, 2)]
 
-
-def test_a_peer_that_was_asleep_gives_nobody_up() -> None:
     peer = pair()
     peer.tick(1.0)
-    assert peer.tick(1000.0) == [] and OTHER in peer.members
-
-
-def test_who_speaks_without_being_a_member_has_to_say_hello() -> None:
-    assert make().heard("stranger", status_of(), 0.0) == [Disconnect("stranger")]
+    assert peer.tick(1000.0) == [] and OTHER in peer.members, "this peer was asleep"
 
 
 def test_messages_that_do_not_fit_change_nothing() -> None:
     peer = pair()
+    assert peer.heard("stranger", status_of(), 0.0) == [Disconnect("stranger")], "it has to say hello"
     before = (peer.hello(), [peer.leases.get(f) for f in range(FRAGMENTS)])
     for message in [
         status_of(versions=[9]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.protocol.rendezvous import assign, order, score
@@ -14,6 +14,7 @@ names = st.text("abcdefgh", min_size=1, max_size=3)
 peers = st.lists(names, unique=True, min_size=1, max_size=8)
 
 
+@settings(max_examples=50)
 @given(peers, st.lists(st.integers(0, 50), unique=True, max_size=20), st.data(), st.randoms())
 def test_everybody_finds_one_fair_answer_whatever_it_heard_first(
     candidates: list[str], vacant: list[int], data: st.DataObject, r: random.Random

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.protocol.schedule import Due, Schedule
@@ -57,6 +57,7 @@ def test_a_shorter_cycle_or_what_is_left_of_one_ends_sooner() -> None:
     assert sends(schedule, 6) == [(3, 0), (6, 0)]
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_every_fragment_is_sent_and_received_once_in_a_cycle(data: st.DataObject) -> None:
     fragments, staggered = data.draw(st.integers(1, 8)), data.draw(st.booleans())
@@ -76,6 +77,7 @@ def test_staggered_sends_are_evenly_spread(fragments: int) -> None:
     assert steps[-1] == 22 and max(gaps) - min(gaps) <= 1
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_who_was_outrun_comes_to_each_fragment_in_their_order(data: st.DataObject) -> None:
     """The others come to the fragments that it missed last of all, so it must not come to one of them earlier."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.config import OuterConfig
@@ -28,6 +28,7 @@ def test_no_honest_claim_is_impossible(rounds: float, sync_every: int) -> None:
     assert impossible(contribution_of(steps=steps, tokens=64 * steps), 64, sync_every) is None
 
 
+@settings(max_examples=50)
 @given(
     sync_every=st.integers(1, 500),
     pace=st.floats(0.01, 10),

@@ -44,8 +44,8 @@ def line_of(
 
 
 def record_of(
-    version: int, before: str, digest: str, contributors: Mapping[str, int], *, author: str = "s", term: int = 1,
-    fragment: int = 0, shares: Mapping[str, Share] = MappingProxyType({}), norm: float = 1.0, **fields: Any,
+    version: int, before: str, digest: str, contributors: Mapping[str, int], *, fragment: int = 0,
+    shares: Mapping[str, Share] = MappingProxyType({}), norm: float = 1.0, **fields: Any,
 ) -> Record:  # fmt: skip
     """The certificate of a version; `shares` are those before it."""
     had = {peer: shares[peer].tokens if peer in shares else 0 for peer in contributors}
@@ -53,9 +53,7 @@ def record_of(
         line_of(peer, version - 1, before, tokens, before=had[peer], fragment=fragment, norm=norm)
         for peer, tokens in sorted(contributors.items())
     ]
-    return certified(
-        lines, version, before, digest, author=author, term=term, fragment=fragment, shares=shares, **fields
-    )
+    return certified(lines, version, before, digest, fragment=fragment, shares=shares, **fields)
 
 
 def certified(

@@ -148,7 +148,7 @@ MUTANTS = [
         "diloco.protocol.peer",
         "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, merged, opened_at)",
         "fragment.syncer = Syncer(index, term, fragment.version, self.outer, made_by, now=opened_at)",
-        test="tests/unit/protocol/test_peer.py::test_a_successor_takes_nothing_that_is_in_the_anchor_from_which_it_goes_on",
+        test="tests/unit/protocol/test_peer.py::test_a_successor_takes_nothing_that_is_in_its_anchor",
     ),
     Mutant(
         "slow-stream-is-the-next-contribution",
@@ -156,7 +156,7 @@ MUTANTS = [
         "diloco.protocol.syncer",
         "(chunk, base_version) != (offer.chunks, offer.base_version)",
         "chunk != offer.chunks",
-        test="tests/unit/protocol/test_syncer.py::test_a_slow_stream_is_not_taken_for_the_contribution_after_it",
+        test="tests/unit/protocol/test_syncer.py::test_a_slow_stream_is_not_taken_for_the_next_contribution",
     ),
     Mutant(
         "outcome-is-guessed",
@@ -172,7 +172,7 @@ MUTANTS = [
         "diloco.protocol.peer",
         "syncer.advance(version, fragment.merged(), now)",
         "syncer.advance(version, now=now)",
-        test="tests/unit/protocol/test_peer.py::test_a_syncer_that_caught_up_takes_nothing_that_is_in_the_version_it_fetched",
+        test="tests/unit/protocol/test_peer.py::test_a_syncer_takes_nothing_that_is_in_what_it_fetched",
     ),
     Mutant(
         "claims-below-a-published-version",
@@ -180,7 +180,7 @@ MUTANTS = [
         "diloco.protocol.succession",
         "return lease is not None and lease.holder not in view.members and lease.version > have",
         "return False",
-        test="tests/unit/protocol/test_peer.py::test_nobody_claims_below_a_version_that_was_published_before_all_have_said_what_they_have",
+        test="tests/unit/protocol/test_peer.py::test_nobody_claims_below_a_version_that_was_published",
     ),
     Mutant(
         "leaver-merges-after-handing-over",
@@ -188,7 +188,7 @@ MUTANTS = [
         "diloco.protocol.peer",
         "            self.fragments[fragment].handed_over = True",
         "            pass",
-        test="tests/unit/protocol/test_peer.py::test_a_leaver_makes_no_version_after_it_gave_the_outer_state_away",
+        test="tests/unit/protocol/test_peer.py::test_a_leaver_that_gave_its_outer_state_makes_no_version",
     ),
     Mutant(
         "lost-history-is-not-recounted",
@@ -204,7 +204,7 @@ MUTANTS = [
         "diloco.protocol.peer",
         "if header.base_version == fragment.version and header.base_digest != fragment.digest:",
         "if False:",
-        test="tests/unit/protocol/test_peer.py::test_what_was_learned_from_an_anchor_of_another_history_is_refused",
+        test="tests/unit/protocol/test_peer.py::test_a_contribution_is_refused_with_the_reason",
     ),
     Mutant(
         "higher-version-wins",
@@ -212,7 +212,7 @@ MUTANTS = [
         "diloco.protocol.forks",
         "    return outweighs(theirs.shares, here.shares)\n",
         "    return theirs.version >= here.version\n",
-        test="tests/unit/protocol/test_forks.py::test_of_equal_histories_that_of_the_syncer_goes_on_and_terms_do_not_count",
+        test="tests/unit/protocol/test_forks.py::test_of_equal_histories_that_of_the_syncer_goes_on",
     ),
     Mutant(
         "torn-checkpoint",
@@ -267,7 +267,7 @@ MUTANTS = [
         "diloco.protocol.syncer",
         "if self.collects(peer) and not offer.whole and offer.base_version > self._merged.get(peer, -1)",
         "if self.collects(peer) and not offer.whole",
-        test="tests/unit/protocol/test_syncer.py::test_what_is_on_its_way_is_dropped_when_the_version_that_was_caught_up_with_holds_it",
+        test="tests/unit/protocol/test_syncer.py::test_what_is_in_a_version_that_was_fetched_is_dropped",
     ),
     Mutant(
         "flight-outlives-its-cancellation",

@@ -15,14 +15,15 @@ THEIRS = [digest_of("theirs", fragment) for fragment in range(FRAGMENTS)]
 LATE = OuterConfig(method="diloco", sync_every=5, fragments=FRAGMENTS, quorum=1, staleness_limit=4)
 
 
-def blank(version: int = 0, **settings: object) -> Peer:
+def blank(version: int = 0, theirs: list[str] = THEIRS, **settings: object) -> Peer:
     """A blank peer that has met the one that holds everything, at that version."""
-    peer = make(digests=[digest_of("random", fragment) for fragment in range(FRAGMENTS)], newcomer=True, **settings)
+    peer = make(newcomer=True, **settings)
     begin_blank(peer)
-    claims = [claim_of(fragment, version=version, digest=THEIRS[fragment]) for fragment in range(FRAGMENTS)]
+    claims = [claim_of(fragment, version=version, digest=digest) for fragment, digest in enumerate(theirs)]
     actions = peer.connected(OTHER, hello_of(status_of(versions=[version] * FRAGMENTS), claims=claims), 0.0)
     actions += peer.discovered(0.0)
-    assert {action.fragment for action in of_type(CatchUp, actions)} == {0, 1} and not of_type(Hold, actions)
+    missing = {fragment for fragment in range(FRAGMENTS) if theirs[fragment] != DIGESTS[fragment]}
+    assert {action.fragment for action in of_type(CatchUp, actions)} == missing and not of_type(Hold, actions)
     return peer
 
 
@@ -44,21 +45,15 @@ def test_a_blank_peer_stays_filled_when_the_others_go_on() -> None:
     peer.heard(OTHER, claim_of(0, version=1, digest=digest_of("next")), 2.0)
     assert not peer.status().blank
 
-
-def test_what_came_counts_also_where_the_others_have_gone_on_meanwhile() -> None:
     peer = blank(1, outer=LATE)
     for fragment in range(FRAGMENTS):
         peer.heard(OTHER, claim_of(fragment, version=2, digest=digest_of("next", fragment)), 0.5)
         peer.adopted(fragment, 1, THEIRS[fragment], 1.0)
-    assert not peer.status().blank and peer.status().versions == [1, 1]
+    assert not peer.status().blank and peer.status().versions == [1, 1], "they went on while this came"
 
 
 def test_anchors_that_are_alike_anyway_need_not_come() -> None:
-    peer = make(newcomer=True)
-    begin_blank(peer)
-    claims = [claim_of(fragment, digest=DIGESTS[fragment]) for fragment in range(FRAGMENTS)]
-    peer.connected(OTHER, hello_of(claims=claims), 0.0)
-    peer.discovered(0.0)
+    peer = blank(theirs=DIGESTS)
     assert peer.state == "ready" and not peer.blank
 
 
@@ -68,7 +63,7 @@ def test_alone_a_blank_peer_claims_nothing() -> None:
     assert not of_type(Hold, [*peer.tick(0.0), *peer.tick(1e6)]) and not peer.may_train()
 
 
-def test_others_claim_what_a_blank_peer_would_hold_and_count_it_once_it_is_filled() -> None:
+def test_others_hold_for_a_blank_peer_until_it_is_filled() -> None:
     peer = make(min_peers=2)
     nothing = status_of(state="starting").model_copy(update={"blank": True})
     actions = peer.connected(OTHER, hello_of(nothing), 0.0)

@@ -77,7 +77,7 @@ def test_a_claim_against_a_living_holder_has_no_effect() -> None:
     assert holder_of(peer) == ("h", 3), "nor one of the same term, long after"
 
 
-def test_who_claims_against_the_living_again_and_again_is_an_offender() -> None:
+def test_who_often_claims_against_the_living_is_an_offender() -> None:
     peer = follower("e")
     for term in range(4, 4 + CLAIMS_AGAINST_THE_LIVING):
         assert "penalty" not in notes(peer.heard("e", claim_of(term), LATER))
@@ -92,7 +92,8 @@ def test_a_peer_that_holds_nothing_is_elected_by_nobody() -> None:
     assert holder_of(peer) != ("e", 9)
 
 
-def test_of_two_that_claim_one_term_the_one_of_most_stays_whoever_ranks_first() -> None:
+def test_of_two_that_claim_one_term_the_one_of_most_stays() -> None:
+    """Whoever ranks first."""
     for ours, rival in [("h", "e"), ("e", "h")]:
         others = [name for name in "eh" if name != ours]
         peer = follower("a", "b", "c", *others, holder=ours)
@@ -111,7 +112,7 @@ def test_who_says_that_it_gave_way_claims_no_more() -> None:
     assert holder_of(peer) == ("e", 3) and "h" not in peer.fragments[0].claims
 
 
-def test_a_claim_that_came_early_is_believed_when_the_holder_goes() -> None:
+def test_an_early_claim_is_believed_when_the_holder_goes() -> None:
     """The claimant has noticed before this peer that the holder is dead."""
     peer = follower("x")
     peer.holds = False  # so that "x" is next in order
@@ -137,7 +138,7 @@ def test_most_holders_together_move_a_lease_and_fewer_do_not() -> None:
     assert holder_of(peer) == ("e", 4)
 
 
-def test_votes_of_peers_that_are_gone_or_changed_their_mind_do_not_count() -> None:
+def test_votes_of_peers_that_are_gone_or_changed_do_not_count() -> None:
     peer = follower("a", "b", "c", "e")
     for voter in "abc":
         peer.heard(voter, Vote(fragment=0, term=4, holder="e"), LATER)
@@ -148,7 +149,8 @@ def test_votes_of_peers_that_are_gone_or_changed_their_mind_do_not_count() -> No
     assert holder_of(peer) == ("h", 3)
 
 
-def test_a_holder_that_meets_another_history_gives_way_and_the_others_follow_it() -> None:
+def test_a_holder_that_meets_another_history_gives_way() -> None:
+    """And the others follow it."""
     holder = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
     holder.tick(0.0)
     actions = holder.connected("o", hello_of(claim_of(2)), LATER)
@@ -173,7 +175,7 @@ def holder_with(*followers: str) -> Peer:
     return holder
 
 
-def test_who_connects_again_with_a_claim_takes_nothing_from_a_holder_that_others_believe() -> None:
+def test_who_connects_again_takes_nothing_from_a_believed_holder() -> None:
     holder = holder_with("a", "e")
     holder.lost("e", 2.0, "reset")
     actions = holder.connected("e", hello_of(claim_of(2)), 3.0)
@@ -185,7 +187,7 @@ def test_who_connects_again_with_a_claim_takes_nothing_from_a_holder_that_others
     assert holder_of(newcomer) == ("h", 1)
 
 
-def test_of_two_holders_that_meet_the_one_whom_more_believe_stays() -> None:
+def test_of_two_holders_that_meet_the_more_believed_one_stays() -> None:
     holder = holder_with("a")
     other = (Vote(fragment=0, term=2, holder="o"),)
     holder.connected("o", hello_of(claim_of(2)), 2.0)
@@ -198,7 +200,8 @@ def test_of_two_holders_that_meet_the_one_whom_more_believe_stays() -> None:
     assert holder_of(holder) == ("h", 1), "two against one, whatever the term"
 
 
-def test_a_holder_gives_way_to_a_lower_term_that_more_believe_and_its_followers_go_with_it() -> None:
+def test_a_holder_gives_way_to_a_lower_term_that_more_believe() -> None:
+    """And its followers go with it."""
     follow = (Vote(fragment=0, term=1, holder="h"),)
     other = Peer("o", "o", "run", MANIFEST, [ZERO], signer=Keys("o"))
     other.leases.see_term(0, 4)
@@ -215,7 +218,7 @@ def test_a_holder_gives_way_to_a_lower_term_that_more_believe_and_its_followers_
     assert holder_of(peer) == ("h", 1)
 
 
-def test_a_claim_in_vain_is_answered_with_a_vote_and_withdrawn_by_one() -> None:
+def test_a_claim_in_vain_is_answered_and_withdrawn_by_a_vote() -> None:
     """Nobody tells votes for first terms, and two holders that meet count them."""
     peer = follower("e", term=1)
     told = [each for each in peer.heard("e", claim_of(2), LATER) if isinstance(each, Tell)]
@@ -244,7 +247,7 @@ def test_three_parts_of_a_swarm_end_with_one_holder() -> None:
         assert sorted(gave_way) == [False, True, True]
 
 
-def test_a_claim_in_a_hello_on_a_vacant_fragment_waits_for_its_turn() -> None:
+def test_a_claim_in_a_hello_on_a_vacancy_waits_for_its_turn() -> None:
     peer = follower("a", "b", "c")
     peer.holds = False
     peer.lost("h", LATER, "reset")
@@ -266,7 +269,7 @@ def test_what_a_peer_believed_before_it_claimed_counts_no_more() -> None:
     assert holder_of(peer) == before
 
 
-def test_nobody_takes_all_fragments_because_it_waited_for_the_others() -> None:
+def test_nobody_takes_all_fragments_because_it_waited() -> None:
     peer = Peer("me", "me", "run", MANIFEST, [ZERO] * 4, min_peers=2)
     peer.tick(0.0)
     status = Status(state="ready", versions=[0] * 4)
@@ -291,7 +294,8 @@ def test_of_two_holders_with_nobody_else_the_higher_term_stays() -> None:
     assert holder_of(holder) == ("e", 2)
 
 
-def test_a_newcomer_believes_the_claim_in_a_hello_also_when_another_holder_is_gone() -> None:
+def test_a_newcomer_believes_a_hello_when_the_holder_is_gone() -> None:
+    """The claim in the hello of another peer."""
     peer = Peer("me", "me", "run", MANIFEST, [ZERO], newcomer=True, signer=Keys("me"))
     peer.connected("h", hello_of(claim_of(3)), 0.0)
     peer.lost("h", 1.0, "reset")
@@ -318,7 +322,7 @@ def believed_at_once(peer: Peer, name: str) -> bool:
     return believes(peer, name, claim_of(4), LATER)
 
 
-def test_nobody_waits_for_a_peer_that_contributes_to_another_syncer() -> None:
+def test_nobody_waits_for_who_contributes_to_another_syncer() -> None:
     peer = Peer("me", "me", "run", MANIFEST, [ZERO], signer=Keys("me"))
     peer.tick(0.0)
     for name in ("x", "y", "z", "w"):
@@ -341,7 +345,7 @@ def record(author: str, term: int, version: int = 1, digest: str = ONE) -> Recor
     return record_of(version, ZERO, digest, {"a": 10}, author=author, term=term)
 
 
-def test_a_version_is_believed_of_who_held_the_term_and_of_nobody_else() -> None:
+def test_a_version_is_believed_of_who_held_the_term_only() -> None:
     peer = follower("e", "x")
     assert unbelieved(peer, record("h", 3), "x") is None, "whoever brings it"
     assert "which it did not hold" in str(unbelieved(peer, record("e", 4), "e"))
@@ -378,7 +382,7 @@ def test_the_dead_do_not_say_what_version_0_is() -> None:
     check_anchor(peer, theirs, "x")
 
 
-def test_a_syncer_passes_the_number_of_a_history_that_does_not_go_on() -> None:
+def test_a_syncer_passes_the_number_of_a_history_that_ended() -> None:
     syncer = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
     syncer.tick(0.0)
     for name in ("e", "x", "y"):
@@ -395,7 +399,7 @@ def test_a_syncer_passes_the_number_of_a_history_that_does_not_go_on() -> None:
     assert number_to_pass(syncer, 0) == 0
 
 
-def test_of_another_history_a_syncer_believes_the_author_whom_most_backed() -> None:
+def test_of_another_history_the_most_backed_author_is_believed() -> None:
     syncer = Peer("h", "h", "run", MANIFEST, [ZERO], signer=Keys("h"))
     syncer.tick(0.0)
     syncer.adopted(0, 1, ONE, 1.0, contributors={"h": 10}, record=record("h", 1))
@@ -427,7 +431,7 @@ def misses(peer: Peer, *others: str) -> None:
         peer.heard(other, status_of().model_copy(update={"missed": [0]}), LATER)
 
 
-def test_a_syncer_that_announces_what_nobody_can_have_is_unseated_for_good() -> None:
+def test_a_syncer_of_what_nobody_can_have_is_unseated_for_good() -> None:
     peer = believer("a", "b")
     missed(peer, 0, 1.0)
     peer.heard("a", status_of().model_copy(update={"missed": [0]}), 2.0)
@@ -479,7 +483,7 @@ def test_a_version_that_few_miss_unseats_nobody() -> None:
     assert not unseat(unmoved, LATER), "this peer does not"
 
 
-def test_whoever_got_the_version_or_another_syncer_misses_nothing() -> None:
+def test_whoever_got_version_or_another_syncer_misses_nothing() -> None:
     peer = believer("a", "b")
     misses(peer)
     peer.adopted(0, 1, ONE, LATER, contributors={"a": 10}, record=record("h", 3))
@@ -501,14 +505,14 @@ def stuck(round_s: float, waiting: str = "ab") -> Peer:
     return peer
 
 
-def test_a_syncer_that_waits_longer_than_anybody_may_make_it_wait_is_unseated_for_good() -> None:
+def test_a_syncer_that_waits_for_too_long_is_unseated_for_good() -> None:
     peer = stuck(round_s=100.0)
     assert not unseat(peer, 112.0 + 600.0 + 299.0), "a peer may pause, and another one may be slow"
     (unseated,) = unseat(peer, 112.0 + 600.0 + 301.0)
     assert isinstance(unseated, Note) and "not made version 3" in str(unseated.fields) and "h" in peer.deposed
 
 
-def test_a_syncer_for_which_few_wait_or_whose_rounds_nobody_has_seen_stays() -> None:
+def test_a_syncer_for_which_few_wait_or_that_is_new_stays() -> None:
     assert not unseat(stuck(100.0, waiting="a"), 10.0 * LATER), "two of four"
     peer = stuck(100.0)
     peer.adopted(0, 3, digest_of(3), 113.0, contributors={"a": 10})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,152 +17,129 @@ from tests.support.certificates import MANIFEST, digest_of
 BASE = 5
 
 
-def lease_of(term: int = 1, version: int = BASE, holder: str = "syncer") -> Lease:
+def lease_of(version: int = BASE, term: int = 1, holder: str = "syncer") -> Lease:
     return Lease(0, holder, term, version, digest_of(version))
 
 
-def refusal(version: int = BASE, record_follows: bool = False, term: int = 1) -> Verdict:
+def refusal(version: int = BASE, record_follows: bool = False) -> Verdict:
     late = version > BASE
-    return Verdict(accepted=False, reason="no", version=version, term=term, late=late, record_follows=record_follows)
+    return Verdict(accepted=False, reason="no", version=version, term=1, late=late, record_follows=record_follows)
+
+
+def begun(**settings: object) -> Exchange:
+    return Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST, **settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def exchange() -> Exchange:
-    return Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST)
+    """It has said its header to the syncer."""
+    exchange = begun()
+    exchange.header(lease_of())
+    return exchange
 
 
-def test_the_header_says_what_is_contributed_and_under_which_term(exchange: Exchange) -> None:
+def test_the_header_says_what_is_contributed_when_and_to_whom() -> None:
+    exchange = begun(begun_at=3.0)
     header = exchange.header(lease_of(term=9))
     assert (header.manifest_hash, header.fragment, header.term) == (MANIFEST, 0, 9)
     assert (header.base_version, header.steps, header.tokens) == (BASE, 4, 32)
+    assert [exchange.header(lease_of(), now).age_s for now in (3.0, 5.5)] == [0.0, 2.5], "it is sent again"
 
 
-def test_the_header_says_how_old_the_pseudo_gradient_is_when_it_is_sent_again() -> None:
-    exchange = Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST, begun_at=3.0)
-    assert [exchange.header(lease_of(), now).age_s for now in (3.0, 5.5)] == [0.0, 2.5]
-
-
-def test_the_syncer_says_whether_a_contribution_that_may_be_late_is_too_late() -> None:
+def test_the_syncer_says_whether_what_may_be_late_is_too_late() -> None:
     """The anchor here moves on, as that of a syncer does while it trains."""
-    exchange = Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST, may_be_late=True)
-    assert exchange.next_step(lease_of(version=BASE + 9), BASE + 9, 0.0) is Step.CONTRIBUTE
+    exchange = begun(may_be_late=True)
+    assert exchange.next_step(lease_of(BASE + 9), BASE + 9, 0.0) is Step.CONTRIBUTE
     exchange.header(lease_of())
     exchange.refused(refusal(BASE + 9), lease_of())
-    assert exchange.next_step(lease_of(version=BASE + 9), BASE + 9, 0.0) is Step.DONE
-    assert exchange.discarded
+    assert exchange.next_step(lease_of(BASE + 9), BASE + 9, 0.0) is Step.DONE and exchange.discarded
 
 
-def test_a_merged_contribution_is_done_with_the_next_version(exchange: Exchange) -> None:
-    assert exchange.next_step(None, BASE, 0.0) is Step.WAIT
-    assert exchange.next_step(lease_of(), BASE, 0.0) is Step.CONTRIBUTE
-    exchange.header(lease_of())
-    exchange.recorded(["me", "other"], "me")
-    assert exchange.next_step(lease_of(version=BASE + 1), BASE + 1, 0.0) is Step.DONE
-    assert not exchange.discarded
+def test_a_contribution_is_sent_as_soon_as_there_is_a_syncer() -> None:
+    exchange = begun()
+    assert [exchange.next_step(lease, BASE, 0.0) for lease in (None, lease_of())] == [Step.WAIT, Step.CONTRIBUTE]
+    assert exchange.next_step(lease_of(BASE + 1), BASE + 1, 0.0) is Step.DONE and exchange.discarded, "too late"
 
 
-def test_the_syncers_own_contribution_is_done_with_its_publication(exchange: Exchange) -> None:
-    exchange.header(lease_of(holder="me"))
-    assert exchange.next_step(lease_of(holder="me", version=BASE + 1), BASE + 1, 0.0) is Step.DONE
-    assert not exchange.discarded
-
-
-@pytest.mark.parametrize(("contributors", "discarded"), [(["me"], False), (["other"], True)])
-def test_a_late_contribution_is_merged_if_the_record_names_it(
-    exchange: Exchange, contributors: list[str], discarded: bool
+# What happened to a contribution, and what it does next: by the versions of the syncer (-1: there is none) and here.
+@pytest.mark.parametrize(
+    ("refused", "contributors", "broke", "steps", "discarded"),
+    [
+        (None, ["me", "other"], False, [(1, 1, Step.DONE)], False),
+        (None, [], False, [(2, 2, Step.DONE)], True),
+        (refusal(BASE + 1, True), ["me"], False, [(0, 1, Step.DONE)], False),
+        (refusal(BASE + 1, True), ["other"], False, [(0, 1, Step.DONE)], True),
+        # Who adopts just the update that it missed is one version late with its next contribution, and ever after.
+        (refusal(BASE + 1, True), ["other"], False, [(2, 1, Step.CATCH_UP), (2, 2, Step.DONE)], True),
+        (refusal(BASE + 3), [], False, [(3, 0, Step.CATCH_UP), (-1, 0, Step.CATCH_UP), (3, 3, Step.DONE)], True),
+        # It would be the same record again and again, for the syncer still has it.
+        (None, ["me"], True, [(1, 0, Step.CATCH_UP), (1, 1, Step.DONE)], False),
+    ],
+    ids=["merged", "anchor jumped", "late and merged", "late", "syncer went on", "later", "record does not fit"],
+)
+def test_every_outcome_leads_to_the_version_of_the_syncer(
+    exchange: Exchange, refused: Verdict | None, contributors: list[str], broke: bool, steps: Any, discarded: bool
 ) -> None:
-    exchange.header(lease_of())
-    exchange.refused(refusal(BASE + 1, record_follows=True), lease_of())
-    exchange.recorded(contributors, "me")
-    assert exchange.next_step(lease_of(), BASE + 1, 0.0) is Step.DONE
+    if refused is not None:
+        exchange.refused(refused, lease_of())
+    if contributors:
+        exchange.recorded(contributors, "me")
+    if broke:
+        exchange.broke(lease_of())
+    for there, here, step in steps:
+        assert exchange.next_step(lease_of(BASE + there) if there >= 0 else None, BASE + here, 1e9) is step
     assert exchange.discarded == discarded
 
 
-def test_a_later_contribution_is_discarded_and_the_fragment_fetched(exchange: Exchange) -> None:
-    exchange.header(lease_of())
-    exchange.refused(refusal(BASE + 3), lease_of())
-    assert exchange.next_step(lease_of(version=BASE + 3), BASE, 0.0) is Step.CATCH_UP
-    assert exchange.next_step(None, BASE, 0.0) is Step.CATCH_UP
-    assert exchange.next_step(lease_of(version=BASE + 3), BASE + 3, 0.0) is Step.DONE
-    assert exchange.discarded
+def test_the_syncers_own_contribution_is_done_when_published() -> None:
+    exchange = begun()
+    exchange.header(lease_of(holder="me"))
+    assert exchange.next_step(lease_of(BASE + 1, holder="me"), BASE + 1, 0.0) is Step.DONE and not exchange.discarded
 
 
-def test_nobody_is_done_before_the_version_that_the_syncer_is_known_to_have(exchange: Exchange) -> None:
-    """Who adopts just the update that it missed is one version late with its next contribution, and ever after."""
-    exchange.header(lease_of())
-    exchange.refused(refusal(BASE + 1, record_follows=True), lease_of())
-    exchange.recorded(["other"], "me")
-    assert exchange.next_step(lease_of(version=BASE + 2), BASE + 1, 0.0) is Step.CATCH_UP
-    assert exchange.next_step(lease_of(version=BASE + 2), BASE + 2, 0.0) is Step.DONE
-
-
-def test_an_anchor_that_moved_on_before_the_exchange_discards_it(exchange: Exchange) -> None:
-    assert exchange.next_step(lease_of(version=BASE + 1), BASE + 1, 0.0) is Step.DONE
-    assert exchange.discarded
-
-
-def test_an_anchor_that_jumped_while_a_contribution_was_under_way_discards_it(exchange: Exchange) -> None:
-    exchange.header(lease_of())
-    assert exchange.next_step(lease_of(version=BASE + 2), BASE + 2, 0.0) is Step.DONE
-    assert exchange.discarded
-
-
-def test_a_record_that_does_not_fit_the_anchor_here_is_replaced_by_the_state(exchange: Exchange) -> None:
-    """It would be the same record again and again, for the syncer still has it."""
-    exchange.header(lease_of())
-    exchange.recorded(["me"], "me")
-    exchange.broke(lease_of())
-    assert exchange.next_step(lease_of(version=BASE + 1), BASE, 1e9) is Step.CATCH_UP
-    assert exchange.next_step(lease_of(version=BASE + 1), BASE + 1, 1e9) is Step.DONE
-    assert not exchange.discarded
-
-
-def test_after_a_broken_stream_the_same_term_is_tried_again_after_a_while_and_a_new_one_at_once(
-    exchange: Exchange,
-) -> None:
+def test_a_new_term_is_tried_at_once_and_the_same_one_later() -> None:
+    """After a broken stream."""
+    exchange = begun()
     exchange.header(lease_of(term=3))
     exchange.broke(lease_of(term=3))
-    assert exchange.next_step(None, BASE, 0.0, retry_at=10.0) is Step.WAIT
-    assert exchange.next_step(lease_of(term=3), BASE, 9.9, retry_at=10.0) is Step.WAIT
-    assert exchange.next_step(lease_of(term=3), BASE, 10.0, retry_at=10.0) is Step.CONTRIBUTE
-    assert exchange.next_step(lease_of(term=4), BASE, 0.0, retry_at=10.0) is Step.CONTRIBUTE
+    for lease, now, step in (
+        (None, 0.0, Step.WAIT),
+        (lease_of(term=3), 9.9, Step.WAIT),
+        (lease_of(term=3), 10.0, Step.CONTRIBUTE),
+        (lease_of(term=4), 0.0, Step.CONTRIBUTE),
+    ):
+        assert exchange.next_step(lease, BASE, now, retry_at=10.0) is step
     assert not exchange.discarded
 
 
 @pytest.mark.parametrize("version", [BASE - 1, BASE])
 def test_a_refusal_for_any_other_reason_is_tried_again(exchange: Exchange, version: int) -> None:
     """The syncer is closing, stands at another term, or is still catching up itself."""
-    exchange.header(lease_of())
     exchange.refused(refusal(version), lease_of())
     assert exchange.next_step(lease_of(), BASE, 0.5, retry_at=1.0) is Step.WAIT
-    assert exchange.next_step(lease_of(), BASE, 1.0, retry_at=1.0) is Step.CONTRIBUTE
-    assert not exchange.discarded
+    assert exchange.next_step(lease_of(), BASE, 1.0, retry_at=1.0) is Step.CONTRIBUTE and not exchange.discarded
 
 
-def test_when_the_later_version_died_with_everybody_who_had_it_the_contribution_counts_again(
-    exchange: Exchange,
-) -> None:
-    exchange.header(lease_of(term=1))
-    exchange.refused(refusal(BASE + 2), lease_of(term=1))
-    assert exchange.next_step(lease_of(term=1), BASE, 0.0) is Step.CATCH_UP  # an old notion of the same lease
-    assert exchange.next_step(lease_of(term=2, version=BASE + 2), BASE, 0.0) is Step.CATCH_UP
+def test_a_contribution_counts_again_when_the_later_version_died(exchange: Exchange) -> None:
+    exchange.refused(refusal(BASE + 2), lease_of())
+    assert exchange.next_step(lease_of(), BASE, 0.0) is Step.CATCH_UP  # an old notion of the same lease
+    assert exchange.next_step(lease_of(BASE + 2, term=2), BASE, 0.0) is Step.CATCH_UP
     assert exchange.next_step(lease_of(term=2), BASE, 0.0) is Step.CONTRIBUTE
     exchange.header(lease_of(term=2))
     exchange.recorded(["me"], "me")
-    assert exchange.next_step(lease_of(term=2), BASE + 1, 0.0) is Step.DONE
-    assert not exchange.discarded
+    assert exchange.next_step(lease_of(term=2), BASE + 1, 0.0) is Step.DONE and not exchange.discarded
 
 
 @given(st.randoms(), st.lists(st.integers(0, 9), max_size=30))
 def test_every_path_ends_once_the_network_behaves(r: random.Random, trouble: list[int]) -> None:
     """Any sequence of what can go wrong, and then a syncer that answers, and donors that have what they say."""
-    exchange, version, swarm, term = Exchange(0, BASE, "0" * 64, 4, 32, MANIFEST), BASE, BASE, 1
+    exchange, version, swarm, term = begun(), BASE, BASE, 1
     for turn, what in enumerate([*trouble, *[0] * 4]):
         if what == 9:  # all who had a later version die, and somebody at ours takes over
             swarm, term = version, term + 1
         elif what == 8:
             swarm += r.randint(1, 3)
-        lease = None if what == 7 else lease_of(term, swarm)
+        lease = None if what == 7 else lease_of(swarm, term)
         match exchange.next_step(lease, version, float(turn), retry_at=turn + r.choice([-1.0, 1.0]) if what else 0.0):
             case Step.DONE:
                 assert version > BASE and (lease is None or version >= lease.version)

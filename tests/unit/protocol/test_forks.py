@@ -47,7 +47,7 @@ def test_a_history_that_goes_on_from_another_one_outweighs_it(before: dict[str, 
     assert outweighs(shares(**after), before) and not outweighs(before, shares(**after))
 
 
-def test_a_peer_that_was_alone_and_fast_does_not_outweigh_the_others() -> None:
+def test_who_was_alone_and_fast_does_not_outweigh_the_others() -> None:
     common = dict.fromkeys("abcdefg", 1000)
     alone = shares(**common | {"a": 1000 + 10272})
     six = shares(**common | dict.fromkeys("bcdefg", 1000 + 2352))
@@ -55,11 +55,12 @@ def test_a_peer_that_was_alone_and_fast_does_not_outweigh_the_others() -> None:
 
 
 @given(st.integers(1, 2**61))
-def test_no_number_of_tokens_that_one_peer_claims_outweighs_three_others(claimed: int) -> None:
+def test_no_claim_of_tokens_outweighs_three_others(claimed: int) -> None:
     assert outweighs(shares(b=100, c=100, d=100), shares(a=claimed))
 
 
-def test_of_equal_histories_that_of_the_syncer_goes_on_and_terms_do_not_count() -> None:
+def test_of_equal_histories_that_of_the_syncer_goes_on() -> None:
+    """Terms do not count."""
     here = Fragment(0, 2, ONE, shares=shares(a=10, b=10), lease=Lease(0, "h", 3, 5, TWO))
 
     def theirs(**tokens: int) -> StateHeader:
@@ -117,7 +118,7 @@ def test_work_that_nobody_has_signed_does_not_count() -> None:
     assert not proved_heavier(syncer, header.model_copy(update={"lines": elsewhere})), "lines of another fragment"
 
 
-def test_who_goes_on_alone_from_the_anchor_of_the_syncer_has_nothing_to_show() -> None:
+def test_who_goes_on_alone_from_the_same_anchor_shows_nothing() -> None:
     common = {"a": 100, "b": 100, "c": 100, "s": 100}
     syncer = syncer_of("a", "b", "c", **common)
     alone = disputed({"a": 2**40}, **{**common, "a": 2**40})

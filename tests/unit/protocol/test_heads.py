@@ -35,7 +35,7 @@ def resigned(record: Record, author: str = "s", **fields: Any) -> Record:
     return record.model_copy(update={"head": sign_head(Keys(author), RUN, head)})
 
 
-def test_a_certificate_can_be_checked_by_anybody_and_survives_the_wire() -> None:
+def test_anybody_can_check_a_certificate_also_after_the_wire() -> None:
     record = first()
     assert wrong_record(ANYBODY, RUN, record) is None
     assert decode(encode(record)) == record and wrong_record(ANYBODY, RUN, record) is None
@@ -60,7 +60,8 @@ WRONG_LINES = [
 
 
 @pytest.mark.parametrize(("lines", "says"), WRONG_LINES)
-def test_lines_that_are_unsigned_foreign_repeated_or_of_other_anchors_are_refused(lines: list[Line], says: str) -> None:
+def test_lines_that_are_unsigned_foreign_or_repeated_are_refused(lines: list[Line], says: str) -> None:
+    """And those of other anchors."""
     assert says in str(wrong_record(ANYBODY, RUN, certified(lines, 1, ZERO, ONE)))
 
 
@@ -103,7 +104,7 @@ def test_a_line_of_an_earlier_version_is_not_counted_again() -> None:
     assert "a signed 30 tokens, and has 60" in str(does_not_follow(again, 1, ONE, shares, clock=True))
 
 
-def test_a_head_without_contributions_gives_the_same_anchor_a_higher_number() -> None:
+def test_an_empty_head_gives_the_same_anchor_a_higher_number() -> None:
     shares = credited({}, 1, TOKENS, {})
     empty: dict[str, Any] = {"shares": shares, "author": "s", "skipped": 8}
     moved = certified([], 9, ONE, ONE, **empty)

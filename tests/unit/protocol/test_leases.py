@@ -45,7 +45,7 @@ def test_a_higher_term_wins_even_at_a_lower_version() -> None:
     assert table.held_by(THIRD) == [table.get(0)] and table.held_by(FIRST) == []
 
 
-def test_a_stale_term_is_ignored_even_when_nobody_holds_the_fragment() -> None:
+def test_a_stale_term_is_ignored_even_in_a_vacancy() -> None:
     table = table_of(claim_of(THIRD, 2, 0))
     assert not table.claim(*claim_of(FIRST, 1, 9))
     table.vacate(0)
@@ -54,13 +54,14 @@ def test_a_stale_term_is_ignored_even_when_nobody_holds_the_fragment() -> None:
     assert table.claim(*claim_of(FIRST, 3, 0))
 
 
-def test_claims_of_one_term_are_settled_by_rendezvous_order_and_not_by_version() -> None:
+def test_claims_of_one_term_are_settled_by_rendezvous_order() -> None:
+    """And not by version."""
     for claims in ([claim_of(SECOND, 1, 5), claim_of(FIRST, 1, 2)], [claim_of(FIRST, 1, 2), claim_of(SECOND, 1, 5)]):
         lease = table_of(*claims).get(0)
         assert lease is not None and (lease.holder, lease.version) == (FIRST, 2)
 
 
-def test_a_repeated_claim_counts_when_the_holder_stands_elsewhere_now() -> None:
+def test_a_repeated_claim_of_a_holder_elsewhere_counts() -> None:
     table = table_of(claim_of("a", 1, 3))
     assert not table.claim(*claim_of("a", 1, 3))
     assert not table.claim(*claim_of("a", 1, 2))

@@ -53,7 +53,7 @@ def test_every_message_leads_to_a_tick_soon_and_many_to_few(messages: list[float
     assert all(b - a >= TICK_S - 1e-9 for a, b in pairwise(ticks))
 
 
-def test_a_later_wake_is_asked_for_once_however_many_ticks_come_before_it() -> None:
+def test_a_later_wake_is_asked_for_once_whatever_comes_before() -> None:
     pace = Pace()
     assert [wake.at for wake in pace.wake(5.0)] == [5.0]
     for now in (1.0, 2.0, 3.0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.protocol.schedule import Due, Schedule
@@ -18,31 +18,28 @@ def cycle(schedule: Schedule, steps: int) -> list[tuple[int, str, tuple[int, ...
     return found
 
 
+def sends(schedule: Schedule, steps: int) -> list[tuple[int, int]]:
+    """After which inner step each fragment is sent."""
+    return [(step, fragment) for step, what, one in cycle(schedule, steps) if what == "send" for fragment in one]
+
+
 def started(*settings: object, **begin: int) -> Schedule:
     schedule = Schedule(*settings)  # type: ignore[arg-type]
     schedule.begin(**begin)
     return schedule
 
 
-def test_at_a_barrier_everything_is_sent_and_received_at_the_end_of_the_cycle() -> None:
-    schedule = started(2, 3)
-    both = (0, 1)
+def test_at_a_barrier_all_is_sent_and_received_at_the_end() -> None:
+    schedule, both = started(2, 3), (0, 1)
     assert cycle(schedule, 6) == [(3, "send", both), (3, "receive", both), (6, "send", both), (6, "receive", both)]
     assert schedule.inner_step == 0 and schedule.flying == ()
 
 
-def test_staggered_fragments_take_turns_and_are_received_an_overlap_later() -> None:
-    schedule = started(3, 6, True, 1)
-    assert cycle(schedule, 9) == [
-        (2, "send", (0,)),
-        (3, "receive", (0,)),
-        (4, "send", (1,)),
-        (5, "receive", (1,)),
-        (6, "send", (2,)),
-        (7, "receive", (2,)),
-        (8, "send", (0,)),
-        (9, "receive", (0,)),
-    ]
+def test_staggered_fragments_take_turns() -> None:
+    """And they are received an overlap later."""
+    due = cycle(started(3, 6, True, 1), 9)
+    assert due[::2] == [(2, "send", (0,)), (4, "send", (1,)), (6, "send", (2,)), (8, "send", (0,))]
+    assert due[1::2] == [(step + 1, "receive", one) for step, _, one in due[::2]]
 
 
 def test_with_overlap_the_update_is_due_in_the_next_cycle() -> None:
@@ -52,19 +49,17 @@ def test_with_overlap_the_update_is_due_in_the_next_cycle() -> None:
     assert cycle(schedule, 5) == [(1, "receive", (0,)), (3, "send", (0,)), (5, "receive", (0,))]
 
 
-def test_who_joins_in_the_middle_sends_what_is_left_of_the_cycle() -> None:
+def test_a_shorter_cycle_or_what_is_left_of_one_ends_sooner() -> None:
     assert cycle(started(1, 10, position=7), 3) == [(3, "send", (0,)), (3, "receive", (0,))]
-    assert [step for step, what, _ in cycle(started(5, 10, True, position=4), 6) if what == "send"] == [2, 4, 6]
-
-
-def test_a_shorter_cycle_comes_sooner() -> None:
+    assert sends(started(5, 10, True, position=4), 6) == [(2, 2), (4, 3), (6, 4)]
     schedule = started(1, 10)
     schedule.target_steps = 3
-    assert [step for step, what, _ in cycle(schedule, 6) if what == "send"] == [3, 6]
+    assert sends(schedule, 6) == [(3, 0), (6, 0)]
 
 
+@settings(max_examples=50)
 @given(st.data())
-def test_every_fragment_is_sent_once_in_every_cycle_and_received_once(data: st.DataObject) -> None:
+def test_every_fragment_is_sent_and_received_once_in_a_cycle(data: st.DataObject) -> None:
     fragments, staggered = data.draw(st.integers(1, 8)), data.draw(st.booleans())
     sync_every = data.draw(st.integers(fragments, 40))
     overlap = data.draw(st.integers(0, max(0, (sync_every // fragments if staggered else sync_every) - 1)))
@@ -77,30 +72,30 @@ def test_every_fragment_is_sent_once_in_every_cycle_and_received_once(data: st.D
 
 @pytest.mark.parametrize("fragments", [1, 3, 7])
 def test_staggered_sends_are_evenly_spread(fragments: int) -> None:
-    steps = [step for step, what, _ in cycle(started(fragments, 22, True), 22) if what == "send"]
+    steps = [step for step, _ in sends(started(fragments, 22, True), 22)]
     gaps = [b - a for a, b in zip([0, *steps], steps, strict=False)]
     assert steps[-1] == 22 and max(gaps) - min(gaps) <= 1
 
 
+@settings(max_examples=50)
 @given(st.data())
-def test_a_peer_that_others_outran_comes_to_each_fragment_in_their_order(data: st.DataObject) -> None:
+def test_who_was_outrun_comes_to_each_fragment_in_their_order(data: st.DataObject) -> None:
     """The others come to the fragments that it missed last of all, so it must not come to one of them earlier."""
     fragments = data.draw(st.integers(1, 6))
     sync_every = data.draw(st.integers(fragments, 24))
     position = data.draw(st.integers(0, sync_every - 1))
-    dues = cycle(started(fragments, sync_every, True, position=position), sync_every)
-    ahead = [f for _, what, one in dues if what == "send" for f in one]
+    ahead = [f for _, f in sends(started(fragments, sync_every, True, position=position), sync_every)]
     behind_by = data.draw(st.integers(0, fragments))  # turns that the others had and this peer had not
     in_flight = data.draw(st.integers(0, max(0, fragments - 1 - behind_by)))  # it came amid these
     outrun = ahead[:behind_by] + ahead[fragments - in_flight :]
 
     schedule = started(fragments, sync_every, True, position=position)
     schedule.begin(schedule.position_after(outrun, Due((), ())))
-    turns = [f for _, what, one in cycle(schedule, sync_every) if what == "send" for f in one]
+    turns = [f for _, f in sends(schedule, sync_every)]
     assert turns == ahead[behind_by % fragments :] + ahead[: behind_by % fragments]
 
 
-def test_what_a_peer_is_exchanging_is_no_turn_that_it_could_leave_out() -> None:
+def test_what_a_peer_is_exchanging_is_no_turn_to_leave_out() -> None:
     schedule = started(2, 6, True, 1)
     assert schedule.position_after([0], Due((), (1,))) == 0
     assert schedule.position_after([0], Due((), ())) == 3, "the other one's turn comes first"

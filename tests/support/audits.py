@@ -18,6 +18,7 @@ from diloco.outer.merkle import LEAF
 from diloco.outer.payloads import Codec
 from diloco.outer.recompute import Counted, Seen
 from diloco.outer.robust import Norms
+from tests.support.outer import merge, payloads_of, take
 
 Lie = Callable[[Tensor], Tensor]
 """What a syncer makes of the master of a fragment before it publishes."""
@@ -69,24 +70,19 @@ class Syncer:
         self.common = 0.8 * self.common + 0.6 * self._noise()
         deltas = [self.common + self.spread * self._noise() for _ in range(peers)]
         deltas[-1] *= -20 if reverse else self.rng.choice([0.5, 1.0, 5.0])
-        payloads = [encoded(held.up, delta) for delta in deltas]
+        payloads = [payloads_of(held.up, delta) for delta in deltas]
         weights = {f"p{peer}": float(self.rng.randint(1, 5)) for peer in range(peers)}
         discounts = [1.0 if settings.barrier else self.rng.choice([1.0, 0.7]) for _ in range(peers)]
         counted = self._take(payloads, weights, discounts)
-        judged = None
-        if held.staged is not None:
-            judged = held.judge(weights)
-            [_, judgement] = judged
-            counted = [
-                [(payloads[peer], judgement.weights[peer], 1.0, scale) for peer, scale in enumerate(judgement.scales)]
-                for _ in held.chunks
-            ]
         step = held.state.step(peers, delay)
-        update = torch.empty(held.down.offsets(self.fragment.numel)[-1], dtype=torch.uint8)
         if lie is not None:
             held.master.copy_(lie(held.master))
-        held.merge_(step, update, judged)
-        of_update = self.cut(held.down, self.split(held.down, update))
+        update, _, judged = merge(held, step, weights)
+        if judged is not None:
+            whole = zip(payloads, judged[1].weights, judged[1].scales, strict=True)
+            counted = [[(sent, weight, 1.0, scale) for sent, weight, scale in whole]] * len(held.chunks)
+        at = held.down.offsets(self.fragment.numel)
+        of_update = self.cut(held.down, [update[start:stop] for start, stop in itertools.pairwise(at)])
         for place, (part, log) in enumerate(zip(self.places, self.logs, strict=True)):
             chunk = next(at for at, (start, stop) in enumerate(held.chunks) if start <= part.start < stop)
             found = [
@@ -102,8 +98,7 @@ class Syncer:
         held, counted = self.held, [[] for _ in self.held.chunks]
         for (peer, weight), sent, discount in zip(weights.items(), payloads, discounts, strict=True):
             if held.staged is not None:
-                for chunk, payload in enumerate(sent):
-                    held.take(chunk, peer, payload, weight)
+                take(held, peer, list(sent), weight)
                 continue
             self.scales.seen.clear()
             held.fold_whole(sent, held.seen(sent)[0], weight, discount)
@@ -111,10 +106,6 @@ class Syncer:
             for into, scale in zip(counted, scales, strict=True):
                 into.append((sent, weight, discount, scale))
         return counted
-
-    def split(self, one: Codec, update: Tensor) -> list[Tensor]:
-        at = one.offsets(self.fragment.numel)
-        return [update[start:stop] for start, stop in itertools.pairwise(at)]
 
     def cut(self, one: Codec, payloads: Sequence[Tensor]) -> list[Tensor]:
         """The payloads of all parts."""
@@ -124,12 +115,3 @@ class Syncer:
             ends = [*range(0, stop - start, unit), stop - start]
             found += [one.cut(payload, stop - start, *both) for both in itertools.pairwise(ends)]
         return found
-
-
-def encoded(one: Codec, values: Tensor) -> list[Tensor]:
-    """The payloads of all chunks."""
-    payloads = []
-    for start, stop in chunks(len(values)):
-        payloads.append(torch.empty(one.nbytes(stop - start), dtype=torch.uint8))
-        one.encode(values[start:stop], payloads[-1])
-    return payloads

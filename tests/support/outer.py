@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 import torch
@@ -61,8 +62,9 @@ def payloads_of(one: Codec, values: Tensor) -> list[Tensor]:
 
 
 def syncer(parameters: Mapping[str, Tensor], settings: OuterConfig, fragments: int = 1) -> Replica:
-    """A peer that is syncer of everything."""
+    """A peer that is syncer of everything, and compares the same values of contributions in every run."""
     replica = Replica(parameters, partition({name: p.numel() for name, p in parameters.items()}, fragments), settings)
+    replica.rng = random.Random(0)
     for fragment in range(fragments):
         replica.hold(fragment)
     return replica

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,3 +85,16 @@ def merge(
     judged = held.judge(weights or dict.fromkeys(held.tallies, 1.0), me=me) if held.staged is not None else None
     update = torch.empty(held.down.offsets(held.fragment.numel)[-1], dtype=torch.uint8)
     return update, held.merge_(step, update, judged), judged
+
+
+def exchange(peers: Sequence[Replica], weights: Sequence[float], version: int = 0) -> None:
+    """One outer step of all fragments, of which the first peer is syncer; every peer adopts the update."""
+    names = {f"p{number}": weight for number, weight in enumerate(weights)}
+    for index, held in peers[0].held.items():
+        for peer, (name, weight) in zip(peers, names.items(), strict=True):
+            take(held, name, [peer.encode(index, chunk) for chunk in range(len(held.chunks))], weight)
+        update, digest, _ = merge(held, OuterStep(version, len(peers)), names)
+        for peer in peers[1:]:
+            assert peer.apply_update_(index, update) == digest
+    for peer in peers:
+        peer.load_local_()

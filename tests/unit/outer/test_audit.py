@@ -244,24 +244,6 @@ def test_a_liar_is_found_when_the_formula_says(count: int, altered: int, share: 
     assert within >= certainty - 3 * math.sqrt(certainty * (1 - certainty) / 200)
 
 
-def test_a_member_that_picks_in_secret_finds_the_liar() -> None:
-    """One part of eight is altered in every version; the member audits one part of each version on average."""
-    rng = random.Random(0)
-    syncer = Syncer(settings_of("barrier", "e3m0", "e3m0"), {"layer.weight": 8 * LEAF})
-    usual = moved_by(syncer)
-    altered = rng.randrange(8)
-    for _ in range(versions_until(0.999, 8, 1, 1 / 8)):
-        lie = torch.zeros(8 * LEAF)
-        lie[altered * LEAF : (altered + 1) * LEAF] = usual * 0.5
-        syncer.version(4, lie=lambda master, lie=lie: master + lie)
-        verdicts = {at: found(syncer, only_last(syncer.logs[at]), at) for at in pick(8, 1 / 8, 1, rng)}
-        assert all(deviation is None for at, deviation in verdicts.items() if at != altered)
-        if altered in verdicts:
-            assert verdicts[altered] is not None
-            return
-    pytest.fail("nothing found")
-
-
 def test_the_memory_of_a_window_is_its_last_momentum_step() -> None:
     delayed = settings_of("delayed")
     steps = [OuterStep(version, 1, version % 4, 4) for version in range(4, 84)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -59,32 +60,6 @@ def assert_refused(name: str, payload: Tensor, numel: int, message: str) -> None
     assert torch.equal(target, before)
 
 
-# What the module docstring says about the wire format, element by element in float64.
-
-
-def reference_int8(payload: Tensor, numel: int) -> np.ndarray:
-    count = -(-numel // BLOCK)
-    signed = payload.numpy().view(np.int8).astype(np.float64)
-    scales = np.repeat(2.0 ** signed[:count], BLOCK)[:numel]
-    return signed[count:] * scales
-
-
-def reference_e3m0(payload: Tensor, numel: int) -> np.ndarray:
-    count = -(-numel // BLOCK)
-    exponents = payload.numpy()[:count].view(np.int8).astype(int)
-    values, position = [], count
-    for block in range(count):
-        size = min(BLOCK, numel - block * BLOCK)
-        packed = payload.numpy()[position : position + -(-size // 2)]
-        position += packed.size
-        codes = np.concatenate([packed & 15, packed >> 4])[:size].astype(int)
-        level = codes & 7
-        magnitude = np.where(level == 0, 0.0, 2.0 ** (exponents[block] + level - 7))
-        values.append(np.where(codes & 8, -magnitude, magnitude))
-    assert position == payload.numel()
-    return np.concatenate(values)
-
-
 # -- what travels -----------------------------------------------------------------------------------------------------
 
 SOME = [1.0, -0.5, 0.0, 0.3]
@@ -112,6 +87,19 @@ SOME = [1.0, -0.5, 0.0, 0.3]
 )
 def test_the_wire_format_is_as_it_always_was(name: str, values: list[float], payload: bytes) -> None:
     assert bytes(encoded(name, torch.tensor(values)).tolist()) == payload
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("fp32", "f5a004648ea8dbd9"), ("fp16", "e7d754111e3b1d6a"), ("int8", "f8863e1528d5e189"),
+        ("e3m0", "e73ee924fb438ce2"), ("stat2", "cd2a81a8b25bfcfb"), ("topk", "8f2af96086960b68"),
+    ],
+)  # fmt: skip
+def test_several_blocks_travel_as_they_always_did(name: str, known: str) -> None:
+    """Each part of a payload has all blocks in order, the last one short."""
+    x = (torch.arange(2 * BLOCK + 131) * 7919 % 16381 - 8190 + 0.25) / 64  # no two magnitudes are equal
+    assert sha256(encoded(name, x).numpy().tobytes()).hexdigest()[:16] == known
 
 
 @pytest.mark.parametrize(
@@ -146,10 +134,7 @@ def chunk_values(draw: st.DrawFn) -> Tensor:
 @given(chunk_values())
 def test_int8_is_the_nearest_multiple_of_the_smallest_scale(x: Tensor) -> None:
     """Of the smallest scale that fits."""
-    payload = encoded("int8", x)
-    values = decoded("int8", payload, x.numel()).double().numpy()
-    assert np.array_equal(values, reference_int8(payload, x.numel()))
-    for block, got in zip(blocks(x), blocks(torch.from_numpy(values)), strict=True):
+    for block, got in zip(blocks(x), blocks(round_trip("int8", x)), strict=True):
         largest = np.abs(block).max()
         scale = 2.0**-126
         while np.rint(largest / scale) > 127:
@@ -161,11 +146,8 @@ def test_int8_is_the_nearest_multiple_of_the_smallest_scale(x: Tensor) -> None:
 @given(chunk_values())
 def test_e3m0_is_the_nearest_of_seven_powers_of_two_and_zero(x: Tensor) -> None:
     payload = encoded("e3m0", x)
-    values = decoded("e3m0", payload, x.numel()).double().numpy()
-    assert np.array_equal(values, reference_e3m0(payload, x.numel()))
-    count = -(-x.numel() // BLOCK)
-    tops = 2.0 ** payload.numpy()[:count].view(np.int8).astype(float)
-    for block, got, top in zip(blocks(x), blocks(torch.from_numpy(values)), tops, strict=True):
+    tops = 2.0 ** payload.numpy()[: -(-x.numel() // BLOCK)].view(np.int8).astype(float)
+    for block, got, top in zip(blocks(x), blocks(decoded("e3m0", payload, x.numel())), tops, strict=True):
         largest = np.abs(block).max()
         assert largest < 1.5 * top
         assert largest >= (0.75 - 2**-11) * top or top == 2.0**-120
@@ -191,12 +173,6 @@ def test_largest_magnitudes_at_every_edge_stay_largest(name: str, top: float) ->
 def test_the_middle_goes_to_even_codes_and_to_the_larger_power() -> None:
     assert round_trip("int8", torch.tensor([1.0, 0.5 / 64, 1.5 / 64, -2.5 / 64])).mul(64).tolist() == [64, 0, 2, -2]
     assert round_trip("e3m0", torch.tensor([1.0, 0.75, -0.375, 2**-7])).tolist() == [1.0, 1.0, -0.5, 2**-6]
-
-
-@in_blocks
-def test_encoding_decoded_values_loses_nothing_more(name: str) -> None:
-    once = round_trip(name, gaussian(2 * BLOCK + 7))
-    assert torch.equal(round_trip(name, once), once)
 
 
 @pytest.mark.parametrize(
@@ -358,16 +334,6 @@ def test_zeros_are_exact(name: str) -> None:
     assert torch.equal(round_trip(name, torch.zeros(BLOCK + 1)), torch.zeros(BLOCK + 1))
 
 
-@settings(max_examples=50)
-@given(st.sampled_from(["int8", "e3m0"]), st.integers(-149, -100), st.integers(0, 100))
-def test_tiny_values_never_decode_to_subnormals(name: str, exponent: int, seed: int) -> None:
-    x = torch.from_numpy((gaussian(50, seed).double().numpy() * 2.0**exponent).astype(np.float32))
-    got = round_trip(name, x)
-    smallest = torch.finfo(torch.float32).smallest_normal
-    assert ((got == 0) | (got.abs() >= smallest)).all()
-    assert ((got - x).abs() <= torch.clamp(x.abs() * 0.34, min=max(2**-6 * float(x.abs().max()), smallest))).all()
-
-
 @each_codec
 def test_a_payload_of_the_wrong_length_is_refused(name: str) -> None:
     payload = encoded(name, gaussian(BLOCK + 1))
@@ -397,19 +363,15 @@ def test_float_payloads_that_are_not_finite_are_refused(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("name", LESS)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2 * LIMIT, -3e38])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2 * LIMIT, -3e38, -1.0])
 @pytest.mark.parametrize("block", [0, 2])
-def test_levels_that_are_not_finite_are_refused(name: str, bad: float, block: int) -> None:
+def test_levels_out_of_range_are_refused(name: str, bad: float, block: int) -> None:
+    """Negative ones where codes have a sign."""
     payload = encoded(name, gaussian(2 * BLOCK + 1))
     levels = 4 if name == "stat2" else 2
     payload[2 * levels * block : 2 * levels * block + 2] = torch.tensor([bad]).bfloat16().view(torch.uint8)
-    assert_refused(name, payload, 2 * BLOCK + 1, f"{name} payload holds a level outside")
-
-
-def test_negative_levels_are_refused_where_codes_have_a_sign() -> None:
-    payload = encoded("topk", gaussian(BLOCK))
-    payload[:2] = torch.tensor([-1.0]).bfloat16().view(torch.uint8)
-    assert_refused("topk", payload, BLOCK, "topk payload holds a level outside 0..")
+    if bad != -1.0 or name == "topk":
+        assert_refused(name, payload, 2 * BLOCK + 1, f"{name} payload holds a level outside")
 
 
 @pytest.mark.parametrize(

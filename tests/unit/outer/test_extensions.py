@@ -21,7 +21,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import LIMIT, buffer, refuse_diverged
 from tests.support.extensions import MISSING, installed
-from tests.support.outer import merge, outer, syncer, take
+from tests.support.outer import EXACT, gaussian, merge, outer, payloads_of, syncer, take
 
 pytestmark = pytest.mark.usefixtures("registers")
 
@@ -34,22 +34,26 @@ class HeavyBall(OuterOptimizer):
         return theta - lr * momentum, momentum, window
 
 
-class SignStep(Transition):
-    def __init__(self, lr: float) -> None:
-        self.lr = lr
+class AdamStep(Transition):
+    def __init__(self, lr: float, beta: float, count: int) -> None:
+        self.lr, self.beta, self.count = lr, beta, count
 
     def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
-        master.add_(mean.sign(), alpha=-self.lr)
+        momentum, square = vectors
+        momentum.lerp_(mean, 1 - self.beta)
+        square.lerp_(mean.square(), 0.01)
+        scale = (square / (1 - 0.99**self.count)).sqrt() + 1e-8
+        master.addcdiv_(momentum / (1 - self.beta**self.count), scale, value=-self.lr)
 
     def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
         pass
 
 
-class Sign(OuterOptimizer):
-    name = "sign"
+class Adam(OuterOptimizer):
+    name = "adam"
 
     def transition(self, step: OuterStep) -> Transition:
-        return SignStep(self.rates(step)[0])
+        return AdamStep(*self.rates(step), step.version + 1)
 
 
 class Thirds(Codec):
@@ -94,10 +98,25 @@ def test_a_linear_optimizer_is_bounded_and_audited_as_ours_are() -> None:
     assert bound.wrong(step, {"a": 2.0}, Moved(1.1, 0.0)) == "it moves by 1.1, and what was contributed allows 1"
 
 
+def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
+    register(Adam)
+    fixed = {"optimizer": "adam", "lr": 0.1, "momentum": 0.9, "momentum_warmup": 0}
+    replica = syncer({"w": gaussian(CHUNK + 5)}, outer(**fixed, **EXACT))
+    reference = torch.nn.Parameter(replica.anchors[0].clone())
+    adam = torch.optim.Adam([reference], lr=0.1, betas=(0.9, 0.99))
+    assert not replica.can_stand_by
+    for version in range(3):
+        reference.grad = gaussian(CHUNK + 5, version + 1)
+        adam.step()
+        take(replica.held[0], "peer", payloads_of(replica.up, reference.grad))
+        merge(replica.held[0], OuterStep(version, 1))
+        torch.testing.assert_close(replica.anchors[0], reference.detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_nobody_bounds_or_audits_a_step_that_is_not_linear() -> None:
-    register(Sign)
-    assert not Sign.linear and not Sign.can_follow and HeavyBall.linear and HeavyBall.can_follow
-    settings = outer(optimizer="sign")
+    register(Adam)
+    assert not Adam.linear and not Adam.can_follow and HeavyBall.linear and HeavyBall.can_follow
+    settings = outer(optimizer="adam")
     assert not settings.audited and outer().audited
     bound = Bound(settings)
     for version in range(3):
@@ -108,7 +127,7 @@ def test_nobody_bounds_or_audits_a_step_that_is_not_linear() -> None:
 
 
 def test_a_transition_may_say_that_it_is_linear() -> None:
-    class Said(Sign):
+    class Said(Adam):
         name = "said"
         linear = True
 
@@ -139,9 +158,9 @@ def test_a_codec_does_not_publish_unless_it_says_so() -> None:
 
 
 def test_a_setting_without_effect_on_an_own_one_is_refused() -> None:
-    register(Sign)
+    register(Adam)
     with pytest.raises(ConfigError, match=r"^outer.eager=true takes a part of the next nesterov step ahead, and "):
-        compose(["outer.optimizer=sign", "outer.eager=true", "outer.overlap=${outer.sync_every}"])
+        compose(["outer.optimizer=adam", "outer.eager=true", "outer.overlap=${outer.sync_every}"])
 
 
 @pytest.mark.parametrize(

@@ -25,66 +25,6 @@ def blocks(numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK)]
 
 
-# What the module docstring says about the wire format, bit by bit.
-
-
-class Bytes:
-    """Reads a payload from the front."""
-
-    def __init__(self, payload: Tensor) -> None:
-        self.left = payload.numpy()
-
-    def take(self, count: int) -> np.ndarray:
-        taken, self.left = self.left[:count], self.left[count:]
-        return taken
-
-    def levels(self, count: int) -> np.ndarray:
-        high_halves = self.take(2 * count).copy().view(np.uint16).astype(np.uint32)
-        return (high_halves << 16).view(np.float32)
-
-    def codes(self, count: int) -> list[int]:
-        packed = self.take(-(-count // 4))
-        return [int(packed[i % packed.size]) >> 2 * (i // packed.size) & 3 for i in range(count)]
-
-    def indices(self, count: int) -> list[int]:
-        bits = int.from_bytes(self.take(-(-3 * count // 2)).tobytes(), "little")
-        return [bits >> 12 * i & 0xFFF for i in range(count)]
-
-
-def reference_stat2(payload: Tensor, numel: int) -> np.ndarray:
-    source = Bytes(payload)
-    tables = [source.levels(4) for _ in blocks(numel)]
-    values = [
-        table[code]
-        for table, (start, stop) in zip(tables, blocks(numel), strict=True)
-        for code in source.codes(stop - start)
-    ]
-    assert source.left.size == 0
-    return np.array(values)
-
-
-def reference_topk(payload: Tensor, numel: int) -> np.ndarray:
-    source, values = Bytes(payload), np.zeros(numel, np.float32)
-    counts = [-(-(stop - start) // 64) for start, stop in blocks(numel)]
-    tables = [source.levels(2) for _ in counts]
-    indices = [source.indices(count) for count in counts]
-    codes = [source.codes(count) for count in counts]
-    assert source.left.size == 0
-    for (start, _), table, where, what in zip(blocks(numel), tables, indices, codes, strict=True):
-        for index, code in zip(where, what, strict=True):
-            values[start + index] = -table[code & 1] if code & 2 else table[code & 1]
-    return values
-
-
-@settings(max_examples=50)
-@given(st.sampled_from(SIZES), st.integers(0, 1000), st.integers(-130, 60))
-def test_payloads_decode_as_documented_at_every_scale(numel: int, seed: int, exponent: int) -> None:
-    x = torch.from_numpy((gaussian(numel, seed).double().numpy() * 2.0**exponent).astype(np.float32))
-    for name, reference in (("stat2", reference_stat2), ("topk", reference_topk)):
-        payload = encoded(name, x)
-        assert np.array_equal(decoded(name, payload, numel).numpy(), reference(payload, numel))
-
-
 @settings(max_examples=40)
 @given(st.sampled_from(SIZES), st.integers(0, 1000), st.floats(-5, 5))
 def test_stat2_gives_each_element_the_mean_of_its_bin(numel: int, seed: int, shift: float) -> None:

@@ -19,16 +19,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.merging import SKETCH, Staged
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
-from diloco.outer.robust import (
-    ABSURD,
-    MIN_JUDGED,
-    Norms,
-    centered_clip,
-    clip,
-    opposed,
-    trim_count,
-    trimmed_mean,
-)
+from diloco.outer.robust import ABSURD, MIN_JUDGED, Norms, centered_clip, clip, opposed, trim_count, trimmed_mean
 from diloco.sim.adversary import Lying, parse
 from tests.support import outer as steps
 from tests.support.outer import merge, outer

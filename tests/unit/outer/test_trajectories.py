@@ -7,6 +7,8 @@ momentum are 0.5, and all parameters start at 10. The mean is then 0.6.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from diloco.outer.optimizer import (
 from diloco.outer.rda import add_directions_, radial_directional_
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Syncer
-from tests.support.outer import EXACT, merge, outer, syncer, take
+from tests.support.outer import EXACT, exchange, merge, outer, syncer, take
 
 DELTAS = [0.2, 0.4, 0.6, 1.2]
 NUMEL = 5
@@ -112,20 +114,14 @@ def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_nesterov_on_parameters(last: float, golden: list[float], fragments: int) -> None:
     settings = outer(lr=0.5, momentum=0.5, momentum_warmup=0, robust="none", **EXACT)
-    workers = [{"w": torch.full((2, 3), 10.0).t(), "b": torch.full((4,), 10.0)} for _ in DELTAS]
-    peers = [syncer(parameters, settings, fragments) for parameters in workers]
+    starts = [{"w": torch.full((2, 3), 10.0).t(), "b": torch.full((4,), 10.0)} for _ in DELTAS]
+    peers = [syncer(parameters, settings, fragments) for parameters in starts]
     for version, expected in enumerate(golden):
-        for parameters, delta in zip(workers, DELTAS, strict=True):
-            for parameter in parameters.values():
+        for peer, delta in zip(peers, DELTAS, strict=True):
+            for parameter in peer.parameters.values():
                 parameter -= delta
-        for fragment, held in peers[0].held.items():
-            for peer, weight in zip(peers, (1000.0, 1000.0, 1000.0, last), strict=True):
-                take(held, str(id(peer)), [peer.encode(fragment, 0)], weight)
-            update, _, _ = merge(held, OuterStep(version, 4))
-            for peer in peers[1:]:
-                peer.apply_update_(fragment, update)
+        exchange(peers, (1000.0, 1000.0, 1000.0, last), version)
         for peer in peers:
-            peer.load_local_()
             for parameter in peer.parameters.values():
                 assert_all(parameter, expected)
 
@@ -176,45 +172,39 @@ def test_sparse_with_error_feedback() -> None:
 #   m = 0.1   + 0.4 = 0.5      step 0.5 * (0.4 + 0.25)   = 0.325      9.525
 #   m = 0.25  + 0.6 = 0.85     step 0.5 * (0.6 + 0.425)  = 0.5125     9.0125
 #   m = 0.425 + 1.2 = 1.625    step 0.5 * (1.2 + 0.8125) = 1.00625    8.00625, where synchronous Nesterov is at 9.55
-def test_naive_async_nesterov() -> None:
-    master, momentum = full(10.0), full(0.0)
-    for delta, expected in zip(DELTAS, [9.85, 9.525, 9.0125, 8.00625], strict=True):
-        nesterov_(master, momentum, full(delta), 0.5, 0.5)
-        assert_all(master, expected)
-
-
-# FedBuff, buffers of two: means 0.3, 0.9, 0.3, 0.9.
-#   m = 0.3                    step 0.5 * (0.3 + 0.15)    = 0.225      9.775
-#   m = 0.15 + 0.9 = 1.05      step 0.5 * (0.9 + 0.525)   = 0.7125     9.0625
-#   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
-#   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
-def test_fedbuff() -> None:
-    state = (full(10.0), full(0.0), full(0.0))
-    pairs = [DELTAS[:2], DELTAS[2:]] * 2
-    for pair, expected in zip(pairs, [9.775, 9.0625, 8.70625, 7.928125], strict=True):
-        for delta, last in zip(pair, (False, True), strict=True):
-            state = fedbuff(*state, full(delta), lr=0.5, beta=0.5, delay=2, last=last)
-        assert_all(state[0], expected)
-
-
+#
 # Delayed Nesterov, windows of four; three contributions of 0.2, 0.4 and 0.6 move the master by 0.025, 0.05 and 0.075.
 #   c = 0     fourth: m = 2.4 / 4 = 0.6          step 0.5 * (0.3  + 0.3)       = 0.3       9.55
 #             fourth: m = 0.3 + 0.6 = 0.9        step 0.5 * (0.45 + 0.3)       = 0.375     9.025, as synchronous
 #   c = 0.1   fourth: share 1 - 0.4 + 0.1 = 0.7  step 0.5 * (0.7 * 0.3 + 0.3)  = 0.255     9.595
 #             each of the next three adds 0.5 * 0.1 * 0.5 * 0.6 = 0.015: 0.04, 0.065, 0.09
 #             fourth: m = 0.9                    step 0.5 * (0.7 * 0.45 + 0.3) = 0.3075    9.0925
-@pytest.mark.parametrize(
-    ("c", "golden"),
-    [
-        (0.0, [9.975, 9.925, 9.85, 9.55, 9.525, 9.475, 9.4, 9.025]),
-        (0.1, [9.975, 9.925, 9.85, 9.595, 9.555, 9.49, 9.4, 9.0925]),
-    ],
-)
-def test_delayed_nesterov(c: float, golden: list[float]) -> None:
+#
+# Windows of two, c = 0. The first contribution, 0.8, is 3 versions late and counts (1 + 3) ** -0.5 = 0.5.
+#   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
+#   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
+#
+# FedBuff, buffers of two: means 0.3, 0.9, 0.3, 0.9.
+#   m = 0.3                    step 0.5 * (0.3 + 0.15)    = 0.225      9.775
+#   m = 0.15 + 0.9 = 1.05      step 0.5 * (0.9 + 0.525)   = 0.7125     9.0625
+#   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
+#   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
+PUSHES: dict[str, tuple[Callable[..., Any], int, list[float], list[float]]] = {
+    "naive async": (delayed_nesterov, 1, DELTAS, [9.85, 9.525, 9.0125, 8.00625]),
+    "delayed": (delayed_nesterov, 4, DELTAS * 2, [9.975, 9.925, 9.85, 9.55, 9.525, 9.475, 9.4, 9.025]),
+    "delayed c": (
+        partial(delayed_nesterov, c=0.1), 4, DELTAS * 2, [9.975, 9.925, 9.85, 9.595, 9.555, 9.49, 9.4, 9.0925]
+    ),
+    "late": (delayed_nesterov, 2, [0.8 * (1 + 3) ** -0.5, 0.6], [9.9, 9.625]),
+    "fedbuff": (fedbuff, 2, DELTAS * 2, [10.0, 9.775, 9.775, 9.0625, 9.0625, 8.70625, 8.70625, 7.928125]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "delay", "deltas", "golden"), PUSHES.values(), ids=PUSHES)
+def test_one_push_at_a_time(rule: Callable[..., Any], delay: int, deltas: list[float], golden: list[float]) -> None:
     state = (full(10.0), full(0.0), full(0.0))
-    for push, expected in enumerate(golden):
-        delta = full(DELTAS[push % 4])
-        state = delayed_nesterov(*state, delta, lr=0.5, beta=0.5, delay=4, last=push % 4 == 3, c=c)
+    for push, (delta, expected) in enumerate(zip(deltas, golden, strict=True)):
+        state = rule(*state, full(delta), lr=0.5, beta=0.5, delay=delay, last=push % delay == delay - 1)
         assert_all(state[0], expected)
 
 
@@ -230,17 +220,6 @@ def test_delayed_nesterov_in_groups() -> None:
         transition.move_(master, full(0.9 if group % 2 else 0.3), vectors)
         transition.follow_(vectors, master - before)
         assert_all(master, expected)
-
-
-# Windows of two, c = 0. The first contribution, 0.8, is 3 versions late and counts (1 + 3) ** -0.5 = 0.5.
-#   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
-#   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
-def test_delayed_nesterov_with_a_late_contribution() -> None:
-    state = (full(10.0), full(0.0), full(0.0))
-    for delta, staleness, last, expected in ((0.8, 3, False, 9.9), (0.6, 0, True, 9.625)):
-        discounted = full(delta * (1 + staleness) ** -0.5)
-        state = delayed_nesterov(*state, discounted, lr=0.5, beta=0.5, delay=2, last=last)
-        assert_all(state[0], expected)
 
 
 # -- peers that differ by design --------------------------------------------------------------------------------------

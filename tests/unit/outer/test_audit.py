@@ -64,9 +64,6 @@ def found(syncer: Syncer, log: Sequence[Seen], part: int = 0) -> Deviation | Non
     return audit(where, syncer.settings, syncer.anchor[where.start : where.stop], log)
 
 
-# -- honest syncers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=3)
 @given(st.sampled_from(UP), st.sampled_from(DOWN), st.integers(0, 2**31), st.data())
@@ -109,9 +106,6 @@ def test_sums_in_another_order_and_precision_are_honest(mode: str) -> None:
         off = 1 + 2.0**-24 * torch.randn(LEAF, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
         syncer.version(4, lie=lambda master, off=off: master * off)  # half an ulp more or less
     assert found(syncer, syncer.logs[0]) is None
-
-
-# -- dishonest ones ---------------------------------------------------------------------------------------------------
 
 
 def moved_by(syncer: Syncer) -> float:
@@ -190,9 +184,6 @@ def test_a_made_up_residual_passes_once_but_does_not_add_up() -> None:
     in_a_row = [replace(seen, counted=None) for seen in syncer.logs[0][:2]] + syncer.logs[0][2:]
     deviation = found(syncer, in_a_row)
     assert deviation is not None and deviation.version > 2
-
-
-# -- what is audited --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

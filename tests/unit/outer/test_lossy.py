@@ -69,9 +69,6 @@ def test_what_is_sent_of_a_block_of_equal_values_is_exact(name: str, value: floa
     assert acc.isfinite().all()
 
 
-# -- error feedback ---------------------------------------------------------------------------------------------------
-
-
 def sender(name: str, numel: int, beta: float) -> Replica:
     """A peer at zero that keeps what the codec loses."""
     settings = outer(codec_up=name, error_feedback=beta, momentum=0)

@@ -58,9 +58,6 @@ def contributions(count: int) -> dict[str, Tensor]:
     return {f"p{i}": common + 0.5 * torch.randn(NUMEL, generator=generator) for i in range(count)}
 
 
-# -- the contract -----------------------------------------------------------------------------------------------------
-
-
 every_rule = pytest.mark.parametrize("rule", [*AVERAGES, *JUDGES])
 
 
@@ -132,9 +129,6 @@ def test_a_second_version_starts_from_nothing(rule: str) -> None:
     torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_configuration_and_the_registry_have_the_same_names() -> None:
     assert set(AVERAGES) == set(get_args(names.Average))
     assert set(JUDGES) == set(get_args(names.Judge))
@@ -150,9 +144,6 @@ def test_contributions_are_staged_where_they_are_judged(robust: str, codec_up: s
         return
     held = zeros(settings := outer(robust=robust, codec_up=codec_up, quorum=quorum)).held[0]
     assert (held.rule is not None) == (held.staged is not None) == settings.judged_together
-
-
-# -- a new rule -------------------------------------------------------------------------------------------------------
 
 
 class Median(Judge):

@@ -81,9 +81,6 @@ def test_a_mean_over_no_weight_is_our_bug(total: float) -> None:
         mean_(torch.ones(3), total)
 
 
-# -- Delayed Nesterov -------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=40)
 @given(
     st.integers(1, 9), st.sampled_from([0.0, 0.3, 1.0]), st.floats(0.01, 1.0), st.floats(0.0, 0.95),
@@ -120,8 +117,6 @@ def test_a_window_of_pushes_is_nesterov_on_their_mean(delay: int, dtype: torch.d
         assert float((state[1] - velocity).norm() / velocity.norm()) < tolerance
         assert not state[2].any()
 
-
-# -- windows ----------------------------------------------------------------------------------------------------------
 
 GROUPS = {
     "threes": [3, 3, 3, 3],  # 4 does not divide 3: the second version completes a window and begins the next
@@ -162,9 +157,6 @@ def test_a_windows_length_changes_with_the_next_window_only() -> None:
         steps.append(state.step(1, delay))
         state.took_(steps[-1])
     assert [(step.pushes, step.delay) for step in steps] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
-
-
-# -- the registry -----------------------------------------------------------------------------------------------------
 
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)

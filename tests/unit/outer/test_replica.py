@@ -45,9 +45,6 @@ def move(peer: Replica, by: float) -> None:
         parameter.sub_(by)
 
 
-# -- the algorithm ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_four_workers_follow_what_was_worked_out_by_hand(codec: str, fragments: int) -> None:
@@ -95,9 +92,6 @@ def test_fp32_is_nesterov_sgd_on_the_weighted_mean(seed: int, tokens: list[int])
         torch.testing.assert_close(parameter.double(), expected[name].detach(), rtol=0, atol=1e-6)
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 def test_a_chunk_is_averaged_over_the_contributions_that_arrived() -> None:
     peers = alike(3, shapes={"long": (CHUNK + 10,)}, lr=1.0, momentum=0.0)
     first, whole, broken = peers
@@ -130,9 +124,6 @@ def test_an_invalid_payload_leaves_sum_and_anchor_as_they_were() -> None:
     assert other.digest(0) == first.digest(0)
 
 
-# -- becoming and ceasing to be syncer --------------------------------------------------------------------------------
-
-
 def test_a_syncer_takes_over_a_state_or_starts_at_the_anchor() -> None:
     [peer] = alike(1, 3.0, fragments=2)
     assert torch.equal(peer.held[0].master, peer.anchors[0]) and not peer.held[0].state.momentum.any()
@@ -150,19 +141,17 @@ def test_a_syncer_takes_over_a_state_or_starts_at_the_anchor() -> None:
 
 def test_a_held_fragment_restarts_with_the_momentum_there_is() -> None:
     """From its new anchor."""
-    [peer] = alike(1, momentum=0.5)
+    [peer], fetched = alike(1, momentum=0.5), torch.arange(21.0)
     move(peer, 1.0)
     exchange([peer], [1.0])
     move(peer, 1.0)
-    peer.held[0].fold(0, peer.encode(0, 0), 2.0)
-    fetched = torch.arange(21.0)
+    held = peer.held[0]
+    held.fold(0, peer.encode(0, 0), 2.0)
     peer.anchors[0].copy_(fetched)
-    peer.held[0].restart(1)
-    state = peer.held[0]
-    assert torch.equal(state.master, fetched)
-    assert state.master.data_ptr() != peer.anchors[0].data_ptr()
-    assert not state.sums[0].total.any() and state.sums[0].weight == 0.0
-    torch.testing.assert_close(state.state.momentum, torch.ones(21))
+    held.restart(1)
+    assert torch.equal(held.master, fetched) and held.master.data_ptr() != peer.anchors[0].data_ptr()
+    assert not held.sums[0].total.any() and held.sums[0].weight == 0.0
+    torch.testing.assert_close(held.state.momentum, torch.ones(21))
 
 
 def test_loading_some_fragments_leaves_the_others_alone() -> None:
@@ -173,8 +162,6 @@ def test_loading_some_fragments_leaves_the_others_alone() -> None:
     numel = peer.fragments[0].numel
     assert local[:numel].unique().tolist() == [-1.0] and local[numel:].unique().tolist() == [0.0]
 
-
-# -- parameters narrower than fp32 ------------------------------------------------------------------------------------
 
 ROUNDS_WITHOUT_TRAINING = {
     "barrier": {},

@@ -51,9 +51,6 @@ def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:
     return total
 
 
-# -- synchronous ------------------------------------------------------------------------------------------------------
-
-
 # FedAvg, lr 1:     10 - 0.6 = 9.4;  8.8;  8.2
 # SGD, lr 0.5:      10 - 0.3 = 9.7;  9.4;  9.1
 #
@@ -164,9 +161,6 @@ def test_sparse_with_error_feedback() -> None:
         assert peer.anchors[0].tolist() == expected
 
 
-# -- without a barrier ------------------------------------------------------------------------------------------------
-
-
 # Naive async: a whole Nesterov step with each contribution.
 #   m = 0.2                    step 0.5 * (0.2 + 0.1)    = 0.15       9.85
 #   m = 0.1   + 0.4 = 0.5      step 0.5 * (0.4 + 0.25)   = 0.325      9.525
@@ -220,9 +214,6 @@ def test_delayed_nesterov_in_groups() -> None:
         transition.move_(master, full(0.9 if group % 2 else 0.3), vectors)
         transition.follow_(vectors, master - before)
         assert_all(master, expected)
-
-
-# -- peers that differ by design --------------------------------------------------------------------------------------
 
 
 # Eager, two peers with 0.2 and 0.6, mean 0.4, which the anchor gets a round late.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from diloco.outer.fragments import partition
-from diloco.outer.held import Held
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
@@ -65,13 +64,8 @@ def merged(syncer: Replica, deltas: list[Tensor]) -> tuple[Tensor, OuterStep]:
     return merge(held, step)[0], step
 
 
-def outer_state(held: Held | OuterState) -> OuterState:
-    return held.state if isinstance(held, Held) else held
-
-
-def assert_same(one: Held | OuterState, other: Held | OuterState, bound: float = 1e-6) -> None:
+def assert_same(one: OuterState, other: OuterState, bound: float = 1e-6) -> None:
     """The same version, place in the window, momentum and window."""
-    one, other = outer_state(one), outer_state(other)
     assert (one.version, one.pushes) == (other.version, other.pushes)
     for ours, theirs in zip(one.vectors, other.vectors, strict=True):
         assert relative_error(theirs, ours) <= bound if theirs.any() else not ours.any()
@@ -83,9 +77,9 @@ def test_a_backup_knows_the_state_whatever_the_codec_loses(optimizer: str, codec
     rounds = Rounds(codec, optimizer=optimizer, momentum_warmup=5, lr_by_peers={1: 0.4, 4: 0.8})
     for _ in range(15):
         rounds.versions(1)
-        assert_same(rounds.backup.standby[0], rounds.syncer.held[0])
+        assert_same(rounds.backup.standby[0], rounds.syncer.held[0].state)
     rounds.backup.hold(0, 15)
-    assert_same(rounds.backup.held[0], rounds.syncer.held[0])
+    assert_same(rounds.backup.held[0].state, rounds.syncer.held[0].state)
     assert not rounds.backup.standby
     assert torch.equal(rounds.backup.held[0].master, rounds.syncer.anchors[0])
 
@@ -96,7 +90,7 @@ def test_what_the_codec_loses_of_a_movement_is_not_missing(optimizer: str) -> No
     exact, lossy = (Rounds(codec, optimizer=optimizer, momentum=0.5) for codec in ("fp32", "int8"))
     start = exact.syncer.anchors[0].clone()
     for rounds in (exact, lossy):
-        rounds.versions(40)
+        rounds.versions(20)
         for _ in range(40):
             merged(rounds.syncer, [torch.zeros(NUMEL)] * DELAY)
     moved = [rounds.syncer.anchors[0] - start for rounds in (exact, lossy)]
@@ -104,7 +98,7 @@ def test_what_the_codec_loses_of_a_movement_is_not_missing(optimizer: str) -> No
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("how", ["handed over", "taken over", "restarted"])
+@pytest.mark.parametrize("how", ["handed over", "taken over"])
 def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str, how: str) -> None:
     """Eight contributions move the master as far, whoever was syncer of which."""
     undisturbed, rounds = (Rounds("fp32", optimizer=optimizer) for _ in range(2))
@@ -112,18 +106,16 @@ def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str, how: str)
     for version in range(8):
         merged(undisturbed.syncer, undisturbed.deltas(1))
         if version == 3:
-            before, successor = rounds.syncer.held[0], rounds.backup
-            if how == "taken over":
-                successor.hold(0, version)
-            else:
-                successor.hold(0, version, before.master.clone(), before.state.clone())
-            rounds.syncer = successor
+            before = rounds.syncer.held[0]
+            given = [before.master.clone(), before.state.clone()] if how == "handed over" else []
+            rounds.backup.hold(0, version, *given)
+            rounds.syncer = rounds.backup
         update, step = merged(rounds.syncer, rounds.deltas(1))
         if version < 3:
             rounds.backup.apply_update_(0, update, step)
     ours, theirs = (one.syncer.held[0] for one in (rounds, undisturbed))
     assert relative_error(theirs.master - start, ours.master - start) < 1e-4
-    assert_same(ours, theirs, 1e-4)
+    assert_same(ours.state, theirs.state, 1e-4)
 
 
 def test_a_successor_follows_a_last_version_of_its_predecessor() -> None:
@@ -133,7 +125,7 @@ def test_a_successor_follows_a_last_version_of_its_predecessor() -> None:
     update, step = rounds.publish()
     rounds.backup.apply_update_(0, update, step)
     rounds.backup.held[0].restart(7)
-    assert_same(rounds.backup.held[0], rounds.syncer.held[0])
+    assert_same(rounds.backup.held[0].state, rounds.syncer.held[0].state)
 
 
 def test_a_backup_that_missed_an_update_keeps_only_its_momentum() -> None:
@@ -189,4 +181,4 @@ def test_a_syncers_death_costs_none_of_the_momentum(
     for heirs in held.values():
         for (dead, _), (_, inherited) in pairwise(heirs):
             fragment = next(index for index, state in dead.held.items() if held[index] is heirs)
-            assert_same(inherited, dead.held[fragment])
+            assert_same(inherited, dead.held[fragment].state)

@@ -175,29 +175,6 @@ def test_the_middle_goes_to_even_codes_and_to_the_larger_power() -> None:
     assert round_trip("e3m0", torch.tensor([1.0, 0.75, -0.375, 2**-7])).tolist() == [1.0, 1.0, -0.5, 2**-6]
 
 
-@pytest.mark.parametrize(
-    ("name", "normal", "heavy"),
-    [
-        ("fp32", (0, 0), (0, 0)),
-        ("fp16", (0, 3e-4), (0, 3e-4)),
-        # PAPERS.md section 4: 0.009 and 0.047 with the best real scale; a power of two is up to twice as coarse.
-        ("int8", (0.008, 0.018), (0.03, 0.09)),
-        ("e3m0", (0.18, 0.21), (0.18, 0.21)),
-        ("stat2", (0.39, 0.42), (0, 1)),  # the best 2-bit levels for a Gaussian give 0.34
-        # PAPERS.md 5.4: 94 % and 77 % for the values as they are, without the 2-bit levels.
-        ("topk", (0.93, 0.95), (0.75, 0.82)),
-    ],
-)
-def test_errors_of_one_encoding_are_those_of_the_literature(
-    name: str, normal: tuple[float, float], heavy: tuple[float, float]
-) -> None:
-    """Of a Gaussian, and of Student's t with three degrees of freedom."""
-    x = gaussian(CHUNK)
-    t3 = x / torch.from_numpy(np.random.default_rng(0).chisquare(3, CHUNK) / 3).float().sqrt()
-    for values, (least, most) in ((x, normal), (t3, heavy)):
-        assert least <= relative_error(values, round_trip(name, values)) <= most
-
-
 @each_codec
 @pytest.mark.parametrize("numel", SIZES)
 def test_accumulate_adds_weight_times_the_decoded_values(name: str, numel: int) -> None:
@@ -272,20 +249,6 @@ def test_float_updates_carry_the_new_values(name: str, rounded: torch.dtype) -> 
     published(name, master, anchor)
     assert torch.equal(anchor, master.to(rounded).float())
     assert codec(name).carries_values
-
-
-@pytest.mark.parametrize("name", ["int8", "e3m0", "fp16"])
-def test_later_updates_carry_the_losses_of_earlier_ones(name: str) -> None:
-    """The master walks at constant velocity; the anchor's average velocity is the same, not what one encoding says."""
-    rounds, velocity = 64, gaussian(BLOCK, scale=0.01)
-    start = gaussian(BLOCK, seed=1)
-    master, anchor = start.clone(), start.clone()
-    for _ in range(rounds):
-        published(name, master.add_(velocity), anchor)
-    assert relative_error(velocity, (anchor - start) / rounds) < 0.01
-    if name == "e3m0":  # where it matters: one encoding alone would be far off, and too short by 4 %
-        alone = round_trip(name, velocity)
-        assert relative_error(velocity, alone) > 0.15 and float(alone @ velocity / (velocity @ velocity)) < 0.98
 
 
 @pytest.mark.parametrize(("name", "rounds"), [("int8", 8), ("e3m0", 40)])

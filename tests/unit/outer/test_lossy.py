@@ -95,9 +95,9 @@ def test_what_is_sent_and_kept_adds_up_to_what_there_was(name: str, numel: int, 
     torch.testing.assert_close(together, beta * residual.double() + delta.double(), rtol=1e-5, atol=1e-6)
 
 
-def means_sent(name: str, delta: Tensor, rounds: int, beta: float) -> tuple[Tensor, Tensor]:
+def means_sent(name: str, delta: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
     """The mean after a tenth of the rounds, and after all."""
-    peer, totals = sender(name, len(delta), beta), [torch.zeros_like(delta)]
+    peer, totals = sender(name, len(delta), 1.0), [torch.zeros_like(delta)]
     for _ in range(rounds):
         totals.append(totals[-1] + sent(peer, delta))
     return totals[rounds // 10] / (rounds // 10), totals[rounds] / rounds
@@ -105,18 +105,10 @@ def means_sent(name: str, delta: Tensor, rounds: int, beta: float) -> tuple[Tens
 
 @pytest.mark.parametrize(
     ("name", "numel", "rounds", "limit"),
-    [("stat2", 512, 100, 0.02), ("topk", 16, 300, 0.05), ("topk", 128, 500, 0.1), ("e3m0", 512, 100, 0.01)],
+    [("stat2", 512, 100, 0.02), ("topk", 16, 300, 0.05), ("e3m0", 512, 100, 0.01)],
 )
 def test_what_is_sent_of_a_constant_delta_approaches_it(name: str, numel: int, rounds: int, limit: float) -> None:
     delta = gaussian(numel, scale=1e-3)
-    early, late = (relative_error(delta, mean) for mean in means_sent(name, delta, rounds, 1.0))
+    early, late = (relative_error(delta, mean) for mean in means_sent(name, delta, rounds))
     assert late < limit and late < early / 4
     assert relative_error(delta, round_trip(name, delta)) > 4 * late
-
-
-def test_a_residual_that_fades_keeps_the_direction() -> None:
-    """beta=.95, as in SparseLoCo: what waits longest fades, so a sum is shorter than with beta=1, but not astray."""
-    delta = gaussian(BLOCK // 8, scale=1e-3)
-    alone, (_, mean) = round_trip("topk", delta), means_sent("topk", delta, 100, 0.95)
-    cosine, cosine_alone = (float(x @ delta / (x.norm() * delta.norm())) for x in (mean, alone))
-    assert cosine > 2 * cosine_alone

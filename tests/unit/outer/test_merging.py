@@ -96,7 +96,7 @@ def test_the_order_of_arrival_does_not_matter(rule: str, codec_up: str) -> None:
 
 
 @every_rule
-def test_a_power_of_two_in_front_of_all_is_in_front_of_the_result(rule: str) -> None:
+def test_a_power_of_two_before_all_is_before_the_result(rule: str) -> None:
     small = contributions(5)
     large = {peer: 2.0**20 * values for peer, values in small.items()}
     results = [merged(settings_of(rule), found) for found in (small, large)]

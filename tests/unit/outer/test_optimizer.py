@@ -29,13 +29,10 @@ from tests.support.outer import EXACT, gaussian, merge, outer, syncer
 
 @settings(max_examples=20)
 @given(
-    numel=st.integers(1, 300),
-    seed=st.integers(0, 1000),
-    lr=st.floats(0.01, 2.0),
-    beta=st.floats(0.01, 0.99),
-    scale=st.sampled_from([1e-6, 1e-2, 1.0, 1e3]),
-)
-@example(numel=CHUNK + 17, seed=0, lr=0.7, beta=0.9, scale=0.01)
+    st.integers(1, 300), st.integers(0, 1000), st.floats(0.01, 2.0), st.floats(0.01, 0.99),
+    st.sampled_from([1e-6, 1e-2, 1.0, 1e3]),
+)  # fmt: skip
+@example(CHUNK + 17, 0, 0.7, 0.9, 0.01)
 def test_nesterov_is_torchs_sgd_bit_for_bit(numel: int, seed: int, lr: float, beta: float, scale: float) -> None:
     master, momentum = gaussian(numel, seed), torch.zeros(numel)
     reference = torch.nn.Parameter(master.clone())
@@ -48,19 +45,6 @@ def test_nesterov_is_torchs_sgd_bit_for_bit(numel: int, seed: int, lr: float, be
         assert torch.equal(delta, reference.grad), "the pseudo-gradient is left as it is"
     assert torch.equal(master, reference.detach())
     assert torch.equal(momentum, optimizer.state[reference]["momentum_buffer"])
-
-
-def test_a_constant_delta_approaches_its_asymptotic_gain() -> None:
-    """PAPERS.md: at (0.7, 0.9) the gain on a constant delta is 1.9 at first, 6.86 in round 10, and 10 in the end."""
-    master, momentum, delta = torch.zeros(1), torch.zeros(1), torch.ones(1)
-    gains = []
-    for _ in range(200):
-        before = float(master)
-        nesterov_(master, momentum, delta, 0.7, 0.9)
-        gains.append((before - float(master)) / 0.7)
-    assert gains[0] == pytest.approx(1.9, abs=1e-5)
-    assert gains[9] == pytest.approx(6.86, abs=5e-3)
-    assert gains[-1] == pytest.approx(10.0, abs=1e-3)
 
 
 @settings(max_examples=60)

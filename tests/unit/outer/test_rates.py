@@ -81,6 +81,6 @@ def test_steps_by_speed_are_between_the_floor_and_the_interval(
     assert min(floor, sync_every) <= dylu_steps(mine, fastest, sync_every, floor) <= sync_every
 
 
-def test_a_peer_without_a_measurement_and_the_fastest_take_the_whole_interval() -> None:
+def test_the_fastest_and_the_unmeasured_take_the_whole_interval() -> None:
     assert dylu_steps(0.0, 3.0, 50) == dylu_steps(3.0, 0.0, 50) == dylu_steps(3.0, 3.0, 50) == 50
     assert dylu_steps(4.0, 3.0, 50) == 50

@@ -178,7 +178,7 @@ def test_of_few_one_is_left_out_that_opposes_the_syncers_own(count: int, method:
     assert few(count, -10.0, syncer(robust=method), "p0") == ([], [f"p{i}" for i in range(1, count)])
 
 
-def test_of_three_to_a_host_one_is_left_out_that_opposes_the_momentum() -> None:
+def test_a_host_leaves_out_what_opposes_the_momentum() -> None:
     replica = syncer()
     assert few(3, 1.0, replica, "") == ([], [])
     assert few(3, -10.0, replica, "") == ([], ["p0"])
@@ -215,14 +215,14 @@ def test_a_chunk_against_the_momentum_is_as_long_as_is_usual() -> None:
     assert norms.see(0, 4.0, 3.0, opposes=False) == 1.0
 
 
-def test_a_reversed_one_that_is_folded_in_is_no_longer_than_others() -> None:
+def test_a_reversed_one_folded_in_is_no_longer_than_others() -> None:
     deltas, replica = pseudo_gradients(6, 5), syncer(codec_up="fp32", lr=1.0, momentum=0.5)
     step(replica, as_fp32(deltas[:5]))
     replica.held[0].fold(0, (-4.0 * deltas[5]).view(torch.uint8), 1.0)
     assert float(replica.held[0].sums[0].total.norm()) == pytest.approx(float(deltas[0].norm()), rel=0.05)
 
 
-def test_recent_norms_clip_long_contributions_and_refuse_absurd_ones() -> None:
+def test_recent_norms_clip_long_ones_and_refuse_absurd_ones() -> None:
     norms = Norms()
     assert [norms.see(0, norm, 3.0) for norm in (1.0, 100.0, 1.0, 1.0)] == [1.0] * 4, "nothing is known yet"
     assert norms.see(0, 10.0, 3.0) == 0.4, "1 is usual, and 4 is allowed"
@@ -309,7 +309,7 @@ def test_clip_scales_to_the_median_norm_times_the_factor() -> None:
     assert judged.weights == (1.0, 2.0, 3.0, 4.0) and judged.clipped == (3,)
 
 
-def test_the_trimmed_mean_leaves_out_the_extremes_of_each_coordinate() -> None:
+def test_the_trimmed_mean_leaves_out_extremes_by_coordinate() -> None:
     values = torch.tensor([[1.0, 9.0], [2.0, -9.0], [3.0, 1.0], [100.0, 2.0]])
     assert trimmed_mean(values, 0.25).tolist() == [2.5, 1.5]
     assert [trim_count(count, 0.25) for count in (1, 3, 4, 8, 12)] == [0, 0, 1, 2, 3]

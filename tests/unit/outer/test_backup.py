@@ -173,7 +173,7 @@ def test_a_syncers_death_costs_none_of_the_momentum(
         held.setdefault(fragment, []).append((self, self.held[fragment].state.clone()))
 
     monkeypatch.setattr(Replica, "hold", spy)
-    small = ["outer.fragments=4", "outer.lr=0.1", "outer.momentum=0.5", "budget.outer_steps=12", "eval.every=0"]
+    small = ["outer.fragments=4", "outer.lr=0.1", "outer.momentum=0.5", "budget.outer_steps=6", "eval.every=0"]
     tiny = ["model.config.num_hidden_layers=1", "data.sequence_length=8", "inner.batch_size=1", "eval.sequences=1"]
     simulated(tmp_path, *small, *tiny, *mode, f"sim.events=[{event}]")
     takeovers = [event for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "takeover"]

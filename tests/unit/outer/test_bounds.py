@@ -57,7 +57,7 @@ EVERY = {
 }
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 3), st.integers(0, 4), st.sampled_from([1e-7, 1e-3, 1.0]),
     st.fixed_dictionaries(EVERY),

@@ -39,7 +39,8 @@ def zeros(settings: OuterConfig) -> Replica:
 
 def version(replica: Replica, found: Mapping[str, Tensor], weights: Mapping[str, float] | None = None) -> Tensor:
     """How far a version moves the anchor back, of these contributions in this order of arrival."""
-    held, weights, before = replica.held[0], weights or dict.fromkeys(found, 1.0), replica.anchors[0].clone()
+    held, before = replica.held[0], replica.anchors[0].clone()
+    weights = {peer: weights[peer] if weights else 1.0 for peer in found}
     for peer, values in found.items():
         take(held, peer, payloads_of(held.up, values), weights[peer])
     _, digest, _ = merge(held, OuterStep(0, len(found)), weights)

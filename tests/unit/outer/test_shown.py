@@ -25,6 +25,8 @@ def test_each_part_opens_under_the_root_and_no_other_one_does(name: str, merge: 
     root, kept = payload_root(payloads, up, numel), Kept(up, numel, 7, {"a": payloads})
     all_parts = parts(fragment, settings)
     assert len(all_parts) == part_count(fragment, settings) and kept.peers == ["a"]
+    assert part_at(fragment, settings, len(all_parts)) is None and part_at(fragment, settings, -1) is None
+    assert merge == "rda" or leaf_count(numel) == len(all_parts)
     for at, part in enumerate(all_parts):
         [shown] = kept.show(part)
         assert opens(up, root, part, shown)
@@ -36,12 +38,3 @@ def test_each_part_opens_under_the_root_and_no_other_one_does(name: str, merge: 
             assert not opens(up, root, other, shown)
         with pytest.raises(PayloadError):
             opens(up, root, part, shown._replace(payload=shown.payload[:-1]))
-
-
-@pytest.mark.parametrize("numel", NUMELS)
-def test_there_are_no_parts_beyond_the_last(numel: int) -> None:
-    [fragment] = partition({"w": numel}, 1)
-    settings = outer()
-    assert part_at(fragment, settings, part_count(fragment, settings)) is None
-    assert part_at(fragment, settings, -1) is None
-    assert leaf_count(numel) == len(parts(fragment, settings))

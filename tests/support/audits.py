@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig
 from diloco.outer.audit import parts
-from diloco.outer.fragments import chunks, partition
+from diloco.outer.fragments import CHUNK, chunks, partition
 from diloco.outer.held import Held
 from diloco.outer.merkle import LEAF
+from diloco.outer.optimizer import OuterStep
 from diloco.outer.payloads import Codec
 from diloco.outer.recompute import Counted, Seen
 from diloco.outer.robust import Norms
+from tests.support.outer import merge, payloads_of, take
 
 Lie = Callable[[Tensor], Tensor]
 """What a syncer makes of the master of a fragment before it publishes."""
@@ -36,6 +39,15 @@ class _Scales(Norms):
         return scale
 
 
+class Made(NamedTuple):
+    """A version: its step and update, how long its contributions were, and the anchor that it moved."""
+
+    step: OuterStep
+    update: Tensor
+    lengths: dict[str, float]
+    before: Tensor
+
+
 @dataclass
 class Syncer:
     """Makes versions of one fragment; `logs` are what an audit of all its parts knows of them."""
@@ -43,9 +55,7 @@ class Syncer:
     settings: OuterConfig
     numels: dict[str, int]
     seed: int = 0
-    spread: float = 1.0
-    held: Held = field(init=False)
-    logs: list[list[Seen]] = field(init=False)
+    scale: float = 1e-3
 
     def __post_init__(self) -> None:
         [self.fragment] = partition(self.numels, 1)
@@ -56,67 +66,52 @@ class Syncer:
         self.scales = _Scales()
         self.held = Held(self.fragment, self.anchor, self.settings, self.rng, norms=self.scales)
         self.places = parts(self.fragment, self.settings)
-        self.logs = [[] for _ in self.places]
+        self.logs: list[list[Seen]] = [[] for _ in self.places]
 
     def _noise(self) -> Tensor:
-        return 1e-3 * torch.randn(self.fragment.numel, generator=self.generator)
+        return self.scale * torch.randn(self.fragment.numel, generator=self.generator)
 
     def version(
         self, peers: int, *, delay: int = 1, new_syncer: bool = False, lie: Lie | None = None, reverse: bool = False
-    ) -> None:
+    ) -> Made:
         """Make a version of the contributions of so many peers; one of them may point the other way."""
-        held, settings = self.held, self.settings
+        held, before = self.held, self.anchor.clone()
         self.common = 0.8 * self.common + 0.6 * self._noise()
-        deltas = [self.common + self.spread * self._noise() for _ in range(peers)]
+        deltas = [self.common + self._noise() for _ in range(peers)]
         deltas[-1] *= -20 if reverse else self.rng.choice([0.5, 1.0, 5.0])
-        payloads = [encoded(held.up, delta) for delta in deltas]
-        weights = {f"p{peer}": float(self.rng.randint(1, 5)) for peer in range(peers)}
-        discounts = [1.0 if settings.barrier else self.rng.choice([1.0, 0.7]) for _ in range(peers)]
-        counted = self._take(payloads, weights, discounts)
-        judged = None
-        if held.staged is not None:
-            judged = held.judge(weights)
-            [_, judgement] = judged
-            counted = [
-                [(payloads[peer], judgement.weights[peer], 1.0, scale) for peer, scale in enumerate(judgement.scales)]
-                for _ in held.chunks
-            ]
+        sent = {f"p{peer}": payloads_of(held.up, delta) for peer, delta in enumerate(deltas)}
+        weights = {peer: float(self.rng.randint(1, 5)) for peer in sent}
+        lengths, counted = dict[str, float](), dict[str, tuple[float, float, list[float]]]()
+        for peer, payloads in sent.items():
+            discount = 1.0 if self.settings.barrier else self.rng.choice([1.0, 0.7])
+            seen, tally = held.seen(payloads)
+            lengths[peer] = tally.norm
+            self.scales.seen.clear()
+            if held.staged is not None or self.settings.barrier:
+                take(held, peer, payloads, weights[peer])
+            else:
+                held.fold_whole(payloads, seen, weights[peer], discount)
+            counted[peer] = weights[peer], discount, self.scales.seen[:] or [1.0] * len(payloads)
         step = held.state.step(peers, delay)
-        update = torch.empty(held.down.offsets(self.fragment.numel)[-1], dtype=torch.uint8)
         if lie is not None:
             held.master.copy_(lie(held.master))
-        held.merge_(step, update, judged)
-        of_update = self.cut(held.down, self.split(held.down, update))
+        update, _, judged = merge(held, step, weights)
+        if judged is not None:
+            each = zip(judged[0], judged[1].weights, judged[1].scales, strict=True)
+            counted = {peer: (weight, 1.0, [scale] * len(held.chunks)) for peer, weight, scale in each}
+        at = held.down.offsets(self.fragment.numel)
+        of_update = self._cut(held.down, [update[start:stop] for start, stop in itertools.pairwise(at)])
+        cuts = {peer: self._cut(held.up, payloads) for peer, payloads in sent.items()}
         for place, (part, log) in enumerate(zip(self.places, self.logs, strict=True)):
-            chunk = next(at for at, (start, stop) in enumerate(held.chunks) if start <= part.start < stop)
-            found = [
-                Counted(self.cut(held.up, sent)[place], weight, discount, scale)
-                for sent, weight, discount, scale in counted[chunk]
+            known = [
+                Counted(cuts[peer][place], weight, discount, scales[part.start // CHUNK])
+                for peer, (weight, discount, scales) in counted.items()
                 if weight
             ]
-            log.append(Seen(step, of_update[place], found, new_syncer))
+            log.append(Seen(step, of_update[place], known, new_syncer))
+        return Made(step, update, lengths, before)
 
-    def _take(
-        self, payloads: Sequence[Sequence[Tensor]], weights: dict[str, float], discounts: Sequence[float]
-    ) -> list[list[tuple[Sequence[Tensor], float, float, float]]]:
-        held, counted = self.held, [[] for _ in self.held.chunks]
-        for (peer, weight), sent, discount in zip(weights.items(), payloads, discounts, strict=True):
-            if held.staged is not None:
-                for chunk, payload in enumerate(sent):
-                    held.take(chunk, peer, payload, weight)
-                continue
-            self.scales.seen.clear()
-            held.fold_whole(sent, held.seen(sent)[0], weight, discount)
-            scales = self.scales.seen or [1.0] * len(sent)
-            for into, scale in zip(counted, scales, strict=True):
-                into.append((sent, weight, discount, scale))
-        return counted
-
-    def split(self, one: Codec, update: Tensor) -> list[Tensor]:
-        at = one.offsets(self.fragment.numel)
-        return [update[start:stop] for start, stop in itertools.pairwise(at)]
-
-    def cut(self, one: Codec, payloads: Sequence[Tensor]) -> list[Tensor]:
+    def _cut(self, one: Codec, payloads: Sequence[Tensor]) -> list[Tensor]:
         """The payloads of all parts."""
         unit = LEAF if self.settings.merge != "rda" else 16 * LEAF
         found = []
@@ -124,12 +119,3 @@ class Syncer:
             ends = [*range(0, stop - start, unit), stop - start]
             found += [one.cut(payload, stop - start, *both) for both in itertools.pairwise(ends)]
         return found
-
-
-def encoded(one: Codec, values: Tensor) -> list[Tensor]:
-    """The payloads of all chunks."""
-    payloads = []
-    for start, stop in chunks(len(values)):
-        payloads.append(torch.empty(one.nbytes(stop - start), dtype=torch.uint8))
-        one.encode(values[start:stop], payloads[-1])
-    return payloads

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco.config import OuterConfig
-
 MISSING = (
     "is not installed here; expected one of nesterov, delayed_nesterov, fedbuff, or ask whoever started the run which "
     "package has it"
 )
-
 
 LION = """
 from diloco import OuterOptimizer, register
@@ -24,7 +21,6 @@ class Lion(OuterOptimizer):
 
 print("imported")
 """
-
 
 SIGN = """
 from diloco import OuterOptimizer, register
@@ -49,16 +45,13 @@ class Sign(OuterOptimizer):
 """
 
 
-def outer(**settings: object) -> OuterConfig:
-    return OuterConfig.parse({"method": "diloco", "sync_every": 1, **settings})
-
-
 def installed(folder: Path, **points: str) -> str:
-    """A package `others` as pip leaves it, with these entry points; a script that asks for what they name."""
-    (folder / "others-1.0.dist-info").mkdir()
-    (folder / "others-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    """A package `others` as pip leaves it, with these entry points, and modules that some of them may name."""
+    about = folder / "others-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
     lines = "".join(f"{name} = {value}\n" for name, value in points.items())
-    (folder / "others-1.0.dist-info/entry_points.txt").write_text(f"[diloco.extensions]\n{lines}")
+    (about / "entry_points.txt").write_text(f"[diloco.extensions]\n{lines}")
     (folder / "lion_code.py").write_text(LION)
     (folder / "sign_code.py").write_text(SIGN)
     (folder / "json_code.py").write_text("print('imported too')\n")

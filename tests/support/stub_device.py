@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,9 +53,10 @@ class LazyStream:
                 self._work[self._done - 1]()
 
 
+@dataclass
 class LazyPlace:
-    def __init__(self, stream: LazyStream, at: int) -> None:
-        self.stream, self.at = stream, at
+    stream: LazyStream
+    at: int
 
     def synchronize(self) -> None:
         device = self.stream._device

@@ -23,6 +23,7 @@ from diloco.outer.merkle import LEAF
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.recompute import Counted, Seen
 from tests.support.audits import Syncer
+from tests.support.outer import outer
 
 NUMELS = {"embed.weight": 700, "layer.weight": LEAF + BLOCK, "layer.bias": 77}
 QUORUM = {"quorum": 1, "staleness_limit": 5}
@@ -45,9 +46,12 @@ UP, DOWN = ["int8", "e3m0", "stat2"], ["int8", "e3m0", "fp16", "fp32"]
 
 
 def settings_of(mode: str, up: str = "int8", down: str = "int8", **others: object) -> OuterConfig:
-    codecs = {"codec_up": up, "codec_down": down}
-    fixed = {"method": "diloco", "sync_every": 1, "lr": 0.7, "momentum": 0.9, "momentum_warmup": 0, **codecs}
-    return OuterConfig(**{**fixed, **MODES[mode], **others})
+    fixed = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0, "codec_up": up, "codec_down": down}
+    return outer(**{**fixed, **MODES[mode], **others})
+
+
+def one_leaf(mode: str = "barrier", **others: object) -> Syncer:
+    return Syncer(settings_of(mode, **others), {"layer.weight": LEAF})  # type: ignore[arg-type]
 
 
 def only_last(log: Sequence[Seen]) -> list[Seen]:
@@ -60,16 +64,12 @@ def found(syncer: Syncer, log: Sequence[Seen], part: int = 0) -> Deviation | Non
     return audit(where, syncer.settings, syncer.anchor[where.start : where.stop], log)
 
 
-# -- honest syncers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.sampled_from(UP), st.sampled_from(DOWN), st.integers(0, 2**31), st.data())
 def test_an_honest_syncer_is_never_accused(mode: str, up: str, down: str, seed: int, data: st.DataObject) -> None:
-    outer = settings_of(mode, up, down)
-    assert obstacle(outer) is None
-    syncer = Syncer(outer, NUMELS, seed)
+    syncer = Syncer(settings_of(mode, up, down), NUMELS, seed)
+    assert obstacle(syncer.settings) is None
     for _ in range(data.draw(st.integers(1, 8))):
         peers, delay = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
         syncer.version(peers, delay=delay, reverse=data.draw(st.booleans()))
@@ -83,35 +83,29 @@ def test_an_honest_syncer_is_never_accused(mode: str, up: str, down: str, seed: 
 @pytest.mark.parametrize("momentum", ["zeros", "stale"])
 @pytest.mark.parametrize("master", ["goes on", "at the anchor"])
 @pytest.mark.parametrize("down", ["e3m0", "fp32"])
-def test_an_honest_heir_is_not_accused_whatever_it_has_of_the_outer_state(
-    mode: str, momentum: str, master: str, down: str
-) -> None:
-    syncer = Syncer(settings_of(mode, down=down), {"layer.weight": LEAF})
-    for version in range(9):
-        heir = version == 5
-        if version == 2:
+def test_an_honest_heir_is_not_accused(mode: str, momentum: str, master: str, down: str) -> None:
+    """Whatever it has of the outer state."""
+    syncer = one_leaf(mode, down=down)
+    for version in range(7):
+        if version == 1:
             older = syncer.held.state.clone()
-        if heir:
+        if version == 4:
             syncer.held.state.momentum.copy_(older.momentum * (momentum == "stale"))
-        if heir and master != "goes on":
-            syncer.held.master.copy_(syncer.anchor)
-        syncer.version(3, delay=2, new_syncer=heir)
-        assert found(syncer, syncer.logs[0]) is None
-        assert found(syncer, only_last(syncer.logs[0])) is None
+            if master != "goes on":
+                syncer.held.master.copy_(syncer.anchor)
+        syncer.version(3, delay=2, new_syncer=version == 4)
+        assert version < 4 or found(syncer, only_last(syncer.logs[0])) is None
+    assert found(syncer, syncer.logs[0]) is None
 
 
 @pytest.mark.parametrize("mode", ["barrier", "barrier rda", "quorum"])
 def test_sums_in_another_order_and_precision_are_honest(mode: str) -> None:
     """As hardware that fuses products with sums, or none that does, would round them."""
-    outer = settings_of(mode)
-    syncer = Syncer(outer, {"layer.weight": LEAF})
+    syncer = one_leaf(mode)
     for _ in range(6):
         off = 1 + 2.0**-24 * torch.randn(LEAF, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
         syncer.version(4, lie=lambda master, off=off: master * off)  # half an ulp more or less
-        assert found(syncer, syncer.logs[0]) is None
-
-
-# -- dishonest ones ---------------------------------------------------------------------------------------------------
+    assert found(syncer, syncer.logs[0]) is None
 
 
 def moved_by(syncer: Syncer) -> float:
@@ -123,7 +117,7 @@ def moved_by(syncer: Syncer) -> float:
 
 @pytest.mark.parametrize(("mode", "down"), [*((mode, "int8") for mode in MODES), *(("barrier", down) for down in DOWN)])
 def test_a_bias_of_a_tenth_of_the_usual_movement_is_proved(mode: str, down: str) -> None:
-    syncer = Syncer(settings_of(mode, down=down), {"layer.weight": LEAF})
+    syncer = one_leaf(mode, down=down)
     # Updates that carry values do not say how far the first of them moved the anchor.
     versions = 8 if down in ("int8", "e3m0") else 24
     usual = max(moved_by(syncer) for _ in range(versions))
@@ -133,8 +127,8 @@ def test_a_bias_of_a_tenth_of_the_usual_movement_is_proved(mode: str, down: str)
     assert "of fragment 0 moved by" in deviation.why and "its contributions give" in deviation.why
 
 
-def test_a_log_that_begins_midway_proves_it_once_its_beginning_is_forgotten() -> None:
-    syncer = Syncer(settings_of("barrier"), {"layer.weight": LEAF})
+def test_a_log_proves_it_once_what_it_lacks_is_forgotten() -> None:
+    syncer = one_leaf()
     for _ in range(40):
         usual = moved_by(syncer)
     syncer.version(4, lie=lambda master: master + 0.1 * usual)
@@ -148,8 +142,8 @@ def test_a_log_that_begins_midway_proves_it_once_its_beginning_is_forgotten() ->
 
 
 @pytest.mark.parametrize("altered", ["left out", "weights", "payload", "coarse", "scale"])
-def test_a_head_that_does_not_say_what_was_merged_is_a_deviation(altered: str) -> None:
-    syncer = Syncer(settings_of("barrier"), {"layer.weight": LEAF})
+def test_a_head_that_misstates_what_was_merged_is_a_deviation(altered: str) -> None:
+    syncer = one_leaf()
     for _ in range(3):
         syncer.version(4)
     log = only_last(syncer.logs[0])
@@ -172,11 +166,11 @@ def test_a_head_that_does_not_say_what_was_merged_is_a_deviation(altered: str) -
         assert deviation.why == "int8 payload holds a block with a larger exponent than its values need"
 
 
-def test_a_residual_that_is_made_up_passes_once_but_does_not_add_up() -> None:
+def test_a_made_up_residual_passes_once_but_does_not_add_up() -> None:
     """A syncer may say that the update before lost half a step of each element, whatever it lost. An audit of several
     versions in a row knows that half a step was published since.
     """
-    syncer = Syncer(settings_of("no momentum"), {"layer.weight": LEAF})
+    syncer = one_leaf("no momentum")
     for _ in range(2):
         syncer.version(4)
 
@@ -192,19 +186,16 @@ def test_a_residual_that_is_made_up_passes_once_but_does_not_add_up() -> None:
     assert deviation is not None and deviation.version > 2
 
 
-# -- what is audited --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("outer", "why"),
+    ("others", "why"),
     [
         ({"flatten": 0.5}, "outer.flatten=0.5 mixes all values of a matrix"),
         ({"robust": "none"}, "outer.robust=none with outer.codec_up=int8 adds up chunks as they arrive"),
         ({"codec_up": "fp16"}, "outer.robust=auto with outer.codec_up=fp16 adds up chunks as they arrive"),
     ],
 )
-def test_settings_whose_versions_cannot_be_audited_are_named(outer: dict[str, Any], why: str) -> None:
-    assert str(obstacle(settings_of("barrier", **outer))).startswith(why)
+def test_settings_that_cannot_be_audited_are_named(others: dict[str, Any], why: str) -> None:
+    assert str(obstacle(settings_of("barrier", **others))).startswith(why)
 
 
 @pytest.mark.parametrize("merge", ["mean", "rda"])
@@ -229,9 +220,7 @@ def test_all_members_together_pick_that_share_of_the_parts(count: int, share: fl
 
 @pytest.mark.parametrize(("count", "altered", "share"), [(56, 1, 0.04), (2200, 22, 0.01), (100, 1, 0.02)])
 @pytest.mark.parametrize("certainty", [0.5, 0.95])
-def test_a_liar_is_found_within_the_versions_that_the_formula_states(
-    count: int, altered: int, share: float, certainty: float
-) -> None:
+def test_a_liar_is_found_when_the_formula_says(count: int, altered: int, share: float, certainty: float) -> None:
     """In 200 seeded runs each; three members audit, and the fourth is the syncer, who does not audit itself."""
     members, found_after = 4, []
     for seed in range(200):
@@ -246,28 +235,9 @@ def test_a_liar_is_found_within_the_versions_that_the_formula_states(
     assert within >= certainty - 3 * math.sqrt(certainty * (1 - certainty) / 200)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_member_that_picks_in_secret_finds_the_liar_with_real_versions(seed: int) -> None:
-    """One part of eight is altered in every version; the member audits one part of each version on average."""
-    rng = random.Random(seed)
-    syncer = Syncer(settings_of("barrier", "e3m0", "e3m0"), {"layer.weight": 8 * LEAF}, seed)
-    usual = moved_by(syncer)
-    altered = rng.randrange(8)
-    for _ in range(versions_until(0.999, 8, 1, 1 / 8)):
-        lie = torch.zeros(8 * LEAF)
-        lie[altered * LEAF : (altered + 1) * LEAF] = usual * 0.5
-        syncer.version(4, lie=lambda master, lie=lie: master + lie)
-        verdicts = {at: found(syncer, only_last(syncer.logs[at]), at) for at in pick(8, 1 / 8, 1, rng)}
-        assert all(deviation is None for at, deviation in verdicts.items() if at != altered)
-        if altered in verdicts:
-            assert verdicts[altered] is not None
-            return
-    pytest.fail("nothing found")
-
-
 def test_the_memory_of_a_window_is_its_last_momentum_step() -> None:
-    outer = settings_of("delayed")
+    delayed = settings_of("delayed")
     steps = [OuterStep(version, 1, version % 4, 4) for version in range(4, 84)]
-    assert memory(outer, steps[:3]) == 1.0
-    left = [memory(outer, steps[: 4 * momentum_steps]) for momentum_steps in range(1, 21)]
+    assert memory(delayed, steps[:3]) == 1.0
+    left = [memory(delayed, steps[: 4 * momentum_steps]) for momentum_steps in range(1, 21)]
     assert left[-1] < FORGOTTEN and all(later < 0.6 * earlier for earlier, later in pairwise(left))

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig, compose
 from diloco.outer.fragments import partition
-from diloco.outer.held import Held
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep
 from diloco.outer.replica import Replica
 from diloco.outer.state import OuterState
-from diloco.sim.run import simulate
+from tests.support.outer import merge, outer, relative_error
 from tests.support.peers import json_lines
+from tests.support.simulated import simulated
 
 NUMEL = 4096
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -25,30 +24,26 @@ DELAY = 4
 QUORUM = {"quorum": 1, "staleness_limit": 9}
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
-
-
 class Rounds:
     """A syncer and a backup, and contributions that point the same way for a while, to matrices and norms."""
 
     def __init__(self, codec: str, **settings: object) -> None:
-        outer = OuterConfig.parse(
-            {"method": "diloco", "sync_every": 4, "codec_up": "fp32", "codec_down": codec, **QUORUM, **settings}
-        )
+        plan = outer(**{"sync_every": 4, "codec_up": "fp32", "codec_down": codec, **QUORUM, **settings})
         self.generator = torch.Generator().manual_seed(3)
-        start = 0.02 * torch.randn(NUMEL, generator=self.generator)
+        start = 0.02 * self.noise()
         start[:400] += 1.0
-        self.syncer, self.backup = (Replica({"w": start}, partition({"w": NUMEL}, 1), outer) for _ in range(2))
+        self.syncer, self.backup = (Replica({"w": start}, partition({"w": NUMEL}, 1), plan) for _ in range(2))
         self.syncer.hold(0)
         self.backup.stand_by(0)
-        self.drift = torch.randn(NUMEL, generator=self.generator)
+        self.drift = self.noise()
+
+    def noise(self) -> Tensor:
+        return torch.randn(NUMEL, generator=self.generator)
 
     def deltas(self, contributions: int) -> list[Tensor]:
         """The next contributions to one version."""
-        self.drift = 0.8 * self.drift + 0.6 * torch.randn(NUMEL, generator=self.generator)
-        noise = (torch.randn(NUMEL, generator=self.generator) for _ in range(contributions))
-        return [0.01 * (self.drift + one) for one in noise]
+        self.drift = 0.8 * self.drift + 0.6 * self.noise()
+        return [0.01 * (self.drift + self.noise()) for _ in range(contributions)]
 
     def publish(self, contributions: int = 3) -> tuple[Tensor, OuterStep]:
         """The update of the next version, and its step."""
@@ -65,51 +60,45 @@ def merged(syncer: Replica, deltas: list[Tensor]) -> tuple[Tensor, OuterStep]:
     held = syncer.held[0]
     for delta in deltas:
         held.fold(0, delta.view(torch.uint8), 1.0)
-    update, step = torch.empty(syncer.update_nbytes(0), dtype=torch.uint8), held.state.step(len(deltas), DELAY)
-    held.merge_(step, update)
-    return update, step
+    step = held.state.step(len(deltas), DELAY)
+    return merge(held, step)[0], step
 
 
-def outer_state(held: Held | OuterState) -> OuterState:
-    return held.state if isinstance(held, Held) else held
-
-
-def assert_same(one: Held | OuterState, other: Held | OuterState, bound: float = 1e-6) -> None:
+def assert_same(one: OuterState, other: OuterState, bound: float = 1e-6) -> None:
     """The same version, place in the window, momentum and window."""
-    one, other = outer_state(one), outer_state(other)
     assert (one.version, one.pushes) == (other.version, other.pushes)
     for ours, theirs in zip(one.vectors, other.vectors, strict=True):
-        assert distance(ours, theirs) <= bound if theirs.any() else not ours.any()
+        assert relative_error(theirs, ours) <= bound if theirs.any() else not ours.any()
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_backup_knows_momentum_and_window_whatever_the_codec_loses(optimizer: str, codec: str) -> None:
+def test_a_backup_knows_the_state_whatever_the_codec_loses(optimizer: str, codec: str) -> None:
     rounds = Rounds(codec, optimizer=optimizer, momentum_warmup=5, lr_by_peers={1: 0.4, 4: 0.8})
-    for _ in range(30):
+    for _ in range(15):
         rounds.versions(1)
-        assert_same(rounds.backup.standby[0], rounds.syncer.held[0])
-    rounds.backup.hold(0, 30)
-    assert_same(rounds.backup.held[0], rounds.syncer.held[0])
+        assert_same(rounds.backup.standby[0], rounds.syncer.held[0].state)
+    rounds.backup.hold(0, 15)
+    assert_same(rounds.backup.held[0].state, rounds.syncer.held[0].state)
     assert not rounds.backup.standby
     assert torch.equal(rounds.backup.held[0].master, rounds.syncer.anchors[0])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_anchors_go_where_they_would_go_with_a_codec_that_loses_nothing(optimizer: str) -> None:
+def test_what_the_codec_loses_of_a_movement_is_not_missing(optimizer: str) -> None:
     """What the encoding loses is published later: in the long run none of it is missing."""
     exact, lossy = (Rounds(codec, optimizer=optimizer, momentum=0.5) for codec in ("fp32", "int8"))
     start = exact.syncer.anchors[0].clone()
     for rounds in (exact, lossy):
-        rounds.versions(40)
+        rounds.versions(20)
         for _ in range(40):
             merged(rounds.syncer, [torch.zeros(NUMEL)] * DELAY)
     moved = [rounds.syncer.anchors[0] - start for rounds in (exact, lossy)]
-    assert distance(moved[1], moved[0]) < 2e-3
+    assert relative_error(moved[0], moved[1]) < 2e-3
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("how", ["handed over", "taken over", "restarted"])
+@pytest.mark.parametrize("how", ["handed over", "taken over"])
 def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str, how: str) -> None:
     """Eight contributions move the master as far, whoever was syncer of which."""
     undisturbed, rounds = (Rounds("fp32", optimizer=optimizer) for _ in range(2))
@@ -117,18 +106,16 @@ def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str, how: str)
     for version in range(8):
         merged(undisturbed.syncer, undisturbed.deltas(1))
         if version == 3:
-            before, successor = rounds.syncer.held[0], rounds.backup
-            if how == "taken over":
-                successor.hold(0, version)
-            else:
-                successor.hold(0, version, before.master.clone(), before.state.clone())
-            rounds.syncer = successor
+            before = rounds.syncer.held[0]
+            given = [before.master.clone(), before.state.clone()] if how == "handed over" else []
+            rounds.backup.hold(0, version, *given)
+            rounds.syncer = rounds.backup
         update, step = merged(rounds.syncer, rounds.deltas(1))
         if version < 3:
             rounds.backup.apply_update_(0, update, step)
     ours, theirs = (one.syncer.held[0] for one in (rounds, undisturbed))
-    assert distance(ours.master - start, theirs.master - start) < 1e-4
-    assert_same(ours, theirs, 1e-4)
+    assert relative_error(theirs.master - start, ours.master - start) < 1e-4
+    assert_same(ours.state, theirs.state, 1e-4)
 
 
 def test_a_successor_follows_a_last_version_of_its_predecessor() -> None:
@@ -138,10 +125,10 @@ def test_a_successor_follows_a_last_version_of_its_predecessor() -> None:
     update, step = rounds.publish()
     rounds.backup.apply_update_(0, update, step)
     rounds.backup.held[0].restart(7)
-    assert_same(rounds.backup.held[0], rounds.syncer.held[0])
+    assert_same(rounds.backup.held[0].state, rounds.syncer.held[0].state)
 
 
-def test_a_backup_that_missed_an_update_stays_at_its_version_and_keeps_only_its_momentum() -> None:
+def test_a_backup_that_missed_an_update_keeps_only_its_momentum() -> None:
     rounds = Rounds("int8", optimizer="delayed_nesterov")
     rounds.versions(3)
     known = rounds.backup.standby[0].clone()
@@ -168,13 +155,12 @@ def test_a_window_that_is_not_full_moves_no_anchor() -> None:
 @pytest.mark.parametrize(
     ("event", "mode"),
     [
-        ("crash:1@17.5", []),
-        ("crash:1@9.5,join:4@11,crash:2@21.5", []),
+        ("crash:1@9.5,join:4@11,crash:2@21.5", ["budget.outer_steps=8"]),
         ("crash:1@9.5", ["outer=async"]),
         ("crash:1@9.5", ["outer=fedbuff", "outer.codec_down=e3m0"]),
         ("crash:1@9.5", ["outer=decoupled", "outer.codec_down=fp16"]),
     ],
-    ids=["all wait", "all wait, two deaths", "async", "fedbuff, e3m0", "decoupled, fp16"],
+    ids=["all wait, two deaths", "async", "fedbuff, e3m0", "decoupled, fp16"],
 )
 def test_a_syncers_death_costs_none_of_the_momentum(
     event: str, mode: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -182,18 +168,17 @@ def test_a_syncers_death_costs_none_of_the_momentum(
     held: dict[int, list[tuple[Replica, OuterState]]] = {}
     hold = Replica.hold
 
-    def spy(self: Replica, fragment: int, version: int = 0, *outer: Any) -> None:
-        hold(self, fragment, version, *outer)
+    def spy(self: Replica, fragment: int, version: int = 0, *state: Any) -> None:
+        hold(self, fragment, version, *state)
         held.setdefault(fragment, []).append((self, self.held[fragment].state.clone()))
 
     monkeypatch.setattr(Replica, "hold", spy)
-    small = ["experiment=smoke", "local.peers=4", "budget.outer_steps=8", "outer.sync_every=4", "outer.fragments=4"]
-    small += [f"run.dir={tmp_path}", f"sim.events=[{event}]"]
-    steps = ["outer.lr=0.1", "outer.momentum=0.5", "budget.outer_steps=24"] if mode else []
-    simulate(compose([*mode, *small, *steps]), lambda message: None)
+    small = ["outer.fragments=4", "outer.lr=0.1", "outer.momentum=0.5", "budget.outer_steps=6", "eval.every=0"]
+    tiny = ["model.config.num_hidden_layers=1", "data.sequence_length=8", "inner.batch_size=1", "eval.sequences=1"]
+    simulated(tmp_path, *small, *tiny, *mode, f"sim.events=[{event}]")
     takeovers = [event for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "takeover"]
     assert takeovers and {event["momentum"] for event in takeovers} == {"kept"}
     for heirs in held.values():
         for (dead, _), (_, inherited) in pairwise(heirs):
             fragment = next(index for index, state in dead.held.items() if held[index] is heirs)
-            assert_same(inherited, dead.held[fragment])
+            assert_same(inherited, dead.held[fragment].state)

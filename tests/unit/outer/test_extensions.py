@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.outer.bounds import Bound, Moved
 from diloco.outer.codecs import codec
+from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import LIMIT, buffer, refuse_diverged
-from tests.support.extensions import MISSING, installed, outer
-from tests.support.places import ROOT
+from tests.support.extensions import MISSING, installed
+from tests.support.outer import EXACT, gaussian, merge, outer, payloads_of, syncer, take
 
 pytestmark = pytest.mark.usefixtures("registers")
 
@@ -28,29 +29,31 @@ pytestmark = pytest.mark.usefixtures("registers")
 class HeavyBall(OuterOptimizer):
     name = "heavy_ball"
 
-    def push(
-        self, theta: Any, momentum: Any, window: Any, delta: Any, lr: float, beta: float, delay: int, last: bool
-    ) -> Any:
+    def push(self, theta: Any, momentum: Any, window: Any, delta: Any, lr: float, beta: float, *rest: object) -> Any:
         momentum = beta * momentum + delta
         return theta - lr * momentum, momentum, window
 
 
-class SignStep(Transition):
-    def __init__(self, lr: float) -> None:
-        self.lr = lr
+class AdamStep(Transition):
+    def __init__(self, lr: float, beta: float, count: int) -> None:
+        self.lr, self.beta, self.count = lr, beta, count
 
     def move_(self, master: Tensor, mean: Tensor, vectors: Sequence[Tensor]) -> None:
-        master.add_(mean.sign(), alpha=-self.lr)
+        momentum, square = vectors
+        momentum.lerp_(mean, 1 - self.beta)
+        square.lerp_(mean.square(), 0.01)
+        scale = (square / (1 - 0.99**self.count)).sqrt() + 1e-8
+        master.addcdiv_(momentum / (1 - self.beta**self.count), scale, value=-self.lr)
 
     def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
         pass
 
 
-class Sign(OuterOptimizer):
-    name = "sign"
+class Adam(OuterOptimizer):
+    name = "adam"
 
     def transition(self, step: OuterStep) -> Transition:
-        return SignStep(self.rates(step)[0])
+        return AdamStep(*self.rates(step), step.version + 1)
 
 
 class Thirds(Codec):
@@ -76,7 +79,11 @@ class Thirds(Codec):
         acc.add_(values, alpha=weight)
 
 
-# -- what is registered -----------------------------------------------------------------------------------------------
+@contextmanager
+def refused(text: str) -> Iterator[None]:
+    with pytest.raises(ConfigError) as error:
+        yield
+    assert str(error.value) == text
 
 
 def test_a_linear_optimizer_is_bounded_and_audited_as_ours_are() -> None:
@@ -88,10 +95,25 @@ def test_a_linear_optimizer_is_bounded_and_audited_as_ours_are() -> None:
     assert bound.wrong(step, {"a": 2.0}, Moved(1.1, 0.0)) == "it moves by 1.1, and what was contributed allows 1"
 
 
+def test_a_registered_class_is_all_that_a_new_optimizer_takes() -> None:
+    register(Adam)
+    fixed = {"optimizer": "adam", "lr": 0.1, "momentum": 0.9, "momentum_warmup": 0}
+    replica = syncer({"w": gaussian(CHUNK + 5)}, outer(**fixed, **EXACT))
+    reference = torch.nn.Parameter(replica.anchors[0].clone())
+    adam = torch.optim.Adam([reference], lr=0.1, betas=(0.9, 0.99))
+    assert not replica.can_stand_by
+    for version in range(3):
+        reference.grad = gaussian(CHUNK + 5, version + 1)
+        adam.step()
+        take(replica.held[0], "peer", payloads_of(replica.up, reference.grad))
+        merge(replica.held[0], OuterStep(version, 1))
+        torch.testing.assert_close(replica.anchors[0], reference.detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_nobody_bounds_or_audits_a_step_that_is_not_linear() -> None:
-    register(Sign)
-    assert not Sign.linear and not Sign.can_follow and HeavyBall.linear and HeavyBall.can_follow
-    settings = outer(optimizer="sign")
+    register(Adam)
+    assert not Adam.linear and not Adam.can_follow and HeavyBall.linear and HeavyBall.can_follow
+    settings = outer(optimizer="adam")
     assert not settings.audited and outer().audited
     bound = Bound(settings)
     for version in range(3):
@@ -102,7 +124,7 @@ def test_nobody_bounds_or_audits_a_step_that_is_not_linear() -> None:
 
 
 def test_a_transition_may_say_that_it_is_linear() -> None:
-    class Said(Sign):
+    class Said(Adam):
         name = "said"
         linear = True
 
@@ -112,46 +134,51 @@ def test_a_transition_may_say_that_it_is_linear() -> None:
     assert Said.linear and Said.can_follow
 
 
-def test_a_codec_is_found_by_name_and_does_not_publish_unless_it_says_so() -> None:
+def test_a_registered_class_is_all_that_a_new_codec_takes() -> None:
+    register(type("Published", (Thirds,), {"publishes": True}))
+    settings = outer(codec_up="thirds", codec_down="thirds", lr=1, momentum=0, robust="clip")
+    replica = syncer({"w": torch.arange(CHUNK + 5.0) % 509}, settings)
+    replica.parameters["w"].mul_(0.5)
+    take(replica.held[0], "peer", [replica.encode(0, chunk) for chunk in range(2)])
+    merge(replica.held[0], OuterStep(0, 1))
+    assert torch.equal(replica.anchors[0], replica.parameters["w"])
+
+
+def test_a_codec_does_not_publish_unless_it_says_so() -> None:
     register(Thirds)
     assert codec("thirds").nbytes(10) == 30
     assert outer(codec_up="thirds").judging == "recent"  # two bytes per value or more
-    with pytest.raises(ConfigError) as error:
+    with refused("codec_down=thirds is for contributions only; expected one of fp32, fp16, int8, e3m0"):
         outer(codec_down="thirds")
-    assert str(error.value) == ("codec_down=thirds is for contributions only; expected one of fp32, fp16, int8, e3m0")
     register(type("Published", (Thirds,), {"publishes": True}))
     assert not outer(codec_down="thirds", codec_up="int8").audited and outer(codec_up="int8").audited
 
 
-def test_a_setting_without_effect_beside_an_own_optimizer_is_refused_when_it_is_typed() -> None:
-    register(Sign)
+def test_a_setting_without_effect_on_an_own_one_is_refused() -> None:
+    register(Adam)
     with pytest.raises(ConfigError, match=r"^outer.eager=true takes a part of the next nesterov step ahead, and "):
-        compose(["outer.optimizer=sign", "outer.eager=true", "outer.overlap=${outer.sync_every}"])
+        compose(["outer.optimizer=adam", "outer.eager=true", "outer.overlap=${outer.sync_every}"])
 
 
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"name": "nesterov"}, "Mine.name=nesterov is one of diloco's own; choose another"),
-        ({"name": "a b"}, "Mine.name='a b' is no name; use up to 64 letters, digits, '.', '_' and '-'"),
+        ({"name": "nesterov"}, "name=nesterov is one of diloco's own; choose another"),
+        ({"name": "a b"}, "name='a b' is no name; use up to 64 letters, digits, '.', '_' and '-'"),
+        (lambda _, x, m, w, delta, *rest: (x - abs(delta), m, w), "is not linear in theta, momentum, window and delta"),
+        (lambda _, x, m, w, delta, *rest: (x - m, m + delta, w), "does not move theta by delta"),
         (
-            {"push": lambda self, theta, m, w, delta, *rest: (theta - abs(delta), m, w)},
-            "Mine.push is not linear in theta, momentum, window and delta; mend it, or define transition instead",
-        ),
-        (
-            {"push": lambda self, theta, m, w, delta, *rest: (theta - m, m + delta, w)},
-            "Mine.push does not move theta by delta; mend it, or define transition instead",
-        ),
-        (
-            {"push": lambda self, theta, m, w, delta, *rest: (theta - delta, m, m + w)},
-            "Mine.push does not keep theta, or makes the window of the momentum; mend it, or define transition instead",
+            lambda _, x, m, w, delta, *rest: (x - delta, m, m + w),
+            "does not keep theta, or makes the window of the momentum",
         ),
     ],
 )
-def test_an_optimizer_that_cannot_work_is_refused_when_it_is_registered(changed: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_an_optimizer_that_cannot_work_is_not_registered(changed: Any, text: str) -> None:
+    if callable(changed):
+        changed, text = {"push": changed}, f"push {text}; mend it, or define transition instead"
+    with refused(f"Mine.{text}"):
         register(type("Mine", (HeavyBall,), {"name": "mine", **changed}))
-    assert str(error.value) == text and "mine" not in OPTIMIZERS
+    assert "mine" not in OPTIMIZERS
 
 
 def _twice(self: Codec, acc: Tensor, payload: Tensor, weight: float) -> None:
@@ -173,45 +200,37 @@ def _twice(self: Codec, acc: Tensor, payload: Tensor, weight: float) -> None:
         ({"decode": Codec.decode}, "Mine lacks decode; define it"),
     ],
 )
-def test_a_codec_that_cannot_work_is_refused_when_it_is_registered(changed: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_a_codec_that_cannot_work_is_not_registered(changed: dict[str, Any], text: str) -> None:
+    with refused(text):
         register(type("Mine", (Thirds,), {"name": "mine", **changed}))
-    assert str(error.value) == text
-
-
-# -- what a name may import -------------------------------------------------------------------------------------------
 
 
 def test_a_name_that_is_not_installed_is_said_with_the_remedy() -> None:
-    with pytest.raises(ConfigError) as error:
+    with refused(f"outer.optimizer=lion {MISSING}"):
         compose(["outer.optimizer=lion"])
-    assert str(error.value) == f"outer.optimizer=lion {MISSING}"
-    with pytest.raises(
-        ConfigError, match=r"^outer\.optimizer=nestrov is not installed here \(did you mean nesterov\?\)"
-    ):
+    with pytest.raises(ConfigError, match=r"^outer\.optimizer=nestrov is not installed here \(did you mean nesterov\?"):
         compose(["outer.optimizer=nestrov"])
 
 
-def asked(folder: str, *settings: str) -> str:
-    code = (
-        "import sys\nfrom diloco.config import compose\nfrom diloco.errors import ConfigError\n"
-        "try:\n    print(compose(sys.argv[1:]).outer.optimizer)\nexcept ConfigError as error:\n    print(error)\n"
-    )
-    root = str(ROOT)
-    ran = subprocess.run(
-        [sys.executable, "-c", code, *settings], cwd=folder, env={"PYTHONPATH": f"{folder}:{root}"},
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    return ran.stdout.strip()
+def test_an_entry_point_of_the_name_is_imported_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(installed(tmp_path, lion="lion_code", broken="nowhere_at_all", empty="json_code"))
 
+    def asked(*settings: str) -> str:
+        try:
+            print(compose(settings).outer.optimizer)
+        except ConfigError as error:
+            print(error)
+        return capsys.readouterr().out.strip()
 
-def test_an_entry_point_of_the_name_is_imported_and_no_other_module(tmp_path: Path) -> None:
-    folder = installed(tmp_path, lion="lion_code", broken="nowhere_at_all", empty="json_code")
-    assert asked(folder, "outer.optimizer=lion") == "imported\nlion"
-    assert asked(folder) == "nesterov"
-    assert asked(folder, "outer.optimizer=json_code").startswith("outer.optimizer=json_code is not installed here; ")
-    assert asked(folder, "outer.optimizer=broken").startswith(
+    assert asked() == "nesterov" and "lion_code" not in sys.modules
+    assert "(did you mean lion?)" in asked("outer.optimizer=lions")
+    assert asked("outer.optimizer=json_code").startswith("outer.optimizer=json_code is not installed here; ")
+    assert asked("outer.optimizer=broken").startswith(
         "outer.optimizer=broken is not installed here: nowhere_at_all cannot be imported (ModuleNotFoundError: "
     )
-    assert asked(folder, "outer.optimizer=empty").startswith("imported too\nouter.optimizer=empty is not installed ")
-    assert "(did you mean lion?)" in asked(folder, "outer.optimizer=lions")
+    assert not {"lion_code", "sign_code", "json_code"} & set(sys.modules)
+    assert asked("outer.optimizer=empty").startswith("imported too\nouter.optimizer=empty is not installed ")
+    assert asked("outer.optimizer=lion") == "imported\nlion"
+    del sys.modules["lion_code"], sys.modules["json_code"]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from diloco.errors import PayloadError
 from diloco.outer.codecs import CODECS, codec
-from diloco.outer.fragments import CHUNK, chunks
+from diloco.outer.fragments import CHUNK
 from diloco.outer.lossy import LOSSY
 from diloco.outer.merkle import LEAF, Tree, leaf, leaves, payload_root, root, verify
+from tests.support.outer import encoded, gaussian, payloads_of
 
 NODE, ROOT = b"diloco merkle node".ljust(32, b"\0"), b"diloco merkle root".ljust(32, b"\0")
 
@@ -35,12 +36,12 @@ def test_the_tree_is_that_of_the_rfc_under_a_root_with_its_size(count: int) -> N
     assert root(hashes(count)) == top
 
 
-@pytest.mark.parametrize("count", [*range(1, 35), 220])
+@pytest.mark.parametrize("count", [*range(1, 35), 130])
 def test_every_leaf_is_proved_at_its_own_index_only(count: int) -> None:
     all_leaves = hashes(count)
-    top = root(all_leaves)
+    top, tree = root(all_leaves), Tree(all_leaves)
     for index in range(count):
-        proof = Tree(all_leaves).path(index)
+        proof = tree.path(index)
         assert len(proof) <= (count - 1).bit_length()
         proved = [at for at in range(-1, count + 2) if verify(top, all_leaves[index], at, count, proof)]
         assert proved == [index]
@@ -69,18 +70,12 @@ def test_a_node_does_not_pass_for_a_leaf() -> None:
 
 @pytest.mark.parametrize("name", [*CODECS, *LOSSY])
 @pytest.mark.parametrize("numel", [1, LEAF + 1, CHUNK + 3 * LEAF + 5])
-def test_the_root_of_a_payload_is_over_its_leaves_as_if_each_was_encoded_alone(name: str, numel: int) -> None:
-    values, one = torch.randn(numel, generator=torch.Generator().manual_seed(7)), codec(name)
-    payloads = []
-    for start, stop in chunks(numel):
-        payloads.append(torch.empty(one.nbytes(stop - start), dtype=torch.uint8))
-        one.encode(values[start:stop], payloads[-1])
-    alone = []
+def test_a_payloads_root_is_over_leaves_as_if_encoded_alone(name: str, numel: int) -> None:
+    values, one, alone = gaussian(numel, 7), codec(name), []
     for block in values.split(LEAF):
-        payload = torch.empty(one.nbytes(len(block)), dtype=torch.uint8)
-        one.encode(block.clone(), payload)
-        alone.append(leaf(*[piece.numpy().tobytes() for piece in reversed(one.pieces(payload, len(block)))]))
-    assert payload_root(payloads, one, numel) == root(alone)
+        pieces = one.pieces(encoded(one, block.clone()), len(block))
+        alone.append(leaf(*[piece.numpy().tobytes() for piece in reversed(pieces)]))
+    assert payload_root(payloads_of(one, values), one, numel) == root(alone)
 
 
 def test_a_payload_of_the_wrong_length_has_no_leaves() -> None:

@@ -3,77 +3,62 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.config import OuterConfig
 from diloco.outer.optimizer import OPTIMIZERS, YOUTH, OuterStep, lr_at, momentum_at
 from diloco.protocol.schedule import dylu_steps
+from tests.support.outer import outer
 
 PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 
 
-def test_the_momentum_warms_up_with_an_effective_rate_that_rises_linearly() -> None:
+def test_the_momentum_warms_up_with_a_rate_that_rises_linearly() -> None:
     # 1 / (1 - 0.9) = 10, so 1, 3.25, 5.5, 7.75, 10 in four versions; 1 - 1/3.25 = 9/13, 1 - 1/5.5 = 9/11.
     values = [momentum_at(version, 0.9, 4) for version in range(6)]
     assert values == pytest.approx([0.0, 9 / 13, 9 / 11, 1 - 1 / 7.75, 0.9, 0.9])
 
 
-@given(st.integers(0, 200), st.floats(0, 0.999), st.integers(0, 100))
-def test_the_momentum_never_falls_and_ends_at_its_setting(version: int, momentum: float, warmup: int) -> None:
-    now, later = momentum_at(version, momentum, warmup), momentum_at(version + 1, momentum, warmup)
+@settings(max_examples=60)
+@given(
+    version=st.integers(0, 200) | st.integers(0, 10**6), momentum=st.floats(0, 0.999),
+    warmup=st.none() | st.integers(0, 100), rounds=st.none() | st.integers(1, 1000),
+)  # fmt: skip
+def test_the_momentum_never_falls_and_ends_at_its_setting(
+    version: int, momentum: float, warmup: int | None, rounds: int | None
+) -> None:
+    now, later = (momentum_at(v, momentum, warmup, rounds) for v in (version, version + 1))
     assert 0 <= now <= later + 1e-12 and later <= momentum + 1e-12
-    assert momentum_at(warmup, momentum, warmup) == momentum
+    end = rounds if warmup is None else warmup
+    assert end is None or momentum_at(end, momentum, warmup, rounds) == momentum
 
 
-def test_without_warmup_the_momentum_is_its_setting_from_the_first_step() -> None:
-    assert momentum_at(0, 0.9, 0) == 0.9
+def momentum_of(step: OuterStep, optimizer: str = "nesterov", **rates: object) -> float:
+    return OPTIMIZERS[optimizer](outer(sync_every=10, optimizer=optimizer, **rates)).rates(step)[1]
 
 
-def momentum_of(step: OuterStep, optimizer: str = "nesterov", **settings: object) -> float:
-    outer = OuterConfig.parse({"method": "diloco", "sync_every": 10, "optimizer": optimizer, **settings})
-    return OPTIMIZERS[optimizer](outer).rates(step)[1]
-
-
-def test_by_default_the_momentum_rises_over_the_rounds_that_are_planned() -> None:
+def test_by_default_the_momentum_rises_over_the_run() -> None:
+    """Over the rounds that are planned; without a plan with its age, of which a window of contributions is one step."""
     # 1 / (1 - 0.7) = 10/3, so 1, 13/6, 10/3 at the beginning, in the middle and at the end; 1 - 6/13 = 7/13.
-    rising = [momentum_of(OuterStep(version, 4), rounds=16) for version in (0, 8, 16, 40)]
-    assert rising == pytest.approx([0.0, 7 / 13, 0.7, 0.7])
+    planned = [momentum_of(OuterStep(version, 4), rounds=16) for version in (0, 8, 16, 40)]
+    assert planned == pytest.approx([0.0, 7 / 13, 0.7, 0.7])
+    aged = [momentum_of(OuterStep(version, 4)) for version in (0, YOUTH, 10**9)]
+    assert aged == pytest.approx([0.0, 7 / 13, 0.7])
+    windowed = momentum_of(OuterStep(4 * YOUTH, 1, 0, delay=4), "delayed_nesterov")
+    assert windowed == momentum_of(OuterStep(YOUTH, 4))
+    assert momentum_of(OuterStep(4, 4), rounds=100, momentum_warmup=4) == 0.7, "a warm-up counts more than the plan"
 
 
-def test_without_a_plan_the_momentum_rises_with_the_age_of_the_run() -> None:
-    rising = [momentum_of(OuterStep(version, 4)) for version in (0, YOUTH, 10**9)]
-    assert rising == pytest.approx([0.0, 7 / 13, 0.7])
-
-
-def test_without_a_plan_a_window_of_contributions_is_one_step_of_age() -> None:
-    old = momentum_of(OuterStep(4 * YOUTH, 1, 0, delay=4), "delayed_nesterov")
-    assert old == momentum_of(OuterStep(YOUTH, 4))
-
-
-def test_a_warmup_counts_more_than_the_plan() -> None:
-    assert momentum_of(OuterStep(4, 4), rounds=100, momentum_warmup=4) == 0.7
-
-
-@given(st.integers(0, 10**6), st.floats(0, 0.999), st.one_of(st.none(), st.integers(1, 1000)))
-def test_the_momentum_never_falls_with_a_plan_or_without(version: int, momentum: float, rounds: int | None) -> None:
-    now, later = (momentum_at(v, momentum, None, rounds) for v in (version, version + 1))
-    assert 0 <= now <= later + 1e-12 and later <= momentum + 1e-12
-
-
-def test_the_learning_rate_by_peers_is_the_papers_and_linear_in_the_logarithm_between() -> None:
+def test_the_learning_rate_by_peers_is_the_papers() -> None:
+    """And linear in the logarithm between, constant beyond the ends and without a table."""
     assert [lr_at(5, peers, 0.7, PAPER) for peers in (1, 2, 4, 8)] == pytest.approx([0.4, 0.6, 0.6, 0.8])
     assert lr_at(0, 3, 0.7, PAPER) == pytest.approx(0.6)
     assert lr_at(0, 4, 0.7, {2: 0.5, 8: 0.9}) == pytest.approx(0.7)  # 4 is half-way from 2 to 8 in doublings
+    assert lr_at(0, 1, 0.7, {2: 0.5, 8: 0.9}) == lr_at(0, 7, 0.7, {4: 0.5}) == 0.5
+    assert lr_at(0, 1000, 0.7, {8: 0.9, 2: 0.5}) == 0.9 and lr_at(0, 7, 0.7, {}) == 0.7
 
 
-def test_the_learning_rate_is_constant_beyond_the_ends_and_without_a_table() -> None:
-    assert lr_at(0, 1, 0.7, {2: 0.5, 8: 0.9}) == 0.5
-    assert lr_at(0, 1000, 0.7, {8: 0.9, 2: 0.5}) == 0.9
-    assert lr_at(0, 7, 0.7, {4: 0.5}) == 0.5
-    assert lr_at(0, 7, 0.7, {}) == 0.7
-
-
+@settings(max_examples=50)
 @given(st.dictionaries(st.integers(1, 100), st.floats(0.01, 2.0), min_size=1, max_size=5), st.integers(1, 200))
 def test_the_learning_rate_stays_within_the_table(table: dict[int, float], peers: int) -> None:
     rate = lr_at(0, peers, 0.7, table)
@@ -88,6 +73,7 @@ def test_steps_by_speed_are_those_of_the_papers_toy_experiment() -> None:
     assert dylu_steps(speeds[3], speeds[0], 20, floor=1) == 3
 
 
+@settings(max_examples=50)
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(1, 1000), st.integers(1, 50))
 def test_steps_by_speed_are_between_the_floor_and_the_interval(
     mine: float, fastest: float, sync_every: int, floor: int
@@ -95,6 +81,6 @@ def test_steps_by_speed_are_between_the_floor_and_the_interval(
     assert min(floor, sync_every) <= dylu_steps(mine, fastest, sync_every, floor) <= sync_every
 
 
-def test_a_peer_without_a_measurement_and_the_fastest_take_the_whole_interval() -> None:
+def test_the_fastest_and_the_unmeasured_take_the_whole_interval() -> None:
     assert dylu_steps(0.0, 3.0, 50) == dylu_steps(3.0, 0.0, 50) == dylu_steps(3.0, 3.0, 50) == 50
     assert dylu_steps(4.0, 3.0, 50) == 50

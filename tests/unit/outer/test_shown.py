@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.audit import parts
 from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK, partition
 from diloco.outer.merkle import LEAF, payload_root
 from diloco.outer.shown import Kept, leaf_count, opens, part_at, part_count
-from tests.support.audits import encoded
+from tests.support.outer import gaussian, outer, payloads_of
 
 NUMELS = [5, LEAF, CHUNK, CHUNK + 3 * LEAF + 5, 2 * CHUNK + LEAF]
 
@@ -21,12 +19,14 @@ NUMELS = [5, LEAF, CHUNK, CHUNK + 3 * LEAF + 5, 2 * CHUNK + LEAF]
 @pytest.mark.parametrize("merge", ["mean", "rda"])
 @pytest.mark.parametrize("name", ["int8", "e3m0", "fp16", "stat2", "topk"])
 def test_each_part_opens_under_the_root_and_no_other_one_does(name: str, merge: str, numel: int) -> None:
-    settings, up = OuterConfig(method="diloco", sync_every=1, merge=merge), codec(name)
+    settings, up = outer(merge=merge), codec(name)
     [fragment] = partition({"w": numel}, 1)
-    payloads = encoded(up, torch.randn(numel, generator=torch.Generator().manual_seed(numel)))
+    payloads = payloads_of(up, gaussian(numel, numel))
     root, kept = payload_root(payloads, up, numel), Kept(up, numel, 7, {"a": payloads})
     all_parts = parts(fragment, settings)
     assert len(all_parts) == part_count(fragment, settings) and kept.peers == ["a"]
+    assert part_at(fragment, settings, len(all_parts)) is None and part_at(fragment, settings, -1) is None
+    assert merge == "rda" or leaf_count(numel) == len(all_parts)
     for at, part in enumerate(all_parts):
         [shown] = kept.show(part)
         assert opens(up, root, part, shown)
@@ -38,12 +38,3 @@ def test_each_part_opens_under_the_root_and_no_other_one_does(name: str, merge: 
             assert not opens(up, root, other, shown)
         with pytest.raises(PayloadError):
             opens(up, root, part, shown._replace(payload=shown.payload[:-1]))
-
-
-@pytest.mark.parametrize("numel", NUMELS)
-def test_there_are_no_parts_beyond_the_last(numel: int) -> None:
-    [fragment] = partition({"w": numel}, 1)
-    settings = OuterConfig(method="diloco", sync_every=1)
-    assert part_at(fragment, settings, part_count(fragment, settings)) is None
-    assert part_at(fragment, settings, -1) is None
-    assert leaf_count(numel) == len(parts(fragment, settings))

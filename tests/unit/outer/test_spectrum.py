@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
-from diloco.outer.codecs import codec
 from diloco.outer.fragments import CHUNK, Fragment, Slice, partition
 from diloco.outer.held import Held
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.spectrum import Matrix, flatten_, matrices
+from tests.support.outer import EXACT, gaussian, merge, outer, payloads_of, take
 
 
 def reference(matrix: Tensor, part: float) -> Tensor:
@@ -22,15 +21,11 @@ def reference(matrix: Tensor, part: float) -> Tensor:
     return (flat * matrix.double().norm() / flat.norm()).float()
 
 
-def values(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)) * scale
-
-
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(8, 20), (20, 8), (6, 6)])
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e15])
 def test_singular_values_take_the_power_and_the_norm_stays(part: float, shape: tuple[int, int], scale: float) -> None:
-    matrix = values(*shape, scale=scale)
+    matrix = gaussian(shape[0] * shape[1], 1, scale).view(shape)
     flat = matrix.flatten().clone()
     flatten_(flat, [Matrix(0, *shape)], part)
     torch.testing.assert_close(flat.view(shape), reference(matrix, part), rtol=1e-4, atol=1e-5 * scale)
@@ -40,7 +35,7 @@ def test_zeros_and_a_single_direction_stay_as_they_are() -> None:
     zeros = torch.zeros(12)
     flatten_(zeros, [Matrix(0, 3, 4)], 1.0)
     assert not zeros.any()
-    one = torch.outer(values(6), values(5))
+    one = torch.outer(gaussian(6, 1), gaussian(5, 1))
     flat = one.flatten().clone()
     flatten_(flat, [Matrix(0, 6, 5)], 0.5)
     torch.testing.assert_close(flat.view(6, 5), one, rtol=1e-3, atol=1e-3)
@@ -61,25 +56,16 @@ def test_only_whole_rows_of_hidden_matrices_are_flattened() -> None:
 
 
 @pytest.mark.parametrize("robust", ["none", "clip"])
-def test_a_version_is_made_of_flattened_matrices_whatever_chunk_they_lie_in(robust: str) -> None:
+def test_a_version_is_made_of_flattened_matrices(robust: str) -> None:
     """One matrix lies across the border of two chunks; the vector behind it gets the plain mean."""
     shapes = {"a": (CHUNK - 2048,), "b": (64, 64), "c": (10,)}
     [fragment] = partition({name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}, 1)
-    settings = OuterConfig(
-        method="diloco", sync_every=1, lr=1.0, momentum=0.0, codec_up="fp32", codec_down="fp32", flatten=0.5,
-        robust=robust,
-    )  # fmt: skip
+    settings = outer(lr=1.0, momentum=0.0, flatten=0.5, robust=robust, **EXACT)
     held = Held(fragment, torch.zeros(fragment.numel), settings, random.Random(0), shapes=shapes)
-    generator, contributions = torch.Generator().manual_seed(0), []
-    for peer in "abcd":
-        delta = torch.randn(fragment.numel, generator=generator) + 1
-        contributions.append(delta)
-        for chunk, (start, stop) in enumerate(held.chunks):
-            payload = torch.empty(4 * (stop - start), dtype=torch.uint8)
-            codec("fp32").encode(delta[start:stop], payload)
-            held.take(chunk, peer, payload, 1.0)
-    judged = held.judge(dict.fromkeys("abcd", 1.0)) if robust == "clip" else None
-    held.merge_(OuterStep(0, 4), torch.empty(4 * fragment.numel, dtype=torch.uint8), judged)
+    contributions = [gaussian(fragment.numel, seed) + 1 for seed in range(4)]
+    for peer, delta in zip("abcd", contributions, strict=True):
+        take(held, peer, payloads_of(held.up, delta))
+    merge(held, OuterStep(0, 4))
     mean = torch.stack(contributions).mean(0)
     begin, end = CHUNK - 2048, CHUNK + 2048
     assert held.chunks[0][1] == CHUNK < end, "the matrix is in two chunks"

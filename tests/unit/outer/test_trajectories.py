@@ -1,21 +1,20 @@
 """Golden trajectories: every merge rule and outer optimizer with constant gradients, worked out by hand.
 
 Unless it says otherwise, pseudo-gradients are 0.2, 0.4, 0.6 and 1.2 in every round, the outer learning rate and the
-momentum are 0.5, and all parameters start at 10. The mean is then 0.6. (Nesterov on that mean through codecs, fragments
-and real parameters is in test_optimizer.py: 9.55, 9.025, 8.4625, 7.88125.)
+momentum are 0.5, and all parameters start at 10. The mean is then 0.6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from diloco.config import OuterConfig
 from diloco.outer.codecs import codec
-from diloco.outer.fragments import partition
 from diloco.outer.optimizer import (
     DelayedNesterov,
     OuterStep,
@@ -28,9 +27,9 @@ from diloco.outer.optimizer import (
     nesterov_,
 )
 from diloco.outer.rda import add_directions_, radial_directional_
-from diloco.outer.replica import Replica
 from diloco.protocol.messages.bulk import Contribution
 from diloco.protocol.syncer import Syncer
+from tests.support.outer import EXACT, exchange, merge, outer, syncer, take
 
 DELTAS = [0.2, 0.4, 0.6, 1.2]
 NUMEL = 5
@@ -52,16 +51,29 @@ def merged(deltas: Sequence[float], weights: Sequence[float]) -> Tensor:
     return total
 
 
-# -- synchronous ------------------------------------------------------------------------------------------------------
-
-
 # FedAvg, lr 1:     10 - 0.6 = 9.4;  8.8;  8.2
 # SGD, lr 0.5:      10 - 0.3 = 9.7;  9.4;  9.1
-@pytest.mark.parametrize(("lr", "golden"), [(1.0, [9.4, 8.8, 8.2]), (0.5, [9.7, 9.4, 9.1])], ids=["fedavg", "sgd"])
-def test_without_momentum(lr: float, golden: list[float]) -> None:
+#
+# Warm-up of 2 versions: 1 / (1 - mu) is 1, 1.5, 2, 2, so mu is 0, 1/3, 1/2, 1/2.
+#   m = 0.6                    step 0.5 * (0.6 + 0)         = 0.3           9.7
+#   m = 0.6 / 3 + 0.6 = 0.8    step 0.5 * (0.6 + 0.8 / 3)   = 0.43333333    9.26666667
+#   m = 0.8 / 2 + 0.6 = 1.0    step 0.5 * (0.6 + 0.5)       = 0.55          8.71666667
+#   m = 1.0 / 2 + 0.6 = 1.1    step 0.5 * (0.6 + 0.55)      = 0.575         8.14166667
+#
+# 1, 2 and 4 peers with {1: 0.4, 4: 0.8}: lr 0.4, 0.6 (half-way in doublings), 0.8; steps 0.24, 0.36, 0.48.
+RATES: dict[str, tuple[Callable[[int], tuple[float, float]], list[float]]] = {
+    "fedavg": (lambda version: (1.0, 0.0), [9.4, 8.8, 8.2]),
+    "sgd": (lambda version: (0.5, 0.0), [9.7, 9.4, 9.1]),
+    "warm-up": (lambda version: (0.5, momentum_at(version, 0.5, 2)), [9.7, 9.26666667, 8.71666667, 8.14166667]),
+    "by peers": (lambda version: (lr_at(version, 2**version, 0.5, {1: 0.4, 4: 0.8}), 0.0), [9.76, 9.4, 8.92]),
+}
+
+
+@pytest.mark.parametrize(("rates", "golden"), RATES.values(), ids=RATES)
+def test_nesterov_by_rates(rates: Callable[[int], tuple[float, float]], golden: list[float]) -> None:
     master, momentum = full(10.0), full(0.0)
-    for expected in golden:
-        nesterov_(master, momentum, merged(DELTAS, [1.0] * 4), lr, 0.0)
+    for version, expected in enumerate(golden):
+        nesterov_(master, momentum, merged(DELTAS, [1.0] * 4), *rates(version))
         assert_all(master, expected)
 
 
@@ -78,37 +90,37 @@ def test_without_momentum(lr: float, golden: list[float]) -> None:
     ],
 )
 def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
-    syncer = Syncer(0, 1, 0, OuterConfig.parse({"method": "diloco", "sync_every": 1, "weights": kind}))
+    sums = Syncer(0, 1, 0, outer(weights=kind))
+    digests = {"base_digest": "0" * 64, "manifest_hash": "0" * 64}
     for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True):
-        header = Contribution(
-            base_digest="0" * 64, manifest_hash="0" * 64, fragment=0, term=1, base_version=0, steps=steps, tokens=1000
-        )
-        assert syncer.offer(peer, header).accepted
-    weights = [syncer.weight(peer) for peer in "abcd"]
+        header = Contribution(**digests, fragment=0, term=1, base_version=0, steps=steps, tokens=1000)
+        assert sums.offer(peer, header).accepted
     master, momentum = full(10.0), full(0.0)
     for expected in golden:
-        nesterov_(master, momentum, merged(DELTAS, weights), 0.5, 0.5)
+        nesterov_(master, momentum, merged(DELTAS, [sums.weight(peer) for peer in "abcd"]), 0.5, 0.5)
         assert_all(master, expected)
 
 
-# Warm-up of 2 versions: 1 / (1 - mu) is 1, 1.5, 2, 2, so mu is 0, 1/3, 1/2, 1/2.
-#   m = 0.6                    step 0.5 * (0.6 + 0)         = 0.3           9.7
-#   m = 0.6 / 3 + 0.6 = 0.8    step 0.5 * (0.6 + 0.8 / 3)   = 0.43333333    9.26666667
-#   m = 0.8 / 2 + 0.6 = 1.0    step 0.5 * (0.6 + 0.5)       = 0.55          8.71666667
-#   m = 1.0 / 2 + 0.6 = 1.1    step 0.5 * (0.6 + 0.55)      = 0.575         8.14166667
-def test_nesterov_with_momentum_warmup() -> None:
-    master, momentum = full(10.0), full(0.0)
-    for version, expected in enumerate([9.7, 9.26666667, 8.71666667, 8.14166667]):
-        nesterov_(master, momentum, full(0.6), 0.5, momentum_at(version, 0.5, 2))
-        assert_all(master, expected)
-
-
-# 1, 2 and 4 peers with {1: 0.4, 4: 0.8}: lr 0.4, 0.6 (half-way in doublings), 0.8; steps 0.24, 0.36, 0.48.
-def test_sgd_with_a_learning_rate_by_peers() -> None:
-    master, momentum = full(10.0), full(0.0)
-    for version, (peers, expected) in enumerate([(1, 9.76), (2, 9.4), (4, 8.92)]):
-        nesterov_(master, momentum, full(0.6), lr_at(version, peers, 0.5, {1: 0.4, 4: 0.8}), 0.0)
-        assert_all(master, expected)
+# The same with real parameters in fragments. Equal weights: m 1.125 and a step of 0.58125 follow.
+# Tokens 1000, 1000, 1000 and 5000: the mean is (0.2 + 0.4 + 0.6 + 5 * 1.2) / 8 = 7.2 / 8 = 0.9, so 1.5 times the above.
+#   steps 0.675, 0.7875, 0.84375, 0.871875
+#   10 - 0.675 = 9.325; 9.325 - 0.7875 = 8.5375; 8.5375 - 0.84375 = 7.69375; 7.69375 - 0.871875 = 6.821875
+@pytest.mark.parametrize(
+    ("last", "golden"), [(1000.0, [9.55, 9.025, 8.4625, 7.88125]), (5000.0, [9.325, 8.5375, 7.69375, 6.821875])]
+)
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_nesterov_on_parameters(last: float, golden: list[float], fragments: int) -> None:
+    settings = outer(lr=0.5, momentum=0.5, momentum_warmup=0, robust="none", **EXACT)
+    starts = [{"w": torch.full((2, 3), 10.0).t(), "b": torch.full((4,), 10.0)} for _ in DELTAS]
+    peers = [syncer(parameters, settings, fragments) for parameters in starts]
+    for version, expected in enumerate(golden):
+        for peer, delta in zip(peers, DELTAS, strict=True):
+            for parameter in peer.parameters.values():
+                parameter -= delta
+        exchange(peers, (1000.0, 1000.0, 1000.0, last), version)
+        for peer in peers:
+            for parameter in peer.parameters.values():
+                assert_all(parameter, expected)
 
 
 # Two peers of equal weight. First piece: (2, 0) of norm 2 and (1.12, 3.84) of norm 4. The unit vectors (1, 0) and
@@ -137,23 +149,16 @@ def test_nesterov_on_the_radial_directional_average() -> None:
 #   e = (2, 2.25, 0)     + delta = (6, 5.25, -3.5)  sends   6     at 0    ( 0, 10,    15.25)
 #   e = (0, 2.625, -1.75)+ delta = (4, 5.625,-5.25) sends   5.625 at 1    ( 0, 4.375, 15.25)
 def test_sparse_with_error_feedback() -> None:
-    settings = OuterConfig(
-        method="diloco", sync_every=1, codec_up="topk", error_feedback=0.5, momentum=0, lr=1, codec_down="fp32"
-    )
-    peer = Replica({"w": torch.full((3,), 10.0)}, partition({"w": 3}, 1), settings)
-    peer.hold(0)
+    settings = outer(codec_up="topk", error_feedback=0.5, momentum=0, lr=1, codec_down="fp32")
+    peer = syncer({"w": torch.full((3,), 10.0)}, settings)
     for version, expected in enumerate(([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])):
         peer.parameters["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
         peer.capture(0)
-        peer.held[0].take(0, "peer", peer.encode(0, 0), 1.0)
-        update = torch.empty(peer.update_nbytes(0), dtype=torch.uint8)
-        peer.held[0].merge_(OuterStep(version, 1), update, peer.held[0].judge({"peer": 1.0}))
+        take(peer.held[0], "peer", [peer.encode(0, 0)])
+        merge(peer.held[0], OuterStep(version, 1))
         peer.release_capture(0)
         peer.load_local_()
         assert peer.anchors[0].tolist() == expected
-
-
-# -- without a barrier ------------------------------------------------------------------------------------------------
 
 
 # Naive async: a whole Nesterov step with each contribution.
@@ -161,45 +166,39 @@ def test_sparse_with_error_feedback() -> None:
 #   m = 0.1   + 0.4 = 0.5      step 0.5 * (0.4 + 0.25)   = 0.325      9.525
 #   m = 0.25  + 0.6 = 0.85     step 0.5 * (0.6 + 0.425)  = 0.5125     9.0125
 #   m = 0.425 + 1.2 = 1.625    step 0.5 * (1.2 + 0.8125) = 1.00625    8.00625, where synchronous Nesterov is at 9.55
-def test_naive_async_nesterov() -> None:
-    master, momentum = full(10.0), full(0.0)
-    for delta, expected in zip(DELTAS, [9.85, 9.525, 9.0125, 8.00625], strict=True):
-        nesterov_(master, momentum, full(delta), 0.5, 0.5)
-        assert_all(master, expected)
-
-
-# FedBuff, buffers of two: means 0.3, 0.9, 0.3, 0.9.
-#   m = 0.3                    step 0.5 * (0.3 + 0.15)    = 0.225      9.775
-#   m = 0.15 + 0.9 = 1.05      step 0.5 * (0.9 + 0.525)   = 0.7125     9.0625
-#   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
-#   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
-def test_fedbuff() -> None:
-    state = (full(10.0), full(0.0), full(0.0))
-    pairs = [DELTAS[:2], DELTAS[2:]] * 2
-    for pair, expected in zip(pairs, [9.775, 9.0625, 8.70625, 7.928125], strict=True):
-        for delta, last in zip(pair, (False, True), strict=True):
-            state = fedbuff(*state, full(delta), lr=0.5, beta=0.5, delay=2, last=last)
-        assert_all(state[0], expected)
-
-
+#
 # Delayed Nesterov, windows of four; three contributions of 0.2, 0.4 and 0.6 move the master by 0.025, 0.05 and 0.075.
 #   c = 0     fourth: m = 2.4 / 4 = 0.6          step 0.5 * (0.3  + 0.3)       = 0.3       9.55
 #             fourth: m = 0.3 + 0.6 = 0.9        step 0.5 * (0.45 + 0.3)       = 0.375     9.025, as synchronous
 #   c = 0.1   fourth: share 1 - 0.4 + 0.1 = 0.7  step 0.5 * (0.7 * 0.3 + 0.3)  = 0.255     9.595
 #             each of the next three adds 0.5 * 0.1 * 0.5 * 0.6 = 0.015: 0.04, 0.065, 0.09
 #             fourth: m = 0.9                    step 0.5 * (0.7 * 0.45 + 0.3) = 0.3075    9.0925
-@pytest.mark.parametrize(
-    ("c", "golden"),
-    [
-        (0.0, [9.975, 9.925, 9.85, 9.55, 9.525, 9.475, 9.4, 9.025]),
-        (0.1, [9.975, 9.925, 9.85, 9.595, 9.555, 9.49, 9.4, 9.0925]),
-    ],
-)
-def test_delayed_nesterov(c: float, golden: list[float]) -> None:
+#
+# Windows of two, c = 0. The first contribution, 0.8, is 3 versions late and counts (1 + 3) ** -0.5 = 0.5.
+#   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
+#   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
+#
+# FedBuff, buffers of two: means 0.3, 0.9, 0.3, 0.9.
+#   m = 0.3                    step 0.5 * (0.3 + 0.15)    = 0.225      9.775
+#   m = 0.15 + 0.9 = 1.05      step 0.5 * (0.9 + 0.525)   = 0.7125     9.0625
+#   m = 0.525 + 0.3 = 0.825    step 0.5 * (0.3 + 0.4125)  = 0.35625    8.70625
+#   m = 0.4125 + 0.9 = 1.3125  step 0.5 * (0.9 + 0.65625) = 0.778125   7.928125
+PUSHES: dict[str, tuple[Callable[..., Any], int, list[float], list[float]]] = {
+    "naive async": (delayed_nesterov, 1, DELTAS, [9.85, 9.525, 9.0125, 8.00625]),
+    "delayed": (delayed_nesterov, 4, DELTAS * 2, [9.975, 9.925, 9.85, 9.55, 9.525, 9.475, 9.4, 9.025]),
+    "delayed c": (
+        partial(delayed_nesterov, c=0.1), 4, DELTAS * 2, [9.975, 9.925, 9.85, 9.595, 9.555, 9.49, 9.4, 9.0925]
+    ),
+    "late": (delayed_nesterov, 2, [0.8 * (1 + 3) ** -0.5, 0.6], [9.9, 9.625]),
+    "fedbuff": (fedbuff, 2, DELTAS * 2, [10.0, 9.775, 9.775, 9.0625, 9.0625, 8.70625, 8.70625, 7.928125]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "delay", "deltas", "golden"), PUSHES.values(), ids=PUSHES)
+def test_one_push_at_a_time(rule: Callable[..., Any], delay: int, deltas: list[float], golden: list[float]) -> None:
     state = (full(10.0), full(0.0), full(0.0))
-    for push, expected in enumerate(golden):
-        delta = full(DELTAS[push % 4])
-        state = delayed_nesterov(*state, delta, lr=0.5, beta=0.5, delay=4, last=push % 4 == 3, c=c)
+    for push, (delta, expected) in enumerate(zip(deltas, golden, strict=True)):
+        state = rule(*state, full(delta), lr=0.5, beta=0.5, delay=delay, last=push % delay == delay - 1)
         assert_all(state[0], expected)
 
 
@@ -208,31 +207,13 @@ def test_delayed_nesterov(c: float, golden: list[float]) -> None:
 #   m = (0.6 + 1.8) / 4 = 0.6
 #   step 0.5 * (0.5 * 0.6 + 2/4 * 0.9) = 0.375    9.55         m = 0.9: 0.5 * (0.45 + 0.45) = 0.45    9.025
 def test_delayed_nesterov_in_groups() -> None:
-    one = DelayedNesterov(
-        OuterConfig(
-            method="diloco", sync_every=1, optimizer="delayed_nesterov", lr=0.5, momentum=0.5, momentum_warmup=0
-        )
-    )
+    one = DelayedNesterov(outer(optimizer="delayed_nesterov", lr=0.5, momentum=0.5, momentum_warmup=0))
     master, vectors = full(10.0), [full(0.0), full(0.0)]
     for group, expected in enumerate([9.925, 9.55, 9.475, 9.025]):
         transition, before = one.transition(OuterStep(group, 2, group % 2 * 2, 4)), master.clone()
         transition.move_(master, full(0.9 if group % 2 else 0.3), vectors)
         transition.follow_(vectors, master - before)
         assert_all(master, expected)
-
-
-# Windows of two, c = 0. The first contribution, 0.8, is 3 versions late and counts (1 + 3) ** -0.5 = 0.5.
-#   step 0.5 * 0.5/2 * 0.8 = 0.1                                      9.9
-#   m = (0.4 + 0.6) / 2 = 0.5    step 0.5 * (0.25 + 0.3) = 0.275      9.625
-def test_delayed_nesterov_with_a_late_contribution() -> None:
-    state = (full(10.0), full(0.0), full(0.0))
-    for delta, staleness, last, expected in ((0.8, 3, False, 9.9), (0.6, 0, True, 9.625)):
-        discounted = full(delta * (1 + staleness) ** -0.5)
-        state = delayed_nesterov(*state, discounted, lr=0.5, beta=0.5, delay=2, last=last)
-        assert_all(state[0], expected)
-
-
-# -- peers that differ by design --------------------------------------------------------------------------------------
 
 
 # Eager, two peers with 0.2 and 0.6, mean 0.4, which the anchor gets a round late.

@@ -19,22 +19,16 @@ from diloco.data.mixture import Mixture, counts_of, places
 from diloco.data.numbered import NumberedStream, Rows
 from diloco.errors import ConfigError, DataError
 from tests.support.data import config, rows_of, written
+from tests.support.errors import error_text
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
 
-def source(index: int, rows: int) -> Rows:
-    """Sequences (index, their number)."""
-    array = np.stack([np.full(rows, index), np.arange(rows)], 1).astype(np.int32)
-    return Rows(array, f"source{index}")
-
-
 def mixed(sizes: list[int], weights: list[float]) -> Mixture:
-    names = [f"s{index}" for index in range(len(sizes))]
-    return Mixture(names, [source(index, size) for index, size in enumerate(sizes)], weights)
-
-
-# --- which source, and which of its sequences
+    """Of sources of sequences (number of the source, their own number)."""
+    arrays = [np.stack([np.full(size, index), np.arange(size)], 1) for index, size in enumerate(sizes)]
+    sources = [Rows(array.astype(np.int32), f"source{index}") for index, array in enumerate(arrays)]
+    return Mixture([f"s{index}" for index in range(len(sizes))], sources, weights)
 
 
 @given(weights)
@@ -62,14 +56,11 @@ def test_every_block_has_its_part_of_each_source(weights: list[float], blocks: i
     assert alone[2] == [sources[-5], ranks[-5]]
 
 
-def test_blocks_seeds_and_unsharded_peers_have_own_orders() -> None:
+def test_orders_differ_and_any_stride_sees_sources_by_weight() -> None:
     counts = counts_of([2, 1])
     both, _ = places(np.arange(2 * MIXTURE_BLOCK), "0", counts)
     orders = [*np.split(both, 2), *(places(np.arange(MIXTURE_BLOCK), order, counts)[0] for order in ("1", "0/7"))]
-    assert len({tuple(order.tolist()) for order in orders}) == 4
-
-
-def test_any_stride_sees_the_sources_by_their_weights() -> None:
+    assert len({tuple(order.tolist()) for order in orders}) == 4, "of blocks, seeds and peers without shards"
     for stride in (2, 4, 7, 100):  # taking turns would give every shard of two one source only
         for shard in range(2):
             sources, _ = places(np.arange(shard, 4 * MIXTURE_BLOCK, stride), "0", counts_of([1, 1]))
@@ -87,9 +78,6 @@ def test_each_source_repeats_at_its_own_pace() -> None:
     own = rows[rows[:, 0] == 0][:, 1]
     for epoch in range(50):
         assert sorted(own[100 * epoch : 100 * epoch + 100]) == list(range(100))
-
-
-# --- as data of a run
 
 
 def test_shards_ranks_and_positions_are_those_of_one_source() -> None:
@@ -153,8 +141,6 @@ def test_errors_name_the_source(files: dict[str, tuple[str, ...]]) -> None:
             opened({**files, "notes": (place,)})
 
 
-# --- as settings
-
 A, B = "{name:a,source:stdlib,weight:1}", "{name:b,source:text,weight:3}"
 
 
@@ -165,15 +151,12 @@ def settings_of(*entries: str, **changes: str) -> Config:
 
 
 def test_a_mixture_belongs_to_the_run_and_its_paths_to_the_peer() -> None:
+    """So a joiner takes it, and says where its own files are."""
     one, other = settings_of(), settings_of(**{"data.paths.b": "[elsewhere/,x]"})
-    assert one.manifest() == other.manifest()
-    assert "notes" not in one.manifest().to_json()
-    assert Manifest.from_json(one.manifest().to_json()) == one.manifest()
-    assert one.manifest().hash() != settings_of(A.replace("1", "2"), B).manifest().hash()
-
-
-def test_a_joiner_takes_the_mixture_and_says_where_its_files_are() -> None:
-    theirs = settings_of().manifest()
+    theirs = one.manifest()
+    assert theirs == other.manifest() == Manifest.from_json(theirs.to_json())
+    assert "notes" not in theirs.to_json()
+    assert theirs.hash() != settings_of(A.replace("1", "2"), B).manifest().hash()
     with pytest.raises(ConfigError, match=r"b needs files; set data\.paths\.b=FILE_OR_DIRECTORY"):
         compose([]).adopt(theirs)
     assert settings_of(**{"data.paths.b": "mine/"}).adopt(theirs).data.paths == {"b": ("mine/",)}
@@ -223,7 +206,5 @@ NO_B = {"data.paths.b": ""}
     ],
 )
 def test_a_mixture_that_cannot_be_is_one_line(entries: list[str], changes: dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        settings_of(*entries, **changes)
-    assert str(caught.value).startswith(text if text.startswith("data.") else f"data.mixture{text}")
-    assert "\n" not in str(caught.value)
+    reason = error_text(ConfigError, settings_of, *entries, **changes)
+    assert reason.startswith(text if text.startswith("data.") else f"data.mixture{text}")

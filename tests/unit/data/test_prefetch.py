@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco import data
 from diloco.config import compose
 from diloco.data.numbered import LeasedStream, NumberedStream
-from diloco.data.prefetch import AHEAD, Planned, Prefetched
+from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
 from diloco.protocol.ledger import Units, count, intersection, union
 from diloco.swarm.conversations.units import LeasedData
 from diloco.train.island import Island
-from tests.support.data import config, numbered, rows_of, written
+from diloco.train.run import _stream
+from tests.support.data import config, numbered, rows_of
+from tests.support.hub_rows import hub_directory
 
 PATIENCE_S = 120
 
@@ -35,12 +39,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    files: dict[str, str | bytes] = {
-        f"train-{file}.jsonl": "".join(json.dumps({"text": f"{file}/{row} " + "x" * row}) + "\n" for row in range(20))
-        for file in range(3)
-    }
-    hub = written(tmp_path_factory.mktemp("hub") / "corpus", files)
-    return data.load(config("hub", name=str(hub)), seed=3)
+    return data.load(config("hub", name=str(hub_directory(tmp_path_factory.mktemp("hub")))), seed=3)
 
 
 @pytest.mark.parametrize("kind", ["numbered", "hub", "hub rows"])
@@ -96,13 +95,9 @@ class Recorded:
     def state(self) -> dict[str, Any]:
         return {"planned": self.planned}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.planned = state["planned"]
-
 
 def test_no_more_is_made_than_the_depth_and_nothing_unasked() -> None:
-    source: Planned = Recorded()
-    assert isinstance(source, Recorded)
+    source: Any = Recorded()
     with closing(Prefetched(source, depth=3)) as stream:
         for made in ([], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
             assert source.made == made
@@ -120,6 +115,7 @@ def test_an_error_is_raised_when_its_batch_is_due() -> None:
 
 
 def test_closing_does_not_wait_for_what_nobody_will_train_on() -> None:
+    """And a closed stream begins anew when it is asked."""
     source = Recorded(waits_at=2)
     stream = Prefetched(source, depth=4)
     next(stream)
@@ -131,12 +127,6 @@ def test_closing_does_not_wait_for_what_nobody_will_train_on() -> None:
     closing_.join()
     stream.close()
     assert source.made == [1, 2]
-
-
-def test_a_closed_stream_begins_anew_when_it_is_asked() -> None:
-    stream = Prefetched(Recorded())
-    next(stream)
-    stream.close()
     assert int(next(stream)[0, 0]) == 2
     stream.close()
 
@@ -152,49 +142,31 @@ def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(monkeypatch: pyte
         assert int(next(stream)[0, 0]) == 1
 
 
-# --- the rows of the ranks of an island
-
-
-@given(batch=st.integers(1, 6), size=st.integers(1, 4), batches=st.integers(1, 5), shards=st.sampled_from([None, 1, 2]))
-@settings(max_examples=40)
-def test_all_ranks_have_the_batch_of_one_process(batch: int, size: int, batches: int, shards: int | None) -> None:
-    array, batch = numbered(29), batch * size
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), shards=st.sampled_from([None, 1, 2]))
+@example(sizes=[1, 2, 4, 1], shards=1)
+@example(sizes=[4, 3, 2, 1], shards=1)
+@settings(max_examples=30)
+def test_all_ranks_have_the_batch_of_one_process(sizes: list[int], shards: int | None) -> None:
+    """Also when a run goes on with another number of ranks."""
+    array, batch = numbered(29), math.lcm(*sizes)
     whole = NumberedStream(array, batch, 5, 0, shards)
-    ranks = [NumberedStream(array, batch, 5, 0, shards, (rank, size)) for rank in range(size)]
-    for _ in range(batches):
-        one, parts = next(whole), [next(rank) for rank in ranks]
-        for rank, part in enumerate(parts):
-            assert torch.equal(part, one[rank::size])
-        assert all(rank.state() == whole.state() for rank in ranks)
+    for size in sizes:
+        ranks = [NumberedStream(array, batch, 5, 0, shards, (rank, size)) for rank in range(size)]
+        for rank in ranks:
+            rank.restore(whole.state())
+        for _ in range(2):
+            one, parts = next(whole), [next(rank) for rank in ranks]
+            for rank, part in enumerate(parts):
+                assert torch.equal(part, one[rank::size])
+            assert all(rank.state() == whole.state() for rank in ranks)
 
 
 def test_a_rank_reads_its_own_sequences_only() -> None:
-    array, read = numbered(64), []
-
-    class Watched:
-        digest = array.digest
-
-        def read(self, numbers: Any, order: str) -> Any:
-            read.extend(numbers.tolist())
-            return array.read(numbers, order)
-
-    next(NumberedStream(Watched(), 8, 0, 0, 1, (1, 4)))
-    assert read == [1, 5]
-
-
-@pytest.mark.parametrize("sizes", [[1, 2, 4, 1], [4, 3, 2, 1]])
-def test_a_run_goes_on_with_another_number_of_ranks(sizes: list[int]) -> None:
-    array, batch = numbered(50), 12
-    whole, state = NumberedStream(array, batch, 0, 0, 1), None
-    for size in sizes:
-        ranks = [NumberedStream(array, batch, 0, 0, 1, (rank, size)) for rank in range(size)]
-        for rank in ranks:
-            if state is not None:
-                rank.restore(state)
-        for _ in range(2):
-            expected = next(whole)
-            assert torch.equal(torch.stack([next(rank) for rank in ranks], 1).flatten(0, 1), expected)
-        state = ranks[0].state()
+    array = numbered(64)
+    watched: Any = Mock(digest=array.digest, read=Mock(side_effect=array.read))
+    next(NumberedStream(watched, 8, 0, 0, 1, (1, 4)))
+    [(numbers, _)] = [one.args for one in watched.read.call_args_list]
+    assert numbers.tolist() == [1, 5]
 
 
 def test_ranks_of_a_hub_stream_keep_their_rows_of_one_batch(streamed: Any) -> None:
@@ -203,9 +175,6 @@ def test_ranks_of_a_hub_stream_keep_their_rows_of_one_batch(streamed: Any) -> No
         expected = next(whole)
         for rank, stream in enumerate(ranks):
             assert torch.equal(next(stream), expected[rank::3])
-
-
-# --- work units
 
 
 def leased(data_: LeasedData, size: int = 4) -> Prefetched:
@@ -263,41 +232,17 @@ def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[st
             assert count(both[0].all) == count(both[1].all)
 
 
-# --- which stream a run has
-
-
-class Asked:
-    """A dataset, and a peer of the swarm, that note what is asked of them."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def batches(self, batch_size: int, **options: Any) -> Recorded:
-        self.asked.append(("batches", options))
-        return Recorded()
-
-    def leased(self, batch_size: int, leases: Any, **options: Any) -> Recorded:
-        self.asked.append(("leased", options))
-        return Recorded()
-
-    def lease_units(self, sequences_per_round: int, batches_ahead: int) -> None:
-        self.asked.append((sequences_per_round, batches_ahead))
-
-
 @pytest.mark.parametrize(
     ("overrides", "rank", "size", "expected"),
     [
-        ([], 0, 1, [(8, AHEAD), ("leased", {"shard": 7, "rows": (0, 1)})]),
-        ([], 1, 2, [(8, AHEAD), ("leased", {"shard": 7, "rows": (1, 2)})]),
-        (["data.shard=1", "data.shards=3"], 1, 2, [("batches", {"shard": 7, "shards": 3, "rows": (1, 2)})]),
-        (["data.source=hub", "data.name=a/b"], 0, 2, [("batches", {"shard": 7, "shards": None, "rows": (0, 2)})]),
+        ([], 0, 1, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(0, 1))]),
+        ([], 1, 2, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(1, 2))]),
+        (["data.shard=1", "data.shards=3"], 1, 2, [call.batches(ANY, shard=7, shards=3, rows=(1, 2))]),
+        (["data.source=hub", "data.name=a/b"], 0, 2, [call.batches(ANY, shard=7, shards=None, rows=(0, 2))]),
     ],
 )
-def test_a_run_has_units_unless_data_is_cut_or_streamed(
-    overrides: list[str], rank: int, size: int, expected: list[Any]
-) -> None:
-    from diloco.train.run import _stream
-
-    asked: Any = Asked()
+def test_a_run_has_units_or_a_stream(overrides: list[str], rank: int, size: int, expected: list[Any]) -> None:
+    """The latter where its data is cut or comes from the hub."""
+    asked = Mock()  # a dataset, and a peer of the swarm
     _stream(compose(["experiment=smoke", *overrides]), asked, 7, Island(torch.device("cpu"), rank, size), asked)
-    assert asked.asked == expected
+    assert asked.method_calls == expected

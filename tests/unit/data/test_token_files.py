@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -18,16 +21,15 @@ from diloco.data import local, token_files, tokenise
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import DataError
 from tests.support.data import T, config, rows_of, written
+from tests.support.errors import error_text
 from tests.support.peers import together
 
 
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
     """Text of some 40 documents."""
-    parts: dict[str, str | bytes] = {
-        f"{part}.txt": "".join(f"w{part} w{n} " for n in range(30 + part)) for part in range(40)
-    }
-    return written(tmp_path / "book", parts)
+    parts = {f"{part}.txt": "".join(f"w{part} w{n} " for n in range(30 + part)) for part in range(40)}
+    return written(tmp_path / "book", dict(parts))
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +41,8 @@ def everything_has_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Which entries were made."""
-    entries: list[Path] = []
-    make = token_files._make
-
-    def noting(entry: Path, *rest: Any) -> None:
-        entries.append(entry)
-        make(entry, *rest)
-
-    monkeypatch.setattr(token_files, "_make", noting)
+    entries, make = list[Path](), token_files._make
+    monkeypatch.setattr(token_files, "_make", lambda entry, *rest: entries.append(entry) or make(entry, *rest))
     return entries
 
 
@@ -80,60 +76,47 @@ def test_tokens_are_made_once_for_any_sequence_length_and_place(book: Path, tmp_
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("change", ["content", "holdout", "tokenizer", "order"])
-def test_what_the_tokens_depend_on_is_in_the_key(
-    change: str, book: Path, tmp_path: Path, made: list[Path], word_tokenizer: str
-) -> None:
+def test_the_key_has_what_tokens_depend_on(book: Path, tmp_path: Path, made: list[Path], word_tokenizer: str) -> None:
     files = sorted(book.iterdir())
-    data.load(cached(tmp_path, *files), 0)
-    values: dict[str, Any] = {"holdout": {"holdout": 0.3}, "tokenizer": {"tokenizer": word_tokenizer}}.get(change, {})
-    if change == "content":
-        files[3].write_text(files[3].read_text().replace("w3", "w4"))
-    if change == "order":
-        files.reverse()
-    other = cached(tmp_path, *files, **values)
-    assert same(data.load(other, 0), data.load(other.model_copy(update={"cache": None}), 0))
-    assert len(set(made)) == 2
+
+    def load(files: list[Path], **values: Any) -> None:
+        kept, plain = (config("text", *files, cache=cache, **values) for cache in (str(tmp_path / "cache"), None))
+        assert same(data.load(kept, 0), data.load(plain, 0))
+
+    load(files)
+    load(files, holdout=0.3)
+    load(files, tokenizer=word_tokenizer)
+    load(files[::-1])
+    files[3].write_text(files[3].read_text().replace("w3", "w4"))
+    load(files)
+    assert len(set(made)) == 5
 
 
-def put(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-
-
-DAMAGE: dict[str, Any] = {
-    "cut": lambda entry: put(entry / "training.bin", (entry / "training.bin").read_bytes()[:-1]),
-    "long": lambda entry: put(entry / "training.bin", (entry / "training.bin").read_bytes() + b"x"),
-    "index": lambda entry: put(entry / "index.json", b'{"training": 3'),
-    "none": lambda entry: (entry / "held_out.bin").unlink(),
-    "empty": lambda entry: [file.unlink() for file in entry.iterdir()],
-}
+DAMAGE: tuple[Callable[[Path], object], ...] = (
+    lambda entry: os.truncate(file := entry / "training.bin", file.stat().st_size - 1),
+    lambda entry: (file := entry / "training.bin").write_bytes(file.read_bytes() + b"x"),
+    lambda entry: (entry / "index.json").write_text('{"training": 3'),
+    lambda entry: (entry / "held_out.bin").unlink(),
+    lambda entry: [file.unlink() for file in entry.iterdir()],
+)
 
 
 def test_a_broken_entry_is_made_again(book: Path, tmp_path: Path, made: list[Path]) -> None:
     whole = data.load(config("text", book, cache=None), 0)
     data.load(cached(tmp_path, book), 0)
     [entry] = made
-    for damage in DAMAGE.values():
+    for damage in DAMAGE:
         made.clear()
         damage(entry)
         assert same(data.load(cached(tmp_path, book), 0), whole)
         assert made == [entry]
-
-
-def test_what_a_killed_process_left_behind_is_removed(book: Path, tmp_path: Path, made: list[Path]) -> None:
-    data.load(cached(tmp_path, book), 0)
-    [entry] = made
-    left = entry.with_name(f".{entry.name}.tmp-0123")
-    entry.rename(left)
+    left = entry.rename(entry.with_name(f".{entry.name}.tmp-0123"))  # as a killed process leaves it
     data.load(cached(tmp_path, book), 0)
     assert not left.exists() and entry.is_dir()
 
 
 def test_several_that_want_the_same_tokens_make_them_once(book: Path, tmp_path: Path, made: list[Path]) -> None:
-    def load() -> Any:
-        return data.load(cached(tmp_path, book), 0)
-
-    one, *others = together(*[load] * 4)
+    one, *others = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 4)
     assert all(same(one, other) for other in others)
     assert len(made) == 1
 
@@ -141,38 +124,23 @@ def test_several_that_want_the_same_tokens_make_them_once(book: Path, tmp_path: 
 def test_without_locks_the_faster_one_wins(
     book: Path, tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     both, write = threading.Barrier(2), token_files._write
-
-    def together_(*arguments: Any) -> Any:
-        index = write(*arguments)
-        both.wait(120)
-        return index
-
+    no_locks = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(token_files.fcntl, "flock", no_locks)
-    monkeypatch.setattr(token_files, "_write", together_)
+    monkeypatch.setattr(token_files, "_write", lambda *arguments: (write(*arguments), both.wait(120))[0])
     one, other = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 2)
     assert same(one, other) and len(made) == 2
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(
-    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    cache = tmp_path / "cache"
-    with monkeypatch.context() as patch, pytest.raises(DataError) as caught:
-        patch.setattr(token_files.os, "fsync", full)
-        data.load(cached(tmp_path, book), 0)
-    assert str(caught.value) == (
+def test_a_full_disk_is_one_line_and_leaves_nothing(book: Path, tmp_path: Path) -> None:
+    cache, full = tmp_path / "cache", OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(token_files.os, "fsync", side_effect=full):
+        text = error_text(DataError, data.load, cached(tmp_path, book), 0)
+    assert text == (
         f"data.cache={cache}: {cache} cannot hold the tokens (No space left on device); make room there, set "
         "data.cache to another directory, or data.cache=null to keep them in memory"
     )
-    [left] = cache.iterdir()
-    assert left.suffix == ".lock"
+    assert [file.suffix for file in cache.iterdir()] == [".lock"]
     cache.rename(tmp_path / "moved")
     cache.write_text("a file")
     with pytest.raises(DataError, match=r"^data\.cache=.*/cache: .*/cache cannot hold the tokens \(.*\); make room"):
@@ -186,9 +154,7 @@ def test_bad_files_are_named_and_leave_no_entry(tmp_path: Path) -> None:
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_the_place_is_that_of_caches_unless_it_is_said(
-    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_is_that_of_caches(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     data.load(config("text", book), 0)
@@ -228,6 +194,6 @@ def test_a_tokenizer_has_the_same_digest_wherever_it_lies(word_tokenizer: str, t
 
 
 def test_much_text_for_a_slow_tokenizer_is_worth_processes(word_tokenizer: str) -> None:
-    tokenizer = HubTokenizer(word_tokenizer)
-    found = [tokenise.processes_for(10**size, one) for size, one in ((12, ByteTokenizer()), (6, tokenizer))]
-    assert found == [1, 1] and tokenise.processes_for(10**9, tokenizer) >= 1
+    slow = HubTokenizer(word_tokenizer)
+    assert tokenise.processes_for(10**12, ByteTokenizer()) == tokenise.processes_for(10**6, slow) == 1
+    assert tokenise.processes_for(10**9, slow) >= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -14,12 +15,13 @@ from rich.console import Console
 from diloco import hub
 from diloco.cli import consent as asking
 from diloco.cli.stages import Stages
-from diloco.config import Config, Manifest, compose
+from diloco.config import Manifest, compose
 from diloco.config.foreign import check_foreign, sources_of
 from diloco.errors import ConfigError, DataError
 from diloco.swarm.visit.look import parse_manifest
 from diloco.train.machine import inspect_machine
 from diloco.train.memory import fit_micro_batch, memory_need
+from tests.support.errors import error_text
 
 COMMIT = "a1" * 20
 ON_THE_HUB = [
@@ -37,37 +39,31 @@ def manifest(*overrides: str, **edits: Any) -> str:
     return json.dumps(content)
 
 
-# -- what is taken from a swarm ---------------------------------------------------------------------------------------
+def test_a_run_of_this_package_or_of_a_commit_can_be_joined() -> None:
+    for overrides in ([], ON_THE_HUB, ["data=text", "data.path=mine/"]):
+        assert parse_manifest(manifest(*overrides)).run.id == "quickstart"
 
 
-@pytest.mark.parametrize("overrides", [[], ON_THE_HUB, ["data=text", "data.path=mine/"]], ids=["here", "hub", "own"])
-def test_a_run_from_the_hub_at_a_commit_or_from_this_package_can_be_joined(overrides: list[str]) -> None:
-    assert parse_manifest(manifest(*overrides)).run.id == "quickstart"
+NAMES = ("/home/alice/notes", "../notes", "json", "org/../notes")
+NO_NAME, HIDDEN = " of the run is no name on the Hugging Face hub", "of the run holds characters that nobody can see"
 
 
 @pytest.mark.parametrize(
     ("overrides", "edits", "why"),
     [
         ([], {"model__path": "/home/alice/private", "model__config": {}}, "model.path=/home/alice/private of the run"),
-        (["data=hub"], {"data__name": "/home/alice/notes"}, "data.name=/home/alice/notes of the run is no name on the"),
-        (["data=hub"], {"data__name": "../notes"}, "data.name=../notes of the run is no name"),
-        (["data=hub"], {"data__name": "json"}, "data.name=json of the run is no name"),
-        (["data=hub"], {"data__name": "org/../notes"}, "data.name=org/../notes of the run is no name"),
-        (["data=hub"], {"data__name": "hf://datasets/org/set"}, "of the run is no name on the Hugging Face hub"),
-        ([], {"data__tokenizer": "/home/alice/.cache"}, "data.tokenizer=/home/alice/.cache of the run is no name"),
+        *((["data=hub"], {"data__name": name}, f"data.name={name}{NO_NAME}") for name in NAMES),
+        (["data=hub"], {"data__name": "hf://datasets/org/set"}, NO_NAME),
+        ([], {"data__tokenizer": "/home/alice/.cache"}, f"data.tokenizer=/home/alice/.cache{NO_NAME}"),
         ([], {"data__tokenizer": "org/words"}, "data.tokenizer=org/words of the run has no commit"),
         (["data=hub"], {}, "data.name=allenai/c4 of the run has no commit, so nobody knows what will be fetched; "),
         (ON_THE_HUB, {"model__revision": "main"}, "model.revision=main is not valid; expected a commit"),
-        (ON_THE_HUB, {"data__split": "train\u202e"}, "of the run holds characters that nobody can see"),
-        (ON_THE_HUB, {"data__subset": "\x1b]0;owned\x07"}, "of the run holds characters that nobody can see"),
+        (ON_THE_HUB, {"data__split": "train\u202e"}, HIDDEN),
+        (ON_THE_HUB, {"data__subset": "\x1b]0;owned\x07"}, HIDDEN),
     ],
-)  # fmt: skip
-def test_a_manifest_that_names_files_of_this_machine_is_refused(
-    overrides: list[str], edits: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_manifest(manifest(*overrides, **edits))
-    assert why in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).isprintable()
+)
+def test_a_manifest_with_paths_of_ours_is_refused(overrides: list[str], edits: dict[str, Any], why: str) -> None:
+    assert why in error_text(ConfigError, parse_manifest, manifest(*overrides, **edits))
 
 
 def test_a_name_that_is_also_a_path_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,31 +73,23 @@ def test_a_name_that_is_also_a_path_here_is_refused(tmp_path: Path, monkeypatch:
         check_foreign(Manifest.from_json(manifest(*ON_THE_HUB)))
 
 
-@pytest.mark.parametrize("text", ["${oc.env:HOME}", "x${bad", "${run.id}"])
-def test_nothing_of_this_machine_is_put_in_place_of_a_name_in_a_manifest(text: str) -> None:
-    escaped = manifest(data__tokenizer=text).replace("$", "\\u0024")
-    for said in (manifest(data__tokenizer=text), escaped, manifest(model__config={text: 1, "vocab_size": 256})):
-        with pytest.raises(ConfigError, match=r"^manifest holds \$\{"):
-            Manifest.from_json(said)
-
-
-def test_a_configuration_that_was_written_is_never_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_SECRET", "hunter2")
+def test_nothing_that_was_written_is_interpolated(tmp_path: Path) -> None:
+    for text in ("${oc.env:HOME}", "x${bad", "${run.id}"):
+        escaped = manifest(data__tokenizer=text).replace("$", "\\u0024")
+        for one in (manifest(data__tokenizer=text), escaped, manifest(model__config={text: 1, "vocab_size": 256})):
+            with pytest.raises(ConfigError, match=r"^manifest holds \$\{"):
+                Manifest.from_json(one)
     file = tmp_path / "config.yaml"
-    file.write_text(compose([]).to_yaml())
-    assert compose([], base=file) == compose([])
-    file.write_text(file.read_text().replace("tokenizer: bytes", "tokenizer: ${oc.env:MY_SECRET}"))
+    file.write_text(compose([]).to_yaml().replace("tokenizer: bytes", "tokenizer: ${oc.env:HOME}"))
     with pytest.raises(ConfigError, match=r"config\.yaml holds \$\{\.\.\.\}, which is resolved in configs/ only"):
         compose([], base=file)
 
 
 @pytest.mark.parametrize("depth", [100, 900, 9000])
-def test_a_manifest_of_any_depth_is_taken_or_refused_in_one_line(depth: int) -> None:
-    nested = json.dumps(json.loads(manifest())).replace(
-        '"vocab_size": 256', '"x": ' + '{"a":' * depth + "1" + "}" * depth
-    )
+def test_a_manifest_of_any_depth_is_taken_or_refused(depth: int) -> None:
+    deep = '"x": ' + '{"a":' * depth + "1" + "}" * depth
     try:
-        parse_manifest(nested)
+        parse_manifest(json.dumps(json.loads(manifest())).replace('"vocab_size": 256', deep))
     except ConfigError as error:
         assert "\n" not in str(error)
 
@@ -112,16 +100,12 @@ def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
         assert not any("nobody can join" in line for line in compose(fine).warnings())
 
 
-def test_a_batch_that_fits_no_memory_is_refused_before_it_is_made() -> None:
+def test_a_batch_that_fits_no_memory_is_refused_beforehand() -> None:
     machine = inspect_machine("cpu")
-    huge = compose(
-        ["inner.batch_size=1048576", "data.sequence_length=1048576", "model.config.max_position_embeddings=1048576"]
-    )
+    sizes = ("inner.batch_size", "data.sequence_length", "model.config.max_position_embeddings")
+    huge = compose([f"{key}=1048576" for key in sizes])
     with pytest.raises(ConfigError, match="this machine is too small for the run"):
         fit_micro_batch(memory_need(huge, machine), machine, huge.inner.batch_size)
-
-
-# -- what the volunteer is asked --------------------------------------------------------------------------------------
 
 
 def test_the_quick_start_asks_nothing_and_all_else_is_named() -> None:
@@ -132,11 +116,10 @@ def test_the_quick_start_asks_nothing_and_all_else_is_named() -> None:
     assert asking.needs_consent(compose(["data=text", "data.path=mine/"]))
 
 
-def terms(*overrides: str) -> dict[str, str]:
-    return dict(asking.terms(compose(list(overrides)), 36_000_000, 2e9, "CPU"))
-
-
 def test_what_will_be_fetched_trained_and_sent_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terms(*overrides: str) -> dict[str, str]:
+        return dict(asking.terms(compose(overrides), 36_000_000, 2e9, "CPU"))
+
     monkeypatch.setattr(hub, "size_at", lambda key, name, revision, files: 123_000_000)
     shown = terms(*ON_THE_HUB)
     assert shown["run"] == "diloco: anybody may have started it, and anybody may join"
@@ -150,29 +133,24 @@ def test_what_will_be_fetched_trained_and_sent_is_shown(monkeypatch: pytest.Monk
     assert own["run"] == "diloco: its owner, who has key abababababababab, signed these settings"
 
 
-class Stdin(io.StringIO):
-    def __init__(self, text: str, terminal: bool) -> None:
-        super().__init__(text)
-        self.isatty = lambda: terminal  # type: ignore[method-assign]
-
-
-def ask(config: Config, monkeypatch: pytest.MonkeyPatch, typed: str | None, yes: bool = False) -> str:
-    """What is shown; `typed` is the answer on a terminal, None where there is none."""
-    monkeypatch.setattr("sys.stdin", Stdin(typed or "", typed is not None))
-    monkeypatch.setattr(click, "confirm", lambda text, default: typed == "y")
-    screen = io.StringIO()
-    asking.consent(Console(file=screen, width=200), config, 1, 1.0, "CPU", yes)
-    return screen.getvalue()
-
-
 def test_a_volunteer_agrees_on_a_terminal_or_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose(["data=text", "data.path=diary.txt"])
-    assert "YOUR files: diary.txt" in ask(config, monkeypatch, "y")
-    assert "YOUR files: diary.txt" in ask(config, monkeypatch, None, yes=True)
+
+    def ask(typed: str | None, yes: bool = False) -> str:
+        """What is shown; `typed` is the answer on a terminal, None where there is none."""
+        stdin = io.StringIO()
+        stdin.isatty = lambda: typed is not None  # type: ignore[method-assign]
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr(click, "confirm", lambda text, default: typed == "y")
+        asking.consent(Console(file=(screen := io.StringIO()), width=200), config, 1, 1.0, "CPU", yes)
+        return screen.getvalue()
+
+    assert "YOUR files: diary.txt" in ask("y")
+    assert "YOUR files: diary.txt" in ask(None, yes=True)
     with pytest.raises(ConfigError, match="nothing was fetched, and this machine has not joined"):
-        ask(config, monkeypatch, "n")
+        ask("n")
     with pytest.raises(ConfigError, match=r"no terminal to ask on; if you agree with the above, add --yes$"):
-        ask(config, monkeypatch, None)
+        ask(None)
 
 
 def test_a_question_pauses_the_stages() -> None:
@@ -184,24 +162,15 @@ def test_a_question_pauses_the_stages() -> None:
         assert stages._live.is_started
 
 
-# -- the hub ----------------------------------------------------------------------------------------------------------
-
-
-class Sibling:
-    def __init__(self, rfilename: str, size: int) -> None:
-        self.rfilename, self.size = rfilename, size
-
-
 def test_files_of_a_commit_are_weighed_before_they_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
-    info: Any = type("Info", (), {"siblings": [Sibling("config.json", 700), Sibling("a.safetensors", 10**18)]})
+    sizes = {"config.json": 700, "a.safetensors": 10**18}
+    info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()])
     asked: list[dict[str, Any]] = []
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "model_info", lambda self, name, **options: asked.append(options) or info
-    )
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **given: asked.append(given) or info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
     assert hub.size_at("model.path", "org/model", COMMIT, hub.MODEL_FILES) == 10**18 + 700
     assert hub.files_at("model.path", "org/model", COMMIT, ("config.json",)) == tmp_path

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import compose, launch_files
+from diloco.config import Config, compose, launch_files
 from diloco.config.prices import Machine, read_machine
 from diloco.errors import ConfigError
-from diloco.train.forecast import forecast
+from diloco.train.forecast import Forecast, forecast
 from diloco.train.planning import Exchange, Link, predict
+from tests.support.errors import error_text
 from tests.support.exit_codes import exit_code
 from tests.support.run_directories import make
 
@@ -28,30 +29,21 @@ def prices(tmp_path: Path) -> Path:
     return tmp_path / "prices.yaml"
 
 
-# -- the file ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_machine_has_prices_and_a_speed(prices: Path) -> None:
     name, h100 = read_machine(prices, "h100")
     assert name == "h100" and h100.step_s(10**9, 128) == 2.0
     assert h100.cost(1000, 4e9) == (1.0, 2.0) and h100.cost(1000, 4e9).total == 3.0
     assert read_machine(prices, "pc")[1].step_s(10**6, 100) == 0.6  # 6 x 10^6 x 100 operations
     assert read_machine(prices, "slow")[1].step_s(10**6, 100) is None
-
-
-def test_the_only_machine_of_a_file_needs_no_name(prices: Path) -> None:
-    prices.write_text("mine: {usd_per_hour: 1}\n")
+    prices.write_text("mine: {usd_per_hour: 1}\n")  # the only one needs no name
     assert read_machine(prices, None) == ("mine", Machine(usd_per_hour=1.0))
-
-
-def test_the_shipped_example_is_one_and_says_so() -> None:
-    path = launch_files() / "prices.yaml"
-    assert path.read_text().startswith("# EXAMPLE FIGURES; put your own here.")
-    assert read_machine(path, "h100-spot")[1].flops_per_s == 4e14
+    example = launch_files() / "prices.yaml"
+    assert example.read_text().startswith("# EXAMPLE FIGURES; put your own here.")
+    assert read_machine(example, "h100-spot")[1].flops_per_s == 4e14
 
 
 @pytest.mark.parametrize(
-    ("content", "name", "said"),
+    ("content", "name", "reason"),
     [
         (PRICES, "h10", "--machine=h10 is not in FILE (did you mean h100?); expected one of h100, pc, slow"),
         (PRICES, None, "--prices=FILE has 3 machines; choose --machine, one of h100, pc, slow"),
@@ -69,46 +61,43 @@ def test_the_shipped_example_is_one_and_says_so() -> None:
         (None, "a", "--prices=FILE cannot be read: No such file or directory"),
     ],
 )
-def test_what_is_no_price_file_is_one_line(content: str | None, name: str | None, said: str, tmp_path: Path) -> None:
+def test_what_is_no_price_file_is_one_line(content: str | None, name: str | None, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "prices.yaml"
     if content is not None:
         path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(ConfigError) as caught:
-        read_machine(path, name)
-    text = str(caught.value).replace(str(path), "FILE")
-    assert said in text and "\n" not in text
+    assert reason in error_text(ConfigError, read_machine, path, name).replace(str(path), "FILE")
 
-
-# -- plan -------------------------------------------------------------------------------------------------------------
 
 FOUR = Exchange(bytes_up=1000, bytes_down=1000, peers=4, sync_every=10, fragments=4)
 SLOW = Link(bits_per_s=12_000)  # an exchange takes a second
 
 
+def small(*overrides: str) -> Config:
+    return compose(["experiment=smoke", "outer.sync_every=10", *overrides])  # 2 sequences of 32 tokens
+
+
 def test_a_run_takes_the_seconds_and_bytes_of_its_rounds() -> None:
-    config = compose(["experiment=smoke", "budget.outer_steps=6", "outer.sync_every=10"])  # 2 sequences of 32 tokens
-    found = forecast(config, FOUR, SLOW, step_s=0.9)
+    found = forecast(small("budget.outer_steps=6"), FOUR, SLOW, step_s=0.9)
     assert found == (4, 6 * 10 * 4 * 64, 6 * 10.0, 6 * 1500)
     cost = found.cost(Machine(usd_per_hour=3600.0, egress_usd_per_gb=1e6))
     assert cost == (4 * 60.0, pytest.approx(4 * 9000 / 1e9 * 1e6))
 
 
 def test_the_first_limit_of_the_budget_ends_a_run() -> None:
-    settings = ["experiment=smoke", "outer.sync_every=10", "budget.tokens=7680"]  # 30 inner steps of four peers
-    assert forecast(compose([*settings, "budget.outer_steps=null"]), FOUR, SLOW, 0.9).tokens == 7680
-    assert forecast(compose([*settings, "budget.outer_steps=6"]), FOUR, SLOW, 0.9).wall_s == pytest.approx(30.0)
-    assert forecast(compose([*settings, "budget.outer_steps=1"]), FOUR, SLOW, 0.9).wall_s == pytest.approx(10.0)
+    def found(outer_steps: str) -> Forecast:  # of 30 inner steps of four peers
+        return forecast(small("budget.tokens=7680", f"budget.outer_steps={outer_steps}"), FOUR, SLOW, 0.9)
+
+    assert found("null").tokens == 7680
+    assert [found(outer_steps).wall_s for outer_steps in "61"] == [pytest.approx(30.0), pytest.approx(10.0)]
 
 
-def test_without_a_barrier_a_round_makes_several_versions() -> None:
-    config = compose(["experiment=smoke", "budget.outer_steps=8", "outer.sync_every=10", "outer.quorum=1"])
+def test_a_round_of_other_modes_makes_several_versions() -> None:
+    """Without a barrier, and when data parallel peers exchange in every inner step."""
+    config = small("budget.outer_steps=8", "outer.quorum=1")
     exchange = Exchange.of(config.outer, 10**6, 4)
     one = predict(exchange, SLOW, 0.9)
     assert forecast(config, exchange, SLOW, 0.9).wall_s == pytest.approx(2 * (one.compute_s + one.wait_s))
-
-
-def test_data_parallel_exchanges_in_every_inner_step() -> None:
-    config = compose(["experiment=smoke", "outer=data_parallel", "outer.sync_every=4", "budget.outer_steps=5"])
+    config = small("outer=data_parallel", "outer.sync_every=4", "budget.outer_steps=5")
     exchange = Exchange.of(config.outer, 1000, 4)
     found = forecast(config, exchange, SLOW, 0.9)
     assert found.bytes_sent == pytest.approx(20 * predict(exchange, SLOW, 0.9).bytes_sent)
@@ -130,25 +119,17 @@ def test_plan_says_what_the_run_and_the_better_settings_cost(prices: Path, capsy
     assert costs["usd"] == pytest.approx(costs["compute_usd"] + costs["traffic_usd"])
 
 
-def test_the_seconds_that_were_typed_count_for_more_than_a_price_file(
-    prices: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["plan", "experiment=smoke", "--prices", str(prices)]
-    assert exit_code(*arguments, "--machine", "h100", "--step-s", "5", "--json") == 0
+def test_typed_seconds_count_for_more_than_a_price_file(prices: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "experiment=smoke", "--prices", str(prices), "--machine"]
+    assert exit_code(*arguments, "h100", "--step-s", "5", "--json") == 0
     assert json.loads(capsys.readouterr().out)["step_s"] == 5
-    assert exit_code(*arguments, "--machine", "slow") == 2
+    assert exit_code(*arguments, "slow") == 2
     expected = "--machine=slow has neither tokens_per_s nor flops_per_s; add one, or give --step-s"
     assert capsys.readouterr().err == f"diloco: error: {expected}\n"
-
-
-@pytest.mark.parametrize("command", [["plan", "experiment=smoke", "--step-s", "1"], ["compare", "."]])
-def test_a_machine_needs_a_price_file(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*command, "--machine", "h100") == 2
     expected = "--machine=h100 needs a price file; add --prices FILE, such as configs/launch/prices.yaml"
-    assert capsys.readouterr().err == f"diloco: error: {expected}\n"
-
-
-# -- compare ----------------------------------------------------------------------------------------------------------
+    for command in (["plan", "experiment=smoke", "--step-s", "1"], ["compare", "."]):
+        assert exit_code(*command, "--machine", "h100") == 2
+        assert capsys.readouterr().err == f"diloco: error: {expected}\n"
 
 
 def test_compare_has_a_column_of_costs(prices: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

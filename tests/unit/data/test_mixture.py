@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,16 @@ from diloco.data.mixture import Mixture, counts_of, places
 from diloco.data.numbered import NumberedStream, Rows
 from diloco.errors import ConfigError, DataError
 from tests.support.data import config, rows_of, written
+from tests.support.errors import error_text
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
 
-def source(index: int, rows: int) -> Rows:
-    """Sequences (index, their number)."""
-    array = np.stack([np.full(rows, index), np.arange(rows)], 1).astype(np.int32)
-    return Rows(array, f"source{index}")
-
-
 def mixed(sizes: list[int], weights: list[float]) -> Mixture:
-    names = [f"s{index}" for index in range(len(sizes))]
-    return Mixture(names, [source(index, size) for index, size in enumerate(sizes)], weights)
-
-
-# --- which source, and which of its sequences
+    """Of sources of sequences (number of the source, their own number)."""
+    arrays = [np.stack([np.full(size, index), np.arange(size)], 1) for index, size in enumerate(sizes)]
+    sources = [Rows(array.astype(np.int32), f"source{index}") for index, array in enumerate(arrays)]
+    return Mixture([f"s{index}" for index in range(len(sizes))], sources, weights)
 
 
 @given(weights)
@@ -49,37 +42,28 @@ def test_counts_are_the_weights_as_near_as_whole_numbers_are(weights: list[float
 
 @given(weights=weights, blocks=st.integers(1, 3), order=st.text(max_size=4))
 @settings(max_examples=20)
-def test_every_block_has_its_part_of_each_source_which_goes_on_where_it_stopped(
-    weights: list[float], blocks: int, order: str
-) -> None:
+def test_every_block_has_its_part_of_each_source(weights: list[float], blocks: int, order: str) -> None:
+    """Each of which goes on where it stopped; and a number says that without those before it."""
     counts = counts_of(weights)
     sources, ranks = places(np.arange(blocks * MIXTURE_BLOCK), order, counts)
-    for block in range(blocks):
-        part = sources[block * MIXTURE_BLOCK : (block + 1) * MIXTURE_BLOCK]
+    for part in np.split(sources, blocks):
         assert tuple(np.bincount(part, minlength=len(counts))) == counts
     for index, count in enumerate(counts):
         assert np.array_equal(ranks[sources == index], np.arange(blocks * count))
+    numbers = np.array([7, 10**15, len(sources) - 5])
+    alone = [[int(found[0]) for found in places(numbers[[at]], order, counts)] for at in range(len(numbers))]
+    assert alone == np.stack(places(numbers, order, counts), 1).tolist()
+    assert alone[2] == [sources[-5], ranks[-5]]
 
 
-def test_a_number_says_where_a_sequence_is_without_those_before_it() -> None:
-    counts = counts_of([5, 3, 2])
-    numbers = np.array([7, 3 * MIXTURE_BLOCK + 5, 10**15, 8])
-    alone = [[int(found[0]) for found in places(numbers[[at]], "0", counts)] for at in range(len(numbers))]
-    assert alone == np.stack(places(numbers, "0", counts), 1).tolist()
-
-
-def test_blocks_seeds_and_peers_without_shards_have_orders_of_their_own() -> None:
+def test_orders_differ_and_any_stride_sees_sources_by_weight() -> None:
     counts = counts_of([2, 1])
     both, _ = places(np.arange(2 * MIXTURE_BLOCK), "0", counts)
     orders = [*np.split(both, 2), *(places(np.arange(MIXTURE_BLOCK), order, counts)[0] for order in ("1", "0/7"))]
-    assert len({tuple(order.tolist()) for order in orders}) == 4
-
-
-def test_any_stride_sees_the_sources_by_their_weights() -> None:
-    counts = counts_of([1, 1])
+    assert len({tuple(order.tolist()) for order in orders}) == 4, "of blocks, seeds and peers without shards"
     for stride in (2, 4, 7, 100):  # taking turns would give every shard of two one source only
         for shard in range(2):
-            sources, _ = places(np.arange(shard, 4 * MIXTURE_BLOCK, stride), "0", counts)
+            sources, _ = places(np.arange(shard, 4 * MIXTURE_BLOCK, stride), "0", counts_of([1, 1]))
             assert 0.4 < sources.mean() < 0.6
 
 
@@ -96,23 +80,17 @@ def test_each_source_repeats_at_its_own_pace() -> None:
         assert sorted(own[100 * epoch : 100 * epoch + 100]) == list(range(100))
 
 
-# --- as data of a run
-
-
-def test_shards_leases_and_positions_are_those_of_a_single_source() -> None:
+def test_shards_ranks_and_positions_are_those_of_one_source() -> None:
     mixture = mixed([40, 70], [2, 1])
     whole = rows_of(NumberedStream(mixture, 1, 5, 0, 1), 300)
     shards = [rows_of(NumberedStream(mixture, 1, 5, shard, 3), 100) for shard in range(3)]
     assert [shards[number % 3][number // 3] for number in range(300)] == whole
-    stream = NumberedStream(mixture, 7, 5, 0, 1)
-    before = rows_of(stream, 11)
-    resumed = NumberedStream(mixture, 7, 5, 0, 1)
+    stream, resumed = NumberedStream(mixture, 7, 5, 0, 1), NumberedStream(mixture, 7, 5, 0, 1)
+    assert rows_of(stream, 11) == whole[:77]
     resumed.restore(json.loads(json.dumps(stream.state())))
-    assert before + rows_of(resumed, 30) == whole[:77] + rows_of(stream, 30)
-    ranks = [NumberedStream(mixture, 8, 5, 0, 1, (rank, 2)) for rank in range(2)]
-    assert torch.equal(
-        torch.stack([next(one) for one in ranks], 1).flatten(0, 1), next(NumberedStream(mixture, 8, 5, 0, 1))
-    )
+    assert rows_of(resumed, 30) == rows_of(stream, 30) == whole[77:287]
+    ranks = [next(NumberedStream(mixture, 8, 5, 0, 1, (rank, 2))) for rank in range(2)]
+    assert torch.stack(ranks, 1).flatten(0, 1).tolist() == [list(row) for row in whole[:8]]
 
 
 MIXTURE = [
@@ -122,91 +100,74 @@ MIXTURE = [
 ]
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, tuple[str, ...]]:
-    written(
-        tmp_path,
-        {
-            "notes/a.txt": "".join(f"note {number} of many\n" for number in range(3000)),
-            "rows.jsonl": "".join(json.dumps({"body": f"row {number} " * 9}) + "\n" for number in range(300)),
-        },
-    )
-    return {"notes": (str(tmp_path / "notes"),), "rows": (str(tmp_path / "rows.jsonl"),)}
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
+    notes = "".join(f"note {number} of many\n" for number in range(3000))
+    rows = "".join(json.dumps({"body": f"row {number} " * 9}) + "\n" for number in range(300))
+    place = written(tmp_path_factory.mktemp("files"), {"notes/a.txt": notes, "rows.jsonl": rows, "none/x.txt": ""})
+    return {"notes": (str(place / "notes"),), "rows": (str(place / "rows.jsonl"),)}
+
+
+def opened(files: dict[str, tuple[str, ...]], seed: int = 0) -> Any:
+    return data.load(config("mixture", mixture=MIXTURE, paths=files), seed)
 
 
 def test_a_mixture_of_files_is_read_by_weight(files: dict[str, tuple[str, ...]]) -> None:
-    opened = data.load(config("mixture", mixture=MIXTURE, paths=files), seed=0)
-    rows = [bytes(row) for row in rows_of(opened.batches(50), 20)]
+    one, again, other_seed = opened(files), opened(files), opened(files, 9)
+    rows = [bytes(row) for row in rows_of(one.batches(50), 20)]
     of_notes = sum(b" of many" in row or b"note " in row for row in rows)
     of_rows = sum(b"row" in row for row in rows)
     assert 550 < of_notes < 650 and 150 < of_rows < 250
-    assert opened.description.startswith("mixture of 20 % stdlib: ") and "; 60 % text in " in opened.description
-    assert torch.equal(opened.sequences([3, 999]), torch.tensor([list(rows[3]), list(rows[999])]))
-    assert (
-        data.load(config("mixture", mixture=MIXTURE, paths=files), seed=0).batches(1).state()
-        == opened.batches(1).state()
-    )
+    assert one.description.startswith("mixture of 20 % stdlib: ") and "; 60 % text in " in one.description
+    assert torch.equal(one.sequences([3, 999]), torch.tensor([list(rows[3]), list(rows[999])]))
+    assert again.batches(1).state() == one.batches(1).state()
 
-
-def test_the_held_out_text_has_the_same_parts(files: dict[str, tuple[str, ...]]) -> None:
-    opened = data.load(config("mixture", mixture=MIXTURE, paths=files), seed=0)
-    found = opened.holdout(200)
-    assert found.shape == (200, 16) and torch.equal(found[:30], opened.holdout(30))
-    assert torch.equal(found, data.load(config("mixture", mixture=MIXTURE, paths=files), seed=9).holdout(200))
+    found = one.holdout(200)
+    assert found.shape == (200, 16) and torch.equal(found[:30], one.holdout(30))
+    assert torch.equal(found, other_seed.holdout(200))
     texts = [bytes(row.tolist()) for row in found]
     assert 90 < sum(b" of many" in text or b"note " in text for text in texts) < 150
     # A source with little text held out gives what it has, once.
-    everything = opened.holdout(20_000)
+    everything = one.holdout(20_000)
     assert len(everything) < 20_000
     assert len(set(map(tuple, everything.tolist()))) > 0.5 * len(everything)
 
 
-def test_errors_name_the_source(files: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
-    def message(**paths: Any) -> str:
-        with pytest.raises(DataError) as caught:
-            data.load(config("mixture", mixture=MIXTURE, paths={**files, **paths}), seed=0)
-        return str(caught.value)
-
-    written(tmp_path, {"none/x.txt": ""})
-    assert (
-        message(notes=(str(tmp_path / "no"),))
-        == f"data.paths.notes: {tmp_path / 'no'} does not exist; give a file or a directory"
-    )
-    assert message(notes=(str(tmp_path / "none"),)).startswith("notes of data.mixture (text in ")
+def test_errors_name_the_source(files: dict[str, tuple[str, ...]]) -> None:
+    empty, missing = (files["notes"][0].replace("notes", name) for name in ("none", "no"))
+    said = f"^data.paths.notes: {missing} does not exist; give a file or a directory$"
+    for place, text in ((missing, said), (empty, r"^notes of data\.mixture \(text in ")):
+        with pytest.raises(DataError, match=text):
+            opened({**files, "notes": (place,)})
 
 
-# --- as settings
+A, B = "{name:a,source:stdlib,weight:1}", "{name:b,source:text,weight:3}"
 
 
 def settings_of(*entries: str, **changes: str) -> Config:
-    lists = f"[{','.join(entries or ('{name:a,source:stdlib,weight:1}', '{name:b,source:text,weight:3}'))}]"
+    lists = f"[{','.join(entries or (A, B))}]"
     typed = {"data.source": "mixture", "data.mixture": lists, "data.paths.b": "notes/", **changes}
     return compose([f"{key}={value}" for key, value in typed.items() if value])
 
 
 def test_a_mixture_belongs_to_the_run_and_its_paths_to_the_peer() -> None:
+    """So a joiner takes it, and says where its own files are."""
     one, other = settings_of(), settings_of(**{"data.paths.b": "[elsewhere/,x]"})
-    assert one.manifest() == other.manifest()
-    assert "notes" not in one.manifest().to_json()
-    assert Manifest.from_json(one.manifest().to_json()) == one.manifest()
-    assert (
-        one.manifest().hash()
-        != settings_of("{name:a,source:stdlib,weight:2}", "{name:b,source:text,weight:3}").manifest().hash()
-    )
-
-
-def test_a_joiner_takes_the_mixture_and_says_where_its_files_are() -> None:
-    theirs = settings_of().manifest()
+    theirs = one.manifest()
+    assert theirs == other.manifest() == Manifest.from_json(theirs.to_json())
+    assert "notes" not in theirs.to_json()
+    assert theirs.hash() != settings_of(A.replace("1", "2"), B).manifest().hash()
     with pytest.raises(ConfigError, match=r"b needs files; set data\.paths\.b=FILE_OR_DIRECTORY"):
         compose([]).adopt(theirs)
     assert settings_of(**{"data.paths.b": "mine/"}).adopt(theirs).data.paths == {"b": ("mine/",)}
     assert [source.what for source in sources_of(theirs)] == ["data"]
-    assert not list(sources_of(settings_of("{name:a,source:stdlib,weight:2}", **{"data.paths.b": ""}).manifest()))
-    back = settings_of("{name:a,source:stdlib,weight:2}", **{"data.paths.b": ""}).adopt(compose([]).manifest())
+    alone = settings_of(A, **{"data.paths.b": ""})
+    assert not list(sources_of(alone.manifest()))
+    back = alone.adopt(compose([]).manifest())
     assert (back.data.source, back.data.mixture) == ("stdlib", ())
 
 
-def test_a_mixture_of_a_stranger_has_no_characters_that_nobody_sees() -> None:
+def test_a_mixture_of_a_stranger_has_no_hidden_characters() -> None:
     theirs = settings_of("{name:b,source:json,weight:1,field:text}").manifest()
     check_foreign(theirs)
     hidden = theirs.data.mixture[0].model_copy(update={"field": "te\x1bxt"})
@@ -215,58 +176,35 @@ def test_a_mixture_of_a_stranger_has_no_characters_that_nobody_sees() -> None:
         check_foreign(bad)
 
 
+NO_B = {"data.paths.b": ""}
+
+
 @pytest.mark.parametrize(
     ("entries", "changes", "text"),
     [
-        (
-            ["{name:a,source:stdlib,weight:0}"],
-            {},
-            "data.mixture.weight=0 is out of range; expected a list, each {name: ",
-        ),
-        (["{name:a,source:stdlib,weight:-1}"], {}, "data.mixture.weight=-1 is out of range; expected a list, each"),
-        (["{name:a,source:stdlib}"], {}, "data.mixture.weight is missing; expected a list, each {name: NAME, source: "),
-        (["{name:a,source:stdlib,wieght:1,weight:1}"], {}, "data.mixture.wieght=1 is not valid; expected a list, each"),
-        (
-            ["{name:a,source:hub,weight:1}"],
-            {},
-            "data.mixture.source=hub is not a choice; expected a list, each {name: ",
-        ),
-        (
-            ["{name:a,source:stdlib,weight:1}"] * 2,
-            {"data.paths.b": ""},
-            "data.mixture has 2 sources called a; give each",
-        ),
-        (
-            ["{name:a,source:stdlib,weight:1}", "{name:b,source:text,weight:1e5}"],
-            {},
-            "data.mixture: the weight 1 of a is less than 1/10000 of all; raise it, or leave it out",
-        ),
-        (
-            ["{name:b,source:text,weight:1,field:body}"],
-            {},
-            "data.mixture: field=body of b has no effect with source=text; drop it",
-        ),
+        (["{name:a,source:stdlib,weight:0}"], {}, ".weight=0 is out of range; expected a list, each {name: "),
+        (["{name:a,source:stdlib,weight:-1}"], {}, ".weight=-1 is out of range; expected a list, each"),
+        (["{name:a,source:stdlib}"], {}, ".weight is missing; expected a list, each {name: NAME, source: "),
+        (["{name:a,source:stdlib,wieght:1,weight:1}"], {}, ".wieght=1 is not valid; expected a list, each"),
+        (["{name:a,source:hub,weight:1}"], {}, ".source=hub is not a choice; expected a list, each {name: "),
+        ([A, A], NO_B, " has 2 sources called a; give each"),
+        ([A, B.replace("3", "1e5")], {}, ": the weight 1 of a is less than 1/10000 of all; raise it, or leave it out"),
+        (["{name:b,source:text,weight:1,field:body}"], {}, ": field=body of b has no effect with source=text; drop it"),
         (
             [],
             {"data.mixture": "[]"},
-            "data.source=mixture needs sources; set data.mixture=[{name: NAME, source: text, ",
+            "data.source=mixture needs sources; set data.mixture=[{name: NAME, source: ",
         ),
-        ([], {"data.paths.b": ""}, "data.mixture: b needs files; set data.paths.b=FILE_OR_DIRECTORY"),
+        ([], NO_B, ": b needs files; set data.paths.b=FILE_OR_DIRECTORY"),
         (
             [],
             {"data.paths.c": "x"},
-            "data.paths.c belongs to no source of data.mixture with files: those are b; drop it",
+            "data.paths.c belongs to no source of data.mixture with files: those are b; drop",
         ),
-        (
-            [],
-            {"data.source": "stdlib"},
-            "data.mixture has no effect with data.source=stdlib; drop it, or set data.source=mixture",
-        ),
+        ([], {"data.source": "stdlib"}, " has no effect with data.source=stdlib; drop it, or set data.source=mixture"),
         ([], {"data.path": "x"}, "data.path=x has no effect with data.source=mixture; set data.paths.NAME"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_one_line(entries: list[str], changes: dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        settings_of(*entries, **changes)
-    assert str(caught.value).startswith(text)
-    assert "\n" not in str(caught.value)
+    reason = error_text(ConfigError, settings_of, *entries, **changes)
+    assert reason.startswith(text if text.startswith("data.") else f"data.mixture{text}")

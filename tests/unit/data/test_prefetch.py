@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco import data
 from diloco.config import compose
 from diloco.data.numbered import LeasedStream, NumberedStream
-from diloco.data.prefetch import AHEAD, Planned, Prefetched
+from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
 from diloco.protocol.ledger import Units, count, intersection, union
 from diloco.swarm.conversations.units import LeasedData
 from diloco.train.island import Island
-from tests.support.data import config, numbered, rows_of, written
+from diloco.train.run import _stream
+from tests.support.data import config, numbered, rows_of
+from tests.support.hub_rows import hub_directory
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 @pytest.fixture(autouse=True)
@@ -35,47 +38,29 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    files = {
-        f"train-{file}.jsonl": "".join(json.dumps({"text": f"{file}/{row} " + "x" * row}) + "\n" for row in range(20))
-        for file in range(3)
-    }
-    return written(tmp_path_factory.mktemp("hub") / "corpus", dict(files))
-
-
-def streams(hub: Path) -> dict[str, Any]:
-    """Makers of two equal streams each."""
-    opened = data.load(config("hub", name=str(hub)), seed=3)
-    return {
-        "numbered": lambda: NumberedStream(numbered(17), 3, 5, 1, 3),
-        "hub": lambda: opened.batches(2, shard=0, shards=2),
-        "hub rows": lambda: opened.batches(4, rows=(1, 2)),
-    }
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return data.load(config("hub", name=str(hub_directory(tmp_path_factory.mktemp("hub")))), seed=3)
 
 
 @pytest.mark.parametrize("kind", ["numbered", "hub", "hub rows"])
-@pytest.mark.parametrize("depth", [1, 4])
-def test_batches_and_positions_are_those_of_the_stream_itself(kind: str, depth: int, hub: Path) -> None:
-    make = streams(hub)[kind]
+@pytest.mark.parametrize("depth", [1, AHEAD, 4])
+def test_batches_and_positions_are_those_of_the_stream(kind: str, depth: int, streamed: Any) -> None:
+    """So a run goes on with the next sequence, and not behind what was made."""
+
+    def make() -> Any:
+        if kind == "numbered":
+            return NumberedStream(numbered(17), 3, 5, 1, 3)
+        return streamed.batches(2, shard=0, shards=2) if kind == "hub" else streamed.batches(4, rows=(1, 2))
+
     plain = make()
-    with closing(Prefetched(make(), depth=depth)) as stream:
+    with closing(Prefetched(make(), depth=depth)) as stream, closing(Prefetched(make(), depth=depth)) as resumed:
         assert stream.state() == plain.state()
         for _ in range(12):
             assert torch.equal(next(stream), next(plain))
             assert stream.state() == plain.state()
-
-
-@pytest.mark.parametrize("kind", ["numbered", "hub", "hub rows"])
-def test_a_run_goes_on_with_the_next_sequence_and_not_behind_what_was_made(kind: str, hub: Path) -> None:
-    make = streams(hub)[kind]
-    with closing(Prefetched(make())) as stream:
-        rows_of(stream, 5)
-        wait_for(lambda: stream.ready == AHEAD)
-        state = json.loads(json.dumps(stream.state()))
-        expected = rows_of(stream, 9)
-    with closing(Prefetched(make())) as resumed:
-        resumed.restore(state)
-        assert rows_of(resumed, 9) == expected
+        wait_for(lambda: stream.ready == depth)
+        resumed.restore(json.loads(json.dumps(stream.state())))
+        assert rows_of(resumed, 9) == rows_of(stream, 9) == rows_of(plain, 9)
 
 
 def wait_for(condition: Any) -> None:
@@ -89,11 +74,8 @@ class Recorded:
     """A stream of batch numbers that notes what is made, and may be made to wait or to fail."""
 
     def __init__(self, fails_at: int = 99, waits_at: int = 99) -> None:
-        self.planned = 0
-        self.made: list[int] = []
-        self.fails_at = fails_at
-        self.waits_at = waits_at
-        self.may_go_on = threading.Event()
+        self.planned, self.made = 0, list[int]()
+        self.fails_at, self.waits_at, self.may_go_on = fails_at, waits_at, threading.Event()
 
     def plan(self) -> int:
         self.planned += 1
@@ -113,24 +95,17 @@ class Recorded:
     def state(self) -> dict[str, Any]:
         return {"planned": self.planned}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.planned = state["planned"]
 
-
-def test_nothing_is_made_before_the_first_batch_is_asked_for_and_never_more_than_the_depth() -> None:
-    source: Planned = Recorded()
-    assert isinstance(source, Recorded)
+def test_no_more_is_made_than_the_depth_and_nothing_unasked() -> None:
+    source: Any = Recorded()
     with closing(Prefetched(source, depth=3)) as stream:
-        assert source.made == []
-        next(stream)
-        wait_for(lambda: stream.ready == 3)
-        assert source.made == [1, 2, 3, 4]
-        next(stream)
-        wait_for(lambda: stream.ready == 3)
-        assert source.made == [1, 2, 3, 4, 5]
+        for made in ([], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
+            assert source.made == made
+            next(stream)
+            wait_for(lambda: stream.ready == 3)
 
 
-def test_an_error_is_raised_as_itself_and_only_when_its_batch_is_due() -> None:
+def test_an_error_is_raised_when_its_batch_is_due() -> None:
     with closing(Prefetched(Recorded(fails_at=3))) as stream:
         assert int(next(stream)[0, 0]) == 1
         wait_for(lambda: stream.ready == AHEAD)
@@ -140,6 +115,7 @@ def test_an_error_is_raised_as_itself_and_only_when_its_batch_is_due() -> None:
 
 
 def test_closing_does_not_wait_for_what_nobody_will_train_on() -> None:
+    """And a closed stream begins anew when it is asked."""
     source = Recorded(waits_at=2)
     stream = Prefetched(source, depth=4)
     next(stream)
@@ -151,12 +127,6 @@ def test_closing_does_not_wait_for_what_nobody_will_train_on() -> None:
     closing_.join()
     stream.close()
     assert source.made == [1, 2]
-
-
-def test_a_closed_stream_begins_anew_when_it_is_asked_for_a_batch() -> None:
-    stream = Prefetched(Recorded())
-    next(stream)
-    stream.close()
     assert int(next(stream)[0, 0]) == 2
     stream.close()
 
@@ -172,70 +142,47 @@ def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(monkeypatch: pyte
         assert int(next(stream)[0, 0]) == 1
 
 
-# --- the rows of the ranks of an island
-
-
-@given(batch=st.integers(1, 6), size=st.integers(1, 4), batches=st.integers(1, 5), shards=st.sampled_from([None, 1, 2]))
-@settings(max_examples=40)
-def test_the_rows_of_all_ranks_are_the_batch_of_one_process(
-    batch: int, size: int, batches: int, shards: int | None
-) -> None:
-    array, batch = numbered(29), batch * size
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), shards=st.sampled_from([None, 1, 2]))
+@example(sizes=[1, 2, 4, 1], shards=1)
+@example(sizes=[4, 3, 2, 1], shards=1)
+@settings(max_examples=30)
+def test_all_ranks_have_the_batch_of_one_process(sizes: list[int], shards: int | None) -> None:
+    """Also when a run goes on with another number of ranks."""
+    array, batch = numbered(29), math.lcm(*sizes)
     whole = NumberedStream(array, batch, 5, 0, shards)
-    ranks = [NumberedStream(array, batch, 5, 0, shards, (rank, size)) for rank in range(size)]
-    for _ in range(batches):
-        one, parts = next(whole), [next(rank) for rank in ranks]
-        for rank, part in enumerate(parts):
-            assert torch.equal(part, one[rank::size])
-        assert all(rank.state() == whole.state() for rank in ranks)
+    for size in sizes:
+        ranks = [NumberedStream(array, batch, 5, 0, shards, (rank, size)) for rank in range(size)]
+        for rank in ranks:
+            rank.restore(whole.state())
+        for _ in range(2):
+            one, parts = next(whole), [next(rank) for rank in ranks]
+            for rank, part in enumerate(parts):
+                assert torch.equal(part, one[rank::size])
+            assert all(rank.state() == whole.state() for rank in ranks)
 
 
 def test_a_rank_reads_its_own_sequences_only() -> None:
-    array, read = numbered(64), []
-
-    class Watched:
-        digest = array.digest
-
-        def read(self, numbers: Any, order: str) -> Any:
-            read.extend(numbers.tolist())
-            return array.read(numbers, order)
-
-    next(NumberedStream(Watched(), 8, 0, 0, 1, (1, 4)))
-    assert read == [1, 5]
+    array = numbered(64)
+    watched: Any = Mock(digest=array.digest, read=Mock(side_effect=array.read))
+    next(NumberedStream(watched, 8, 0, 0, 1, (1, 4)))
+    [(numbers, _)] = [one.args for one in watched.read.call_args_list]
+    assert numbers.tolist() == [1, 5]
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 4, 1], [4, 3, 2, 1]])
-def test_a_run_goes_on_with_another_number_of_ranks(sizes: list[int]) -> None:
-    array, batch = numbered(50), 12
-    whole, state = NumberedStream(array, batch, 0, 0, 1), None
-    for size in sizes:
-        ranks = [NumberedStream(array, batch, 0, 0, 1, (rank, size)) for rank in range(size)]
-        for rank in ranks:
-            if state is not None:
-                rank.restore(state)
-        for _ in range(2):
-            expected = next(whole)
-            assert torch.equal(torch.stack([next(rank) for rank in ranks], 1).flatten(0, 1), expected)
-        state = ranks[0].state()
-
-
-def test_ranks_of_a_hub_stream_keep_their_rows_of_one_batch(hub: Path) -> None:
-    opened = data.load(config("hub", name=str(hub)), seed=3)
-    whole, ranks = opened.batches(6), [opened.batches(6, rows=(rank, 3)) for rank in range(3)]
+def test_ranks_of_a_hub_stream_keep_their_rows_of_one_batch(streamed: Any) -> None:
+    whole, ranks = streamed.batches(6), [streamed.batches(6, rows=(rank, 3)) for rank in range(3)]
     for _ in range(5):
         expected = next(whole)
         for rank, stream in enumerate(ranks):
             assert torch.equal(next(stream), expected[rank::3])
 
 
-# --- work units
-
-
 def leased(data_: LeasedData, size: int = 4) -> Prefetched:
     return Prefetched(LeasedStream(numbered(500), size, 0, 7, data_), depth=3)
 
 
-def test_units_are_taken_when_their_batch_is_handed_out_and_not_when_it_is_made() -> None:
+def test_units_are_taken_when_their_batch_is_handed_out() -> None:
+    """And not when it is made."""
     units = LeasedData()
     units.add([(0, 40)])
     with closing(leased(units)) as stream:
@@ -247,7 +194,7 @@ def test_units_are_taken_when_their_batch_is_handed_out_and_not_when_it_is_made(
     assert units.all == [(0, 40)] and units.trained_on == [(0, 8)], "what was made and not trained on is still ahead"
 
 
-def test_a_forecast_that_turns_out_wrong_is_made_again_before_its_turn() -> None:
+def test_a_wrong_forecast_is_made_again_before_its_turn() -> None:
     units = LeasedData()
     units.add([(0, 8)])
     with closing(leased(units)) as stream:
@@ -257,16 +204,12 @@ def test_a_forecast_that_turns_out_wrong_is_made_again_before_its_turn() -> None
         assert [plan.numbers for plan, _ in stream._foreseen] == [(range(start, start + 4),) for start in (8, 12, 16)]
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["grant", "train", "train", "send", "settle"]), st.integers(0, 40), st.integers(1, 9)
-        ),
-        max_size=25,
-    )
-)
+STEP = st.tuples(st.sampled_from(["grant", "train", "train", "send", "settle"]), st.integers(0, 40), st.integers(1, 9))
+
+
+@given(st.lists(STEP, max_size=25))
 @settings(max_examples=30)
-def test_with_any_order_of_grants_the_batches_are_those_without_prefetching(steps: list[tuple[str, int, int]]) -> None:
+def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[tuple[str, int, int]]) -> None:
     both = LeasedData(), LeasedData()
     granted: Units = []
     with closing(leased(both[0])) as ahead:
@@ -289,47 +232,17 @@ def test_with_any_order_of_grants_the_batches_are_those_without_prefetching(step
             assert count(both[0].all) == count(both[1].all)
 
 
-# --- which stream a run has
-
-
-class Asked:
-    """A dataset, and a peer of the swarm, that note what is asked of them."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def batches(self, batch_size: int, **options: Any) -> Recorded:
-        self.asked.append(("batches", options))
-        return Recorded()
-
-    def leased(self, batch_size: int, leases: Any, **options: Any) -> Recorded:
-        self.asked.append(("leased", options))
-        return Recorded()
-
-    def lease_units(self, sequences_per_round: int, batches_ahead: int) -> None:
-        self.asked.append((sequences_per_round, batches_ahead))
-
-
 @pytest.mark.parametrize(
     ("overrides", "rank", "size", "expected"),
     [
-        ([], 0, 1, [(8, AHEAD), ("leased", {"shard": 7, "rows": (0, 1)})]),
-        ([], 1, 2, [(8, AHEAD), ("leased", {"shard": 7, "rows": (1, 2)})]),
-        (["data.shard=1", "data.shards=3"], 1, 2, [("batches", {"shard": 7, "shards": 3, "rows": (1, 2)})]),
-        (
-            ["data.source=hub", "data.name=org/set"],
-            0,
-            2,
-            [("batches", {"shard": 7, "shards": None, "rows": (0, 2)})],
-        ),
+        ([], 0, 1, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(0, 1))]),
+        ([], 1, 2, [call.lease_units(8, AHEAD), call.leased(ANY, ANY, shard=7, rows=(1, 2))]),
+        (["data.shard=1", "data.shards=3"], 1, 2, [call.batches(ANY, shard=7, shards=3, rows=(1, 2))]),
+        (["data.source=hub", "data.name=a/b"], 0, 2, [call.batches(ANY, shard=7, shards=None, rows=(0, 2))]),
     ],
 )
-def test_a_run_has_leased_units_unless_its_data_is_cut_or_streamed(
-    overrides: list[str], rank: int, size: int, expected: list[Any]
-) -> None:
-    from diloco.train.run import _stream
-
-    asked: Any = Asked()
-    settings = compose(["experiment=smoke", *overrides])
-    _stream(settings, asked, 7, Island(torch.device("cpu"), rank, size), asked)
-    assert asked.asked == expected
+def test_a_run_has_units_or_a_stream(overrides: list[str], rank: int, size: int, expected: list[Any]) -> None:
+    """The latter where its data is cut or comes from the hub."""
+    asked = Mock()  # a dataset, and a peer of the swarm
+    _stream(compose(["experiment=smoke", *overrides]), asked, 7, Island(torch.device("cpu"), rank, size), asked)
+    assert asked.method_calls == expected

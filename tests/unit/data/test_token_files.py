@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -17,18 +20,16 @@ from diloco.config import DataConfig
 from diloco.data import local, token_files, tokenise
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import DataError
-from tests.support.data import T, config, rows_of, word_tokenizer, written
+from tests.support.data import T, config, rows_of, written
+from tests.support.errors import error_text
 from tests.support.peers import together
-
-__all__ = ["word_tokenizer"]  # a fixture
 
 
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
     """Text of some 40 documents."""
-    return written(
-        tmp_path / "book", {f"{part}.txt": "".join(f"w{part} w{n} " for n in range(30 + part)) for part in range(40)}
-    )
+    parts = {f"{part}.txt": "".join(f"w{part} w{n} " for n in range(30 + part)) for part in range(40)}
+    return written(tmp_path / "book", dict(parts))
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +41,8 @@ def everything_has_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Which entries were made."""
-    entries: list[Path] = []
-    make = token_files._make
-
-    def noting(entry: Path, *rest: Any) -> None:
-        entries.append(entry)
-        make(entry, *rest)
-
-    monkeypatch.setattr(token_files, "_make", noting)
+    entries, make = list[Path](), token_files._make
+    monkeypatch.setattr(token_files, "_make", lambda entry, *rest: entries.append(entry) or make(entry, *rest))
     return entries
 
 
@@ -56,12 +51,9 @@ def cached(tmp_path: Path, *paths: Path, **values: Any) -> DataConfig:
 
 
 def same(one: Any, other: Any) -> bool:
-    return (
-        bool(np.array_equal(one.training.rows, other.training.rows))
-        and bool(np.array_equal(one.held_out[0], other.held_out[0]))
-        and one.description == other.description
-        and one.training.digest == other.training.digest
-    )
+    rows = bool(np.array_equal(one.training.rows, other.training.rows))
+    held_out = bool(np.array_equal(one.held_out[0], other.held_out[0]))
+    return rows and held_out and (one.description, one.training.digest) == (other.description, other.training.digest)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
@@ -75,77 +67,56 @@ def test_files_hold_what_memory_would(tokenizer: str, word_tokenizer: str, book:
     assert torch.equal(kept.holdout(9), plain.holdout(9))
 
 
-def test_tokens_are_made_once_and_another_sequence_length_needs_no_others(
-    book: Path, tmp_path: Path, made: list[Path]
-) -> None:
+def test_tokens_are_made_once_for_any_sequence_length_and_place(book: Path, tmp_path: Path, made: list[Path]) -> None:
     first = data.load(cached(tmp_path, book), 0)
     assert same(first, data.load(cached(tmp_path, book), 0))
     longer = data.load(cached(tmp_path, book, sequence_length=2 * T), 1)
     assert len(longer.training.rows) == len(first.training.rows) // 2  # type: ignore[attr-defined]
+    data.load(cached(tmp_path, book.rename(tmp_path / "moved")), 0)
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("change", ["content", "holdout", "tokenizer", "order"])
-def test_what_the_tokens_depend_on_is_in_the_key(
-    change: str, book: Path, tmp_path: Path, made: list[Path], word_tokenizer: str
-) -> None:
+def test_the_key_has_what_tokens_depend_on(book: Path, tmp_path: Path, made: list[Path], word_tokenizer: str) -> None:
     files = sorted(book.iterdir())
-    data.load(cached(tmp_path, *files), 0)
-    values: dict[str, Any] = {"holdout": {"holdout": 0.3}, "tokenizer": {"tokenizer": word_tokenizer}}.get(change, {})
-    if change == "content":
-        files[3].write_text(files[3].read_text().replace("w3", "w4"))
-    if change == "order":
-        files.reverse()
-    other = cached(tmp_path, *files, **values)
-    assert same(data.load(other, 0), data.load(other.model_copy(update={"cache": None}), 0))
-    assert len(set(made)) == 2
+
+    def load(files: list[Path], **values: Any) -> None:
+        kept, plain = (config("text", *files, cache=cache, **values) for cache in (str(tmp_path / "cache"), None))
+        assert same(data.load(kept, 0), data.load(plain, 0))
+
+    load(files)
+    load(files, holdout=0.3)
+    load(files, tokenizer=word_tokenizer)
+    load(files[::-1])
+    files[3].write_text(files[3].read_text().replace("w3", "w4"))
+    load(files)
+    assert len(set(made)) == 5
 
 
-def test_files_with_the_same_content_elsewhere_have_the_same_tokens(
-    book: Path, tmp_path: Path, made: list[Path]
-) -> None:
-    data.load(cached(tmp_path, book), 0)
-    book.rename(tmp_path / "moved")
-    data.load(cached(tmp_path, tmp_path / "moved"), 0)
-    assert len(made) == 1
+DAMAGE: tuple[Callable[[Path], object], ...] = (
+    lambda entry: os.truncate(file := entry / "training.bin", file.stat().st_size - 1),
+    lambda entry: (file := entry / "training.bin").write_bytes(file.read_bytes() + b"x"),
+    lambda entry: (entry / "index.json").write_text('{"training": 3'),
+    lambda entry: (entry / "held_out.bin").unlink(),
+    lambda entry: [file.unlink() for file in entry.iterdir()],
+)
 
 
-@pytest.mark.parametrize("broken", ["cut", "long", "index", "none", "empty"])
-def test_a_broken_entry_is_made_again(broken: str, book: Path, tmp_path: Path, made: list[Path]) -> None:
+def test_a_broken_entry_is_made_again(book: Path, tmp_path: Path, made: list[Path]) -> None:
     whole = data.load(config("text", book, cache=None), 0)
     data.load(cached(tmp_path, book), 0)
     [entry] = made
-    match broken:
-        case "cut":
-            content = (entry / "training.bin").read_bytes()
-            (entry / "training.bin").write_bytes(content[:-1])
-        case "long":
-            (entry / "training.bin").write_bytes((entry / "training.bin").read_bytes() + b"x")
-        case "index":
-            (entry / "index.json").write_text('{"training": 3')
-        case "none":
-            (entry / "held_out.bin").unlink()
-        case "empty":
-            for file in entry.iterdir():
-                file.unlink()
-    assert same(data.load(cached(tmp_path, book), 0), whole)
-    assert made == [entry, entry]
-
-
-def test_what_a_killed_process_left_behind_is_removed(book: Path, tmp_path: Path, made: list[Path]) -> None:
-    data.load(cached(tmp_path, book), 0)
-    [entry] = made
-    left = entry.with_name(f".{entry.name}.tmp-0123")
-    entry.rename(left)
+    for damage in DAMAGE:
+        made.clear()
+        damage(entry)
+        assert same(data.load(cached(tmp_path, book), 0), whole)
+        assert made == [entry]
+    left = entry.rename(entry.with_name(f".{entry.name}.tmp-0123"))  # as a killed process leaves it
     data.load(cached(tmp_path, book), 0)
     assert not left.exists() and entry.is_dir()
 
 
 def test_several_that_want_the_same_tokens_make_them_once(book: Path, tmp_path: Path, made: list[Path]) -> None:
-    def load() -> Any:
-        return data.load(cached(tmp_path, book), 0)
-
-    one, *others = together(*[load] * 4)
+    one, *others = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 4)
     assert all(same(one, other) for other in others)
     assert len(made) == 1
 
@@ -153,41 +124,25 @@ def test_several_that_want_the_same_tokens_make_them_once(book: Path, tmp_path: 
 def test_without_locks_the_faster_one_wins(
     book: Path, tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     both, write = threading.Barrier(2), token_files._write
-
-    def together_(*arguments: Any) -> Any:
-        index = write(*arguments)
-        both.wait(30)
-        return index
-
+    no_locks = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(token_files.fcntl, "flock", no_locks)
-    monkeypatch.setattr(token_files, "_write", together_)
+    monkeypatch.setattr(token_files, "_write", lambda *arguments: (write(*arguments), both.wait(120))[0])
     one, other = together(*[lambda: data.load(cached(tmp_path, book), 0)] * 2)
     assert same(one, other) and len(made) == 2
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(
-    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(token_files.os, "fsync", full)
-    with pytest.raises(DataError) as caught:
-        data.load(cached(tmp_path, book), 0)
-    cache = tmp_path / "cache"
-    assert str(caught.value) == (
+def test_a_full_disk_is_one_line_and_leaves_nothing(book: Path, tmp_path: Path) -> None:
+    cache, full = tmp_path / "cache", OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(token_files.os, "fsync", side_effect=full):
+        text = error_text(DataError, data.load, cached(tmp_path, book), 0)
+    assert text == (
         f"data.cache={cache}: {cache} cannot hold the tokens (No space left on device); make room there, set "
         "data.cache to another directory, or data.cache=null to keep them in memory"
     )
     assert [file.suffix for file in cache.iterdir()] == [".lock"]
-
-
-def test_a_cache_that_cannot_be_a_directory_is_one_line(book: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
+    cache.rename(tmp_path / "moved")
+    cache.write_text("a file")
     with pytest.raises(DataError, match=r"^data\.cache=.*/cache: .*/cache cannot hold the tokens \(.*\); make room"):
         data.load(cached(tmp_path, book), 0)
 
@@ -199,9 +154,7 @@ def test_bad_files_are_named_and_leave_no_entry(tmp_path: Path) -> None:
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_the_place_is_that_of_caches_unless_it_is_said(
-    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_is_that_of_caches(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     data.load(config("text", book), 0)
@@ -240,11 +193,7 @@ def test_a_tokenizer_has_the_same_digest_wherever_it_lies(word_tokenizer: str, t
     assert HubTokenizer(str(tmp_path)).digest != one.digest
 
 
-# --- in several processes
-
-
-def test_only_much_text_for_a_slow_tokenizer_is_worth_processes(word_tokenizer: str) -> None:
-    assert tokenise.processes_for(10**12, ByteTokenizer()) == 1
-    tokenizer = HubTokenizer(word_tokenizer)
-    assert tokenise.processes_for(10**6, tokenizer) == 1
-    assert tokenise.processes_for(10**9, tokenizer) >= 1
+def test_much_text_for_a_slow_tokenizer_is_worth_processes(word_tokenizer: str) -> None:
+    slow = HubTokenizer(word_tokenizer)
+    assert tokenise.processes_for(10**12, ByteTokenizer()) == tokenise.processes_for(10**6, slow) == 1
+    assert tokenise.processes_for(10**9, slow) >= 1

@@ -58,9 +58,6 @@ class Largest(TorchDispatchMode):
         return found
 
 
-# -- the function
-
-
 @pytest.mark.parametrize("rows", [1, 7, 25, 50, 64])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_loss_and_gradients_are_those_of_whole_logits(rows: int, scale: float) -> None:
@@ -77,41 +74,35 @@ def test_loss_and_gradients_are_those_of_whole_logits(rows: int, scale: float) -
         assert_near(one.grad, other.grad, ROUNDING * scale)
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_what_needs_a_gradient_gets_one_and_only_once() -> None:
     hidden, weight, _, targets = inputs()
-    weight.requires_grad_()
-    cross_entropy(hidden, weight, None, targets, 8).backward()  # type: ignore[no-untyped-call]
+    loss = cross_entropy(hidden, weight.requires_grad_(), None, targets, 8)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     assert weight.grad is not None and hidden.grad is None
     assert not cross_entropy(*inputs(), 8).requires_grad
-
-
-def test_a_second_backward_pass_is_refused() -> None:
-    hidden, weight, bias, targets = inputs()
-    loss = cross_entropy(hidden, weight.requires_grad_(), bias, targets, 8)
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="compute it again"):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_gradients_are_at_least_as_good_as_those_of_whole_logits(dtype: torch.dtype) -> None:
+def test_under_autocast_gradients_are_as_good_as_of_whole_logits(dtype: torch.dtype) -> None:
     # In fp64 nothing is lost. fp16 gradients of 2,000 tokens, each divided by 2,000, are so small that whole logits
     # lose most of them without a scale.
     hidden, weight, _, targets = inputs(rows=2000)
     exact = [one.double().requires_grad_() for one in (hidden, weight)]
     nn.functional.cross_entropy(exact[0] @ exact[1].T, targets).backward()
-    errors: list[list[float]] = []
-    for rows in (300, None):
+
+    def errors(compute: Any) -> list[float]:
         own = [one.clone().requires_grad_() for one in (hidden, weight)]
         with torch.autocast("cpu", dtype):
-            if rows is None:
-                loss = nn.functional.cross_entropy(nn.functional.linear(*own).float(), targets)
-            else:
-                loss = cross_entropy(*own, None, targets, rows)
+            loss = compute(*own)
         assert loss.dtype == torch.float32
         loss.backward()
-        errors.append([float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in zip(own, exact, strict=True)])  # type: ignore[operator,union-attr]
-    for ours, theirs in zip(*errors, strict=True):
+        return [float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in zip(own, exact, strict=True)]  # type: ignore[operator,union-attr]
+
+    chunked = errors(lambda *own: cross_entropy(*own, None, targets, 300))
+    whole = errors(lambda *own: nn.functional.cross_entropy(nn.functional.linear(*own).float(), targets))
+    for ours, theirs in zip(chunked, whole, strict=True):
         assert ours <= 1.05 * theirs
         assert ours < 0.02
 
@@ -127,71 +118,55 @@ def test_the_logits_of_all_tokens_never_exist() -> None:
     assert parts.numel == 400 * D, "the hidden states are the largest"
 
 
-# -- the head of a model
-
-
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_has_the_same_gradients_with_a_chunked_head(
-    tied: bool, chunked: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunked_head_has_the_same_gradients(tied: bool, chunked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = small_model(tie_word_embeddings=tied), some_tokens()
-    loss = models.loss(model, tokens)
-    assert type(loss.grad_fn).__name__ == "_ChunkedBackward"
-    loss.backward()  # type: ignore[no-untyped-call]
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
+
+    def computed(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad(set_to_none=True)
+        loss = models.loss(model, tokens)
+        assert type(loss.grad_fn).__name__ == kind
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss, {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
+
+    loss, found = computed("_ChunkedBackward")
     monkeypatch.undo()
-    whole = models.loss(model, tokens)
-    assert type(whole.grad_fn).__name__ == "NllLossBackward0"
-    whole.backward()  # type: ignore[no-untyped-call]
+    whole, expected = computed("NllLossBackward0")
     assert_near(loss, whole)
-    for name, parameter in model.named_parameters():
-        mine = found[name]
-        assert mine is not None and parameter.grad is not None
-        assert_near(mine, parameter.grad, 2e-5)  # through a layer with a softmax and norms, each with sums of its own
+    for name in expected:
+        assert_near(found[name], expected[name], 2e-5)  # through a softmax and norms, each with sums of its own
 
 
-def test_logits_that_fit_one_chunk_are_computed_whole_and_bit_equal_to_torch() -> None:
+def test_logits_of_one_chunk_are_bit_equal_to_torch() -> None:
     model, tokens = small_model(), some_tokens()
     targets = torch.cat([tokens[:, 1:], torch.full((len(tokens), 1), -100)], dim=1)
     expected = nn.functional.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
     assert torch.equal(models.loss(model, tokens), expected)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config"),
-    [
-        ("gemma2", {"head_dim": 16, "num_key_value_heads": 1, "final_logit_softcapping": 0.5}),
-        ("granite", {"logits_scaling": 8.0}),
-    ],
-)
+CAPPED = {"head_dim": 16, "num_key_value_heads": 1, "final_logit_softcapping": 0.5}
+
+
+@pytest.mark.parametrize(("model_type", "config"), [("gemma2", CAPPED), ("granite", {"logits_scaling": 8.0})])
 def test_models_that_change_their_logits_keep_them_whole(model_type: str, config: Any, chunked: None) -> None:
     model, tokens = small_model(model_type, **config), some_tokens()
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
-    assert models.loss(model, tokens).item() == pytest.approx(
-        model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6
-    )
-
-
-def test_a_chunked_head_gives_logits_whenever_no_loss_is_asked_for(chunked: None) -> None:
-    model, tokens = small_model(), some_tokens()
-    models.loss(model, tokens)
-    assert type(model.get_output_embeddings()) is ChunkedHead  # type: ignore[operator]
-    assert model(input_ids=tokens).logits.shape == (4, 32, 256)
+    whole = model(input_ids=tokens, labels=tokens).loss.item()
+    assert models.loss(model, tokens).item() == pytest.approx(whole, rel=1e-6)
 
 
 def test_a_copy_of_the_model_computes_with_its_own_head(chunked: None) -> None:
     model, tokens = small_model(), some_tokens()
     other = copy.deepcopy(model)
-    moved = {
-        name: parameter + 0.1 * torch.ones_like(parameter).cumsum(0) for name, parameter in other.named_parameters()
-    }
+    moved = {name: one + 0.1 * torch.ones_like(one).cumsum(0) for name, one in other.named_parameters()}
     with torch.no_grad():
         found = models.loss(lambda **given: functional_call(other, moved, (), given), tokens)
         before = models.loss(model, tokens)
         for name, parameter in model.named_parameters():
             parameter.copy_(moved[name])
         assert found == models.loss(model, tokens) != before
+    assert type(model.get_output_embeddings()) is ChunkedHead  # type: ignore[operator]
+    assert model(input_ids=tokens).logits.shape == (4, 32, 256), "whenever no loss is asked for"
 
 
 def test_evaluation_computes_in_chunks_too(chunked: None, monkeypatch: pytest.MonkeyPatch) -> None:

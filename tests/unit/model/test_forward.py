@@ -29,7 +29,7 @@ TOKENS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
 def small() -> nn.Module:
-    return small_model(num_hidden_layers=3)
+    return small_model(num_hidden_layers=2)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -41,19 +41,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def kept_bytes(model: nn.Module) -> int:
     """What a forward pass keeps for the backward pass, without the hidden states between layers."""
     kept: list[int] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.untyped_storage().nbytes()), id):
         models.loss(model, TOKENS)
     return sum(kept)
-
-
-def test_the_layers_are_those_of_the_largest_stack() -> None:
-    assert len(layers_of(small())) == 3
-    assert layers_of(nn.Linear(1, 1)) == []
 
 
 def test_recomputed_layers_have_equal_gradients_and_keep_less() -> None:
@@ -62,9 +52,10 @@ def test_recomputed_layers_have_equal_gradients_and_keep_less() -> None:
     expected, found = gradients(plain), gradients(recomputing)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert kept_bytes(recomputing) < kept_bytes(plain) / 3
+    assert len(layers_of(plain)) == 2 and layers_of(nn.Linear(1, 1)) == []
 
 
-def test_parameters_of_others_are_checked_beside_layers_that_are_recomputed() -> None:
+def test_parameters_of_others_go_with_recomputed_layers() -> None:
     model, nothing = small(), Dataset.__new__(Dataset)
     recompute_layers_(model)
     loss = loss_of(model, nothing, TOKENS)
@@ -73,18 +64,17 @@ def test_parameters_of_others_are_checked_beside_layers_that_are_recomputed() ->
     assert loss(dict(model.named_parameters()), []) == pytest.approx(expected)
 
 
-def test_models_that_cannot_recompute_their_layers_are_refused() -> None:
+def test_models_that_cannot_recompute_or_compile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
-    type(model).supports_gradient_checkpointing = False  # type: ignore[assignment]
-    try:
-        with pytest.raises(ConfigError, match=r"^train\.checkpointing=true: LlamaForCausalLM does not support"):
-            recompute_layers_(model)
-    finally:
-        del type(model).supports_gradient_checkpointing
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match=r"^train\.checkpointing=true: LlamaForCausalLM does not support"):
+        recompute_layers_(model)
+    with pytest.raises(ConfigError, match=r"^train\.compile=true: Linear has no stack of layers to compile"):
+        compile_layers_(nn.Linear(1, 1))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's own tracing, which hides it
-def test_compiled_layers_keep_names_and_gradients_and_a_copy_is_not_compiled() -> None:
+def test_compiled_layers_keep_names_and_gradients() -> None:
     plain, compiled = small(), small()
     compile_layers_(compiled, backend="aot_eager")
     expected, found = gradients(plain), gradients(compiled)
@@ -93,39 +83,23 @@ def test_compiled_layers_keep_names_and_gradients_and_a_copy_is_not_compiled() -
     for name in found:  # the compiler may fuse, and does not with this backend
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-7)
     assert all(layer._compiled_call_impl is not None for layer in layers_of(compiled))
-    assert all(layer._compiled_call_impl is None for layer in layers_of(copy.deepcopy(compiled)))
+    assert all(layer._compiled_call_impl is None for layer in layers_of(copy.deepcopy(compiled))), "a copy is not"
 
 
-def test_a_model_without_layers_is_not_compiled() -> None:
-    with pytest.raises(ConfigError, match=r"^train\.compile=true: Linear has no stack of layers to compile"):
-        compile_layers_(nn.Linear(1, 1))
-
-
-def test_the_attention_is_the_one_that_was_typed() -> None:
-    model = small()
+def test_the_attention_is_the_one_that_was_typed_if_it_is_there() -> None:
+    model, plain = small(), gradients(small())
     assert choose_attention_(model, "auto") == "sdpa"
-    plain = gradients(small())
     assert choose_attention_(model, "eager") == "eager"
     for name, found in gradients(model).items():
         torch.testing.assert_close(found, plain[name], rtol=0, atol=1e-6)  # sums in another order
-
-
-def test_attention_that_is_not_there_is_refused_in_one_line() -> None:
     if importlib.util.find_spec("flash_attn") is None:
-        with pytest.raises(
-            ConfigError, match=r"^train\.attention=flash_attention_2 needs the package flash_attn; install"
-        ):
-            choose_attention_(small(), "flash_attention_2")
+        flash = r"^train\.attention=flash_attention_2 needs the package flash_attn; install"
+        with pytest.raises(ConfigError, match=flash):
+            choose_attention_(model, "flash_attention_2")
     config = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     mamba = models.build(ModelConfig(name="small", model_type="mamba", config=config), 0)
     with pytest.raises(ConfigError, match=r"^train\.attention=sdpa: MambaForCausalLM does not support .*; use auto$"):
         choose_attention_(mamba, "sdpa")
-
-
-def test_every_way_to_compute_is_a_setting() -> None:
-    typed = ["train.attention=eager", "train.checkpointing=true", "train.compile=true", "train.tf32=false"]
-    train = compose(typed).train
-    assert (train.attention, train.checkpointing, train.compile, train.tf32) == ("eager", True, True, False)
 
 
 class NoReading(TorchDispatchMode):
@@ -153,7 +127,7 @@ def test_an_inner_step_reads_no_value_from_the_device(precision: str, monkeypatc
         trainer._check_losses()
 
 
-def test_rows_of_several_sequences_are_still_found_where_no_loss_is_computed() -> None:
+def test_rows_of_several_sequences_are_found_without_a_loss() -> None:
     model = small().eval()
     prepare_(model, compose(), ALONE.device)
     positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)

@@ -32,6 +32,7 @@ from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from tests.support.certificates import MANIFEST, Keys, line_of, record_of
+from tests.support.scenes import PATIENCE_S
 from tests.support.stub_device import LazyDevice
 
 ME, OTHER = "me", "other"
@@ -97,7 +98,7 @@ class StubHost:
         self.context.carry_out = self.carry_out
         self.context.now = self.now  # type: ignore[method-assign]
         if holder == OTHER:
-            self.do(self.protocol.connected(OTHER, self.hello(claims=True), self.now()))
+            self.join(claims=True)
         else:
             self.do(self.protocol.tick(self.now()))
 
@@ -131,6 +132,20 @@ class StubHost:
     def do(self, actions: list[Action]) -> None:
         self.context.do(actions)
 
+    def join(self, peer: str = OTHER, claims: bool = False) -> None:
+        """A member that trains, and that is the syncer if it `claims` to be."""
+        self.do(self.protocol.connected(peer, self.hello(claims), self.now()))
+
+    def claimed(self, version: int, anchor: Tensor) -> None:
+        """The other peer is syncer under a newer term, at this anchor: it was cut off until now."""
+        claim = Claim(fragment=0, term=2, version=version, digest=digest_of(anchor))
+        self.do(self.protocol.heard(OTHER, claim, self.now()))
+
+    async def learn(self) -> None:
+        """Load the anchors, and take a step from them that takes 1 from each parameter."""
+        await self.anchors.load()
+        self.parameters["w"].sub_(1.0)
+
     async def exchange(self) -> tuple[int, int]:
         """Discarded tokens of an exchange, and the version that it led to."""
         await self.rounds.send({0: (1, 10)})
@@ -160,4 +175,4 @@ class StubHost:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(within(20, test()))
+    asyncio.run(within(PATIENCE_S, test()))

@@ -17,7 +17,7 @@ from diloco.protocol.messages import Message, Refusal
 from diloco.protocol.messages.watching import MAX_FILE_PIECE_BYTES, FileReply, FileRequest
 from diloco.swarm.conversations import files
 from diloco.swarm.visit.files import fetch_files
-from tests.support.stub_wire import Host, framed, run
+from tests.support.stub_wire import Host, framed
 
 CONTENT = bytes(range(256)) * 4096 + b"the end"  # two whole pieces, and some more
 DIGEST = sha256(CONTENT).hexdigest()
@@ -27,40 +27,32 @@ def asking(digest: str = DIGEST) -> bytes:
     return framed(FileRequest(digest=digest))
 
 
-def test_a_file_of_the_run_comes_in_pieces_and_nothing_else_is_given(tmp_path: Path) -> None:
+async def test_a_file_of_the_run_comes_in_pieces_and_nothing_else_is_given(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(CONTENT)
     (tmp_path / "secret").write_bytes(b"secret")
-
-    async def scene() -> None:
-        host = Host()
-        host.context.files = {DIGEST: tmp_path / "file", "ab" * 32: tmp_path / "gone"}
-        replies = await host.serve(asking())
-        assert [type(one) for one in replies] == [FileReply] * 3
-        assert b"".join(one.data for one in replies if isinstance(one, FileReply)) == CONTENT
-        assert [one.more for one in replies if isinstance(one, FileReply)] == [True, True, False]
-        for digest, why in (
-            (sha256(b"secret").hexdigest(), "no file of this run has that digest"),
-            ("ab" * 32, "that file is not here; ask another peer"),
-        ):
-            [refused] = await host.serve(asking(digest))
-            assert isinstance(refused, Refusal) and refused.reason.endswith(why)
-
-    run(scene)
+    host = Host()
+    host.context.files = {DIGEST: tmp_path / "file", "ab" * 32: tmp_path / "gone"}
+    replies = await host.serve(asking())
+    assert [type(one) for one in replies] == [FileReply] * 3
+    assert b"".join(one.data for one in replies if isinstance(one, FileReply)) == CONTENT
+    assert [one.more for one in replies if isinstance(one, FileReply)] == [True, True, False]
+    for digest, why in (
+        (sha256(b"secret").hexdigest(), "no file of this run has that digest"),
+        ("ab" * 32, "that file is not here; ask another peer"),
+    ):
+        [refused] = await host.serve(asking(digest))
+        assert isinstance(refused, Refusal) and refused.reason.endswith(why)
 
 
-def test_an_asker_gets_only_so_many_bytes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_asker_gets_only_so_many_bytes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(CONTENT)
     monkeypatch.setattr(files, "FILE_BYTES", 2 * len(CONTENT))
-
-    async def scene() -> None:
-        host = Host()
-        host.context.files = {DIGEST: tmp_path / "file"}
-        assert [len(await host.serve(asking())) for _ in range(2)] == [3, 3]
-        [refused] = await host.serve(asking())
-        assert isinstance(refused, Refusal) and "enough files were sent for a while" in refused.reason
-        assert "penalty" not in host.notes, "to ask often is no offence"
-
-    run(scene)
+    host = Host()
+    host.context.files = {DIGEST: tmp_path / "file"}
+    assert [len(await host.serve(asking())) for _ in range(2)] == [3, 3]
+    [refused] = await host.serve(asking())
+    assert isinstance(refused, Refusal) and "enough files were sent for a while" in refused.reason
+    assert "penalty" not in host.notes, "to ask often is no offence"
     assert FILE_BYTES >= 2**26, "or a tokenizer of the allowed size could not be fetched"
 
 

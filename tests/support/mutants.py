@@ -301,7 +301,7 @@ MUTANTS = [
         "diloco.swarm.node.own_tokens",
         "missing = total - sum(self._applied.values()) if settled else 0",
         "missing = total - sum(self._applied.values())",
-        test="tests/unit/swarm/test_own_tokens.py::test_a_contribution_on_its_way_is_not_taken_for_one_that_was_left_out",
+        test="tests/unit/swarm/test_own_tokens.py::test_a_contribution_on_its_way_is_not_one_that_was_left_out",
     ),
     Mutant(
         "given-up-and-merged",

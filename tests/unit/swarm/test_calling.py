@@ -27,7 +27,7 @@ class Daemon:
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])
-def test_a_daemon_that_does_not_start_has_ended_before_the_loop_is_closed(
+def test_a_daemon_that_does_not_start_has_ended(
     how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = asyncio.Event()
@@ -53,7 +53,7 @@ def test_a_daemon_that_does_not_start_has_ended_before_the_loop_is_closed(
     assert printed_of(scene) == [] and caplog.records == []
 
 
-def test_a_connection_with_a_daemon_that_breaks_is_no_error_that_nobody_heard_of(
+def test_a_broken_connection_with_a_daemon_is_no_unheard_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def breaks() -> None:

@@ -51,7 +51,7 @@ def test_what_was_left_out_for_good_is_not_found_again() -> None:
     assert tokens.recount(2, 32).found == {2: 16} and tokens.applied == {0: 16, 2: 16}
 
 
-def test_a_contribution_on_its_way_is_not_taken_for_one_that_was_left_out() -> None:
+def test_a_contribution_on_its_way_is_not_one_that_was_left_out() -> None:
     tokens = OwnTokens({4: 16, 5: 16})
     tokens.was_left_out(3, 16)
     assert tokens.recount(6, 48) == ({}, {}) and tokens.take_lost() == 0

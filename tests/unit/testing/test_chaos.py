@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,8 @@ def test_a_schedule_is_read_as_it_was_written() -> None:
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_in_one_line(text: str, said: str) -> None:
-    with pytest.raises(ScheduleError, match=said) as refused:
+    with pytest.raises(ScheduleError, match=rf"\A--schedule: .*{said}.*\Z"):  # one line, as . is no end of one
         parse(text, 4)
-    assert str(refused.value).startswith("--schedule: ") and "\n" not in str(refused.value)
 
 
 def test_the_same_seed_draws_the_same_faults_and_they_can_be_done() -> None:
@@ -85,7 +85,7 @@ def test_the_same_seed_draws_the_same_faults_and_they_can_be_done() -> None:
         shuffled(0, 4, 10, 300, ["heal"])
 
 
-def test_the_longest_gap_counts_what_lies_before_a_fault_and_not_what_follows_the_next() -> None:
+def test_the_longest_gap_begins_before_a_fault_and_ends_at_the_next() -> None:
     steps = [0.0, 1.0, 2.0, 5.0, 6.0, 16.0]
     assert longest_gap(steps, 2.5, 5.5, 16.0) == 3.0
     assert longest_gap(steps, 2.5, 10.0, 16.0) == 4.0
@@ -97,35 +97,27 @@ def test_the_longest_gap_counts_what_lies_before_a_fault_and_not_what_follows_th
 def stay(peer: int, steps: list[float], outer: list[float], digest: str = "a", **more: Any) -> Stay:
     """A process that ran from 0 to 100, with an outer step at each of the given times."""
     accounts = [
-        Account(at, len([one for one in steps if one <= at]), 100 * (number + 1), {"0": f"{number + 1}:{digest}"})
-        for number, at in enumerate(outer)
+        Account(at, sum(one <= at for one in steps), 100 * number, {"0": f"{number}:{digest}"})
+        for number, at in enumerate(outer, 1)
     ]
     summary: Mapping[str, Any] = {"anchor_digest": digest, "outer_steps": len(outer), "eval": {"loss": 2.0}}
-    return Stay(
-        peer, **{"started_at": 0.0, "ended_at": 100.0, "summary": summary, **more}, steps=steps, accounts=accounts
-    )
+    known = {"started_at": 0.0, "ended_at": 100.0, "summary": summary, **more}
+    return Stay(peer, **known, steps=steps, accounts=accounts)
 
 
 def event(by: int, time: float, kind: str, **fields: Any) -> dict[str, Any]:
     return {"by": by, "time": time, "kind": kind, **fields}
 
 
-def log_of(*stays: Stay, events: tuple[dict[str, Any], ...] = ()) -> Log:
+def log_of(*stays: Stay, events: Sequence[dict[str, Any]] = ()) -> Log:
     return Log(list(stays), list(events), {one.peer: {f"id{one.peer}"} for one in stays}, 10, begun_at=1.0)
 
 
-def test_a_fault_is_detected_by_the_first_event_of_another_peer_that_names_the_victim() -> None:
-    log = log_of(
-        stay(0, [], []), stay(1, [], []), stay(2, [], []),
-        events=(
-            event(0, 4.0, "lost", subject="id2"),
-            event(2, 5.1, "lost", subject="id2"),
-            event(0, 5.2, "claim", subject="id2"),
-            event(0, 5.3, "lost", subject="id1"),
-            event(1, 5.9, "missing", peers=["id2"]),
-            event(0, 6.5, "lost", subject="id2"),
-        ),
-    )  # fmt: skip
+def test_a_fault_is_detected_when_another_peer_names_the_victim() -> None:
+    before = [(0, 4.0, "lost", "id2"), (2, 5.1, "lost", "id2"), (0, 5.2, "claim", "id2"), (0, 5.3, "lost", "id1")]
+    events = [event(by, at, kind, subject=subject) for by, at, kind, subject in before]
+    events += [event(1, 5.9, "missing", peers=["id2"]), event(0, 6.5, "lost", subject="id2")]
+    log = log_of(*(stay(peer, [], []) for peer in range(3)), events=events)
     assert detection_s(log, Fault(5, "kill", (2,)), 5.0) == (pytest.approx(0.9), "missing")
     assert detection_s(log, Fault(7, "kill", (2,)), 7.0) == (None, "")
     assert detection_s(log, Fault(5, "stop", (2,)), 5.0, until=5.5) == (None, "")
@@ -176,18 +168,11 @@ def test_the_report_of_a_kill_names_what_it_cost() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    figures = {
-        **report(log_of(stay(0, [1.0], [2.0]), stay(1, [1.0], [2.0], digest="b", exit=1)), []),
-        "leftovers": [12],
-        "tracebacks": ["p0/session-0.err"],
-    }
-    assert judge(figures, 1.0) == [
-        "1 fragment versions have different digests: 0:1",
-        "2 different anchors at the end",
-        "p1 ended with 1",
-        "traceback in p0/session-0.err",
-        "processes are left: [12]",
-    ]
+    figures = report(log_of(stay(0, [1.0], [2.0]), stay(1, [1.0], [2.0], digest="b", exit=1)), [])
+    assert judge({**figures, "leftovers": [12], "tracebacks": ["p0/session-0.err"]}, 1.0) == [
+        "1 fragment versions have different digests: 0:1", "2 different anchors at the end", "p1 ended with 1",
+        "traceback in p0/session-0.err", "processes are left: [12]",
+    ]  # fmt: skip
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -203,7 +188,7 @@ def test_a_packet_leaves_after_the_delay_and_not_before() -> None:
     assert pipe.pull(2.0) == [b"b"] and pipe.next_at is None
 
 
-def test_a_rate_sends_one_packet_after_another_and_drops_what_would_wait_too_long() -> None:
+def test_a_rate_sends_packets_in_turn_and_drops_what_is_too_late() -> None:
     pipe = Pipe(0, Shape(delay_s=0.5, rate=1e6))
     for name in b"abcdefghij":
         pipe.push(0.0, bytes([name]) * 100_000)
@@ -220,7 +205,7 @@ def test_a_slow_link_still_carries_large_packets() -> None:
     assert (len(pipe.pull(10.0)), pipe.dropped) == (5, 3)
 
 
-def test_the_same_seed_loses_the_same_packets_and_as_many_as_was_asked() -> None:
+def test_the_same_seed_loses_the_same_packets_as_many_as_asked() -> None:
     def fates(seed: int) -> list[bytes]:
         pipe = Pipe(seed, Shape(loss=0.02))
         for number in range(20_000):
@@ -263,7 +248,7 @@ def test_values_are_written_as_for_tc() -> None:
     assert share("2.5%") == pytest.approx(0.025)
 
 
-def test_where_there_are_no_namespaces_each_fault_of_a_link_says_why_it_is_skipped() -> None:
+def test_without_namespaces_faults_of_links_say_why_they_cannot_be() -> None:
     with networks("not root") as network:
         assert isinstance(network, Loopback) and network.command(0) == []
         said = {network.partition([[0], [1]]), network.heal(), network.worsen(0, "loss", "2%"), network.fast(0)}
@@ -282,46 +267,38 @@ PING = """
 import socket, sys, time
 near = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 near.settimeout(float(sys.argv[2]))
+near.connect((sys.argv[1], 5001))
 for _ in range(5):
     begun_at = time.monotonic()
-    near.sendto(b"x", (sys.argv[1], 5001))
-    try:
-        near.recv(100)
-        print(time.monotonic() - begun_at)
-    except TimeoutError:
-        pass
+    near.send(b"x")
+    near.recv(100)
+    print(time.monotonic() - begun_at)
 """
 
 
 @pytest.mark.skipif((unavailable() or unemulated()) is not None, reason=f"{unavailable() or unemulated()}")
-def test_an_emulated_link_delays_cuts_and_heals_and_leaves_nothing_behind() -> None:
-    links = Emulated(os.getpid(), Shape(delay_s=0.02))
-
+def test_an_emulated_link_delays_cuts_heals_and_leaves_nothing() -> None:
     def trips(patience_s: float) -> list[float]:
         command = [*links.command(0), sys.executable, "-c", PING, links.address(1), str(patience_s)]
         return [float(line) for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines()]
 
-    try:
+    with closing(Emulated(os.getpid(), Shape(delay_s=0.02))) as links:
         links.add(0)
         links.add(1)
-        far = subprocess.Popen(
-            [*links.command(1), sys.executable, "-c", ECHO, links.address(1)], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert far.stdout is not None and far.stdout.readline() == "ready\n"
-            assert len(calm := trips(10)) == 5 and min(calm) >= 0.04
-            assert links.worsen(1, "delay", "30ms") is None
-            assert len(late := trips(10)) == 5 and min(late) >= 0.1
-            assert links.fast(1) is None
-            links.partition([[0], [1]])
-            assert trips(0.05) == []
-            links.heal()
-            assert len(trips(10)) == 5
-        finally:
-            far.kill()
-            far.communicate()
-    finally:
-        links.close()
+        echo = [*links.command(1), sys.executable, "-c", ECHO, links.address(1)]
+        with subprocess.Popen(echo, stdout=subprocess.PIPE, text=True) as far:
+            try:
+                assert far.stdout is not None and far.stdout.readline() == "ready\n"
+                assert len(calm := trips(60)) == 5 and min(calm) >= 0.04
+                assert links.worsen(1, "delay", "30ms") is None
+                assert len(late := trips(60)) == 5 and min(late) >= 0.1
+                assert links.fast(1) is None
+                links.partition([[0], [1]])
+                assert trips(0.05) == []
+                links.heal()
+                assert len(trips(60)) == 5
+            finally:
+                far.kill()
     assert f"-{os.getpid()}-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
 
 
@@ -340,7 +317,7 @@ def filed(figures: dict[str, Any]) -> dict[str, Any]:
             "figures": figures}  # fmt: skip
 
 
-def test_the_table_says_what_was_reached_and_whether_that_is_enough() -> None:
+def test_the_table_says_what_was_reached_and_whether_it_is_enough() -> None:
     slow = run_of(joins=[{"parts": {"total": 12.0, "imports": 3.0}}])
     good = run_of(
         tokens_per_s=91.0, eval_loss=2.05, takeovers=3, momentum_restarted=1, tokens={"applied": 10, "lost": 4},

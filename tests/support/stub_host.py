@@ -36,13 +36,14 @@ from tests.support.scenes import PATIENCE_S
 from tests.support.stub_device import LazyDevice
 
 ME, OTHER = "me", "other"
+Answers = dict[int, Sequence[UpdateRecord] | FragmentState | Exception]
 
 
 class StubFetcher:
     """Answers each fetch with what the test put there, by the version that the asker has."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, Sequence[UpdateRecord] | FragmentState | Exception] = {}
+        self.answers: Answers = {}
         self.asked: list[int] = []
         self.donors: list[str] = []
 
@@ -105,8 +106,7 @@ class StubHost:
     def hello(self, claims: bool) -> Hello:
         digests = self.protocol.digests
         every = [Claim(fragment=one, term=1, version=0, digest=digest) for one, digest in enumerate(digests)]
-        versions = [0] * len(every)
-        status = Status(state="training", versions=versions, inner_step=0, target_steps=1, steps_per_s=1.0, tokens=0)
+        status = Status(state="training", versions=[0] * len(every), target_steps=1, steps_per_s=1.0)
         return Hello(
             wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=OTHER, trains=True, holds=True,
             peers=[], status=status, claims=every if claims else [],
@@ -126,8 +126,6 @@ class StubHost:
                     self.context.tasks.spawn(self.merging.merge(action.close))
                 case Renumber():
                     self.context.tasks.spawn(self.anchors.renumber(action.fragment, action.above))
-                case _:
-                    pass
 
     def do(self, actions: list[Action]) -> None:
         self.context.do(actions)
@@ -140,6 +138,11 @@ class StubHost:
         """The other peer is syncer under a newer term, at this anchor: it was cut off until now."""
         claim = Claim(fragment=0, term=2, version=version, digest=digest_of(anchor))
         self.do(self.protocol.heard(OTHER, claim, self.now()))
+
+    async def catch_up(self, answers: Answers, outer: bool = False) -> None:
+        """Fetch what is newer from the other peer, which answers so."""
+        self.client.answers = answers
+        await self.anchors.catch_up(0, [OTHER], outer=outer)
 
     async def learn(self) -> None:
         """Load the anchors, and take a step from them that takes 1 from each parameter."""

@@ -23,13 +23,6 @@ from tests.support.stub_host import OTHER, StubHost
 NUMEL = 6
 
 
-def header(steps: int = 10, tokens: int = 80, base_version: int = 0) -> Contribution:
-    return Contribution(
-        base_digest=digest_of(torch.arange(float(NUMEL))), manifest_hash=MANIFEST, fragment=0, term=1,
-        base_version=base_version, steps=steps, tokens=tokens,
-    )  # fmt: skip
-
-
 class Pipe:
     """What a peer writes to us, and what we wrote back."""
 
@@ -93,7 +86,11 @@ def framed(message: Any) -> bytes:
 def contribution(values: torch.Tensor, **claims: int) -> bytes:
     payload = torch.empty(codec("fp32").nbytes(NUMEL), dtype=torch.uint8)
     payload.view(torch.float32).copy_(values)
-    return framed(header(**{"steps": 1, "tokens": 10, **claims})) + payload.numpy().tobytes()
+    header = Contribution(
+        base_digest=digest_of(torch.arange(float(NUMEL))), manifest_hash=MANIFEST, fragment=0, term=1,
+        **{"base_version": 0, "steps": 1, "tokens": 10, **claims},
+    )  # fmt: skip
+    return framed(header) + payload.numpy().tobytes()
 
 
 def run(scene: Callable[[], Any]) -> None:

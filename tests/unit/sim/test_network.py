@@ -25,6 +25,14 @@ MB = 1_000_000
 AGES_S = 1e4  # until everything has arrived
 
 
+async def ends_with(writer: Writer, *data: bytes) -> None:
+    """Write the last pieces of a stream."""
+    for piece in data:
+        writer.write(piece)
+        await writer.drain()
+    writer.close()
+
+
 class Town:
     """A network, and peers that note when everything of a stream has arrived."""
 
@@ -50,13 +58,14 @@ class Town:
     async def peers(self, *names: str, **link: Any) -> list[SimTransport]:
         return [await self.peer(name, **link) for name in names]
 
-    async def tell(self, source: Transport, target: str, data: bytes) -> float:
+    async def stream(self, source: Transport, target: str) -> Writer:
+        return (await source.open(target, "talk"))[1]
+
+    async def tell(self, source: Transport, target: str, *data: bytes) -> float:
         """Open a stream, write, close; returns when the stream was open."""
-        _, writer = await source.open(target, "talk")
+        writer = await self.stream(source, target)
         opened_at = self.loop.time()
-        writer.write(data)
-        await writer.drain()
-        writer.close()
+        await ends_with(writer, *data)
         return opened_at
 
     def told(self, name: str) -> list[bytes]:
@@ -111,7 +120,7 @@ async def test_two_senders_share_a_downlink_fairly(town: Town) -> None:
 async def test_a_writer_waits_while_its_backlog_is_large(town: Town) -> None:
     one = await town.peer("one", up=1 * MB)
     await town.peer("two")
-    _, writer = await one.open("two", "talk")
+    writer = await town.stream(one, "two")
     writer.write(bytes(2 * MB))
     await writer.drain()
     assert town.loop.time() == pytest.approx((2 * MB - BACKLOG_BYTES) / MB, abs=0.07)
@@ -124,11 +133,7 @@ def test_every_byte_arrives_once_and_in_order(sizes: list[int], up: int, down: i
     async def story() -> None:
         one = await town.peer("one", up=up * 1e5, latency_s=0.01)
         await town.peer("two", down=down * 1e5)
-        _, writer = await one.open("two", "talk")
-        for piece in data:
-            writer.write(piece)
-            await writer.drain()
-        writer.close()
+        await town.tell(one, "two", *data)
         await sleep(AGES_S)
         assert town.told("two") == [b"".join(data)]
 
@@ -181,10 +186,9 @@ async def test_a_writer_hears_that_the_other_side_ended_the_stream(town: Town) -
 
 async def test_a_cut_is_silence_and_what_waited_goes_on_when_mended(town: Town) -> None:
     one, _ = await town.peers("one", "two")
-    _, writer = await one.open("two", "talk")
+    writer = await town.stream(one, "two")
     town.network.cut("one", "two")
-    writer.write(b"hello")
-    writer.close()
+    await ends_with(writer, b"hello")
     await sleep(10)
     assert "two" not in town.heard
     with pytest.raises(TimeoutError):
@@ -198,11 +202,10 @@ async def test_a_cut_is_silence_and_what_waited_goes_on_when_mended(town: Town) 
 async def test_a_one_way_cut_stops_one_direction(town: Town) -> None:
     """No stream opens in either."""
     one, two = await town.peers("one", "two")
-    writers = [(await one.open("two", "talk"))[1], (await two.open("one", "talk"))[1]]
+    writers = [await town.stream(one, "two"), await town.stream(two, "one")]
     town.network.cut("one", "two", one_way=True)
     for writer in writers:
-        writer.write(b"hello")
-        writer.close()
+        await ends_with(writer, b"hello")
     await sleep(10)
     assert town.told("two") == [] and town.told("one") == [b"hello"]
     with pytest.raises(TimeoutError):
@@ -214,8 +217,8 @@ async def test_a_one_way_cut_stops_one_direction(town: Town) -> None:
 
 async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) -> None:
     one, two, three = await town.peers("one", "two", "three", latency_s=0.5)
-    doomed = [(await one.open("two", "talk"))[1], (await two.open("one", "talk"))[1]]
-    lucky = [(await one.open("three", "talk"))[1], (await three.open("two", "talk"))[1]]
+    doomed = [await town.stream(one, "two"), await town.stream(two, "one")]
+    lucky = [await town.stream(one, "three"), await town.stream(three, "two")]
     town.network.reset("one", "two")
     await sleep(1)
     for writer in doomed:
@@ -223,9 +226,7 @@ async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) 
         with pytest.raises(ConnectionResetError):
             await writer.drain()
     for writer in lucky:
-        writer.write(b"kept")
-        await writer.drain()
-        writer.close()
+        await ends_with(writer, b"kept")
     await town.tell(one, "two", b"again")
     await sleep(10)
     assert {name: sorted(town.told(name)) for name in town.heard} == {
@@ -235,11 +236,9 @@ async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) 
 
 async def test_noise_keeps_the_length_of_one_message_and_no_more(town: Town) -> None:
     one, _ = await town.peers("one", "two")
-    _, writer = await one.open("two", "talk")
+    writer = await town.stream(one, "two")
     town.network.garble("one")
-    for data in (b"\0\0\0\3abc", b"\0\0\0\3def"):
-        writer.write(data)
-    writer.close()
+    await ends_with(writer, b"\0\0\0\3abc", b"\0\0\0\3def")
     await sleep(1)
     assert town.told("two") == [b"\0\0\0\3\xff\xff\xff" + b"\0\0\0\3def"]
 
@@ -275,11 +274,9 @@ async def test_a_transport_closed_late_does_not_end_the_next_life(town: Town) ->
     one, before = await town.peers("one", "two")
     town.network.crash("two")
     after = await town.peer("two")
-    _, writer = await one.open("two", "talk")
+    writer = await town.stream(one, "two")
     await before.close()
-    writer.write(b"hello")
-    await writer.drain()
-    writer.close()
+    await ends_with(writer, b"hello")
     await sleep(1)
     assert town.told("two") == [b"hello"]
     await after.close()
@@ -318,11 +315,9 @@ def test_a_doomed_stream_breaks_on_both_sides_as_seeds_decide() -> None:
         broken = []
         one, _ = await town.peers("one", "two")
         for _ in range(20):
-            _, writer = await one.open("two", "talk")
+            writer = await town.stream(one, "two")
             try:
-                for _ in range(10):
-                    writer.write(b"x")
-                    await writer.drain()
+                await ends_with(writer, *[b"x"] * 10)
                 broken.append(False)
             except ConnectionResetError:
                 broken.append(True)

@@ -32,8 +32,7 @@ async def test_a_version_that_is_too_long_moves_nothing(codec: str) -> None:
     record = host.record(1, FAR, norm=1.0)
     host.replica.down.apply_update_(after, record.update)
     record = UpdateRecord(record_of(1, digest, digest_of(after), {OTHER: 10}, author=OTHER), record.update)
-    host.client.answers = {0: [record], -1: state_of(host, record, after)}
-    await host.anchors.catch_up(0, [OTHER])
+    await host.catch_up({0: [record], -1: state_of(host, record, after)})
     assert "beyond_bounds" in host.notes and host.client.asked == [0], "nor is it asked for the anchor"
     assert torch.equal(host.replica.anchors[0], before) and host.protocol.digests == [digest]
     assert host.protocol.penalties.refusal(OTHER, host.now()) and OTHER not in host.protocol.members
@@ -73,8 +72,7 @@ async def test_a_record_without_contributions_is_refused() -> None:
     host = StubHost(OTHER)
     update = host.record(1, FAR).update
     header = record_of(1, host.protocol.digests[0], digest_of(FAR), {}, author=OTHER)
-    host.client.answers = {0: [UpdateRecord(header, update)], -1: ConnectionError("gone")}
-    await host.anchors.catch_up(0, [OTHER])
+    await host.catch_up({0: [UpdateRecord(header, update)], -1: ConnectionError("gone")})
     assert host.protocol.versions == [0] and "fetch_failed" in host.notes
 
 

@@ -54,16 +54,15 @@ def refusal(one: OwnedRecords, said: DHTRecord) -> str:
     return "".join(why)
 
 
-@pytest.mark.parametrize("kind", [PEERS, LEASES])
-def test_only_records_of_invited_peers_are_kept_in_a_closed_run(places: Path, kind: str) -> None:
+def test_only_records_of_invited_peers_are_kept_in_a_closed_run(places: Path) -> None:
     keeper, member = node(places, "keeper"), node(places, "member")
-    value = ["name"] if kind == PEERS else [[0, 1]]
-    assert refusal(keeper, record(member, kind, value)) == ""
-    made_up, other = node(places, "made-up", None), node(places, "other", RunKey(new_key()))
-    for stranger in (made_up, other, node(places, "eye", role="observer")):
-        assert "is of a peer that was not invited" in refusal(keeper, record(stranger, kind, value))
-    made_up._gate = member._gate  # with a credential that it has overheard
-    assert "is of a peer that was not invited" in refusal(keeper, record(made_up, kind, value))
+    strangers = [node(places, "a", None), node(places, "b", RunKey(new_key())), node(places, "c", role="observer")]
+    strangers.append(node(places, "a"))
+    strangers[-1]._gate = member._gate  # with a credential that it has overheard
+    for kind, value in ((PEERS, ["name"]), (LEASES, [[0, 1]])):
+        assert refusal(keeper, record(member, kind, value)) == ""
+        for stranger in strangers:
+            assert "is of a peer that was not invited" in refusal(keeper, record(stranger, kind, value))
 
 
 def test_a_revoked_peer_spoils_nobody_s_dictionary(places: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,13 +98,12 @@ async def test_the_settings_of_a_peer_make_its_gate(key: RunKey, tmp_path: Path)
             await greet(door, "QmMe", made._greeting())
             assert door.role_of("QmMe") == role
     for wrong, complaint in (
-        (("run", public, None, None), f"run.key={public} is the key of a run that admits invited peers only; give"),
-        (("other", None, token.to_text(), None), "swarm.token is for run.id=run, and this is run.id=other"),
-        (("run", "ab" * 32, token.to_text(), None), f"run.key={'ab' * 32} is not the key that signed swarm.token"),
+        (("run", public, None, None), f"^run.key={public} is the key of a run that admits invited peers only; give"),
+        (("other", None, token.to_text(), None), "^swarm.token is for run.id=run, and this is run.id=other"),
+        (("run", "ab" * 32, token.to_text(), None), f"^run.key={'ab' * 32} is not the key that signed swarm.token"),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=complaint):
             gate_for(*wrong)
-        assert str(caught.value).startswith(complaint)
 
 
 async def test_the_owner_s_peers_begin_with_what_is_revoked_already(key: RunKey, tmp_path: Path) -> None:
@@ -135,9 +135,6 @@ async def test_a_peer_hears_from_who_calls_it_that_it_is_revoked(key: RunKey) ->
     with pytest.raises(Disbelieved, match="the owner of the run has revoked the invitation of this peer"):
         await meet(caller, callee)
     assert "revoked the invitation of this peer" in str(callee.lapsed())
-
-
-# -- how much is read of strangers ------------------------------------------------------------------------------------
 
 
 class Sending(Wire):
@@ -178,37 +175,29 @@ async def test_a_stream_of_a_stranger_ends_after_a_refusal(key: RunKey) -> None:
 
 
 async def test_a_dht_call_of_a_stranger_is_not_even_parsed(key: RunKey, tmp_path: Path) -> None:
-    class Client:
-        handlers: dict[str, Any] = {}  # noqa: RUF012
+    handlers, parsed = dict[str, Any](), list[bytes]()
 
-        async def add_unary_handler(self, name: str, handler: Any, balanced: bool) -> None:
-            self.handlers[name] = handler
-
-        def close(self) -> None: ...
+    async def add(name: str, handler: Any, balanced: bool) -> None:
+        handlers[name] = handler
 
     class Request:
-        parsed: list[bytes] = []  # noqa: RUF012
-
         @classmethod
-        def FromString(cls, request: bytes) -> str:
-            cls.parsed.append(request)
-            return request.decode()
+        def FromString(cls, request: bytes) -> bytes:
+            parsed.append(request)
+            return request
 
-    class Answer(str):
-        def SerializeToString(self) -> bytes:
-            return self.encode()
-
-    async def handler(request: str, context: Any) -> Answer:
-        return Answer(request.upper())
+    async def handler(request: bytes, context: Any) -> Any:
+        return SimpleNamespace(SerializeToString=request.upper)
 
     p2p, member = GuardedP2P(), PeerID(b"member")
-    p2p._client, p2p.gate, p2p._client_listen_maddr = Client(), gate(key, "QmOne"), {"unix": tmp_path / "none"}
+    p2p._client = SimpleNamespace(add_unary_handler=add, close=lambda: None)
+    p2p.gate, p2p._client_listen_maddr = gate(key, "QmOne"), {"unix": tmp_path / "none"}
     await p2p.add_protobuf_handler("find", handler, Request, stream_input=False, stream_output=False)
     with pytest.raises(PermissionError, match="invited peers only"):
-        await Client.handlers["find"](b"what", PeerID(b"stranger"))
-    assert Request.parsed == []
+        await handlers["find"](b"what", PeerID(b"stranger"))
+    assert parsed == []
     await greet(p2p.gate, member.to_base58(), gate(key, member.to_base58())._greeting())
-    assert await Client.handlers["find"](b"what", member) == b"WHAT"
+    assert await handlers["find"](b"what", member) == b"WHAT"
 
 
 async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_path: Path) -> None:

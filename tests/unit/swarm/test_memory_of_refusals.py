@@ -6,10 +6,11 @@ import json
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco.admission import Admission, Memory, Revoked, RunKey, issue
+from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
 from diloco.admission.keys import is_sealed, new_key
 from diloco.admission.memory import MAX_OFFENDERS
 from diloco.errors import ConfigError
@@ -30,13 +31,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "refusals" / "me.json"
 
 
+def invitation(role: Any = "worker", key: RunKey = KEY) -> Token:
+    return issue(key, "run", role, SOON)
+
+
 def door(path: Path, key: RunKey = KEY) -> Admission:
     """A peer of the run that is started, perhaps again."""
-    return Admission(issue(key, "run", "worker", SOON), Memory(path, f"run/{key.public.hex()}"))
+    return Admission(invitation(key=key), Memory(path, f"run/{key.public.hex()}"))
 
 
 def test_the_revoked_and_copied_links_stay_out_after_a_restart(path: Path) -> None:
-    first, link, other = door(path), issue(KEY, "run", "worker", SOON), issue(KEY, "run", "worker", SOON)
+    first, link, other = door(path), invitation(), invitation()
     assert first.admit(ALICE, link.credential(ALICE), NOW) is None
     assert first.revoke(Revoked.sign(KEY, "run", 3, [other.grant.token_id], []))
     again = door(path)
@@ -103,9 +108,6 @@ async def test_a_proved_liar_is_out_at_once_and_after_a_restart(path: Path, tmp_
                 await meet(gate(key, BOB), now)
 
 
-# -- the seal ---------------------------------------------------------------------------------------------------------
-
-
 def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) -> None:
     key = RunKey.create(tmp_path / "run.key")
     owner = gate_for("run", None, None, str(tmp_path / "run.key"), manifest_hash=HASH)
@@ -114,7 +116,7 @@ def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) ->
     for wrong in ((HASH[::-1], seal), (HASH, seal[::-1]), (HASH, ""), (HASH, "no hex"), (HASH, KEY.seal("run", HASH))):
         assert not owner.sealed(*wrong)
     assert not is_sealed(key.public, "other", HASH, seal)
-    token = issue(key, "run", "worker", SOON).to_text()
+    token = invitation(key=key).to_text()
 
     def guest(manifest_hash: str = HASH) -> Gate:
         return gate_for("run", None, token, None, manifest_hash=manifest_hash, memory_path=tmp_path / "guest.json")
@@ -127,24 +129,20 @@ def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) ->
     assert Gate().sealed(HASH, "") and Gate().memory.seal == ""
 
 
-# -- roles ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_copy_of_a_link_in_use_does_not_watch_either() -> None:
-    one, link = Admission(issue(KEY, "run", "worker", SOON)), issue(KEY, "run", "worker", SOON)
+    one, link, watch = Admission(invitation()), invitation(), invitation("observer")
     for peer in (ALICE, BOB):  # to look on before anybody has joined is allowed, and uses nothing up
         assert one.admit(peer, link.credential(peer, "observer"), NOW) is None
     assert one.admit(ALICE, link.credential(ALICE), NOW) is None
     assert one.role_of(BOB, NOW) is None
     assert "in use by another identity" in str(one.admit(BOB, link.credential(BOB, "observer"), NOW))
     assert one.admit(ALICE, link.credential(ALICE, "observer"), NOW) is None
-    watch = issue(KEY, "run", "observer", SOON)
     for peer in (ALICE, BOB):
         assert one.admit(peer, watch.credential(peer), NOW) is None
 
 
 async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
-    liar, joiner = gate(KEY, "QmLiar", "observer"), watching("", issue(KEY, "run", "worker", SOON).to_text())
+    liar, joiner = gate(KEY, "QmLiar", "observer"), watching("", invitation().to_text())
     joiner.me = "QmJoiner"
     with pytest.raises(Disbelieved, match="its invitation allows to watch only"):
         await meet(joiner, liar)
@@ -155,13 +153,10 @@ async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
     assert member.objection("QmJoiner", ManifestRequest()) is None
 
 
-# -- files with secrets -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
 def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     RunKey.create(tmp_path / "run.key")
-    (tmp_path / "token").write_text(issue(KEY, "run", "worker", SOON).to_text())
+    (tmp_path / "token").write_text(invitation().to_text())
     for name, setting, given in (
         ("run.key", "swarm.key_path", (None, f"{tmp_path}/run.key")),
         ("token", "swarm.token", (f"@{tmp_path}/token", None)),

@@ -18,12 +18,8 @@ def at(peer: str, host: str = "192.0.2.7") -> str:
     return f"/ip4/{host}/tcp/4100/p2p/{peer}"
 
 
-def node(me: str) -> Peer:
-    return Peer(me, me[-1], "run", "0" * 64, ["1" * 64])
-
-
 def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
-    first, second, third = node(A), node(B), node(C)
+    first, second, third = (Peer(me, me[-1], "run", "0" * 64, ["1" * 64]) for me in (A, B, C))
     for one in (first, second, third):
         one.address_book.hear(one.me, {one.me: [at(one.me)]})
     first.connected(B, second.hello(), 0.0)

@@ -42,8 +42,7 @@ async def test_a_record_that_leads_elsewhere_is_replaced_by_the_state(wrong: str
     record = host.record(1, target, before="f" * 64 if wrong == "before" else None)
     if wrong == "update":
         record.update[0] ^= 1
-    host.client.answers = {0: [record], -1: host.state(1, target)}
-    await host.anchors.catch_up(0, [OTHER])
+    await host.catch_up({0: [record], -1: host.state(1, target)})
     assert host.client.asked == [0, -1] and torch.equal(host.replica.anchors[0], target)
     assert host.protocol.versions == [1] and host.protocol.digests == [digest_of(target)] == host.replica.digests()
     assert host.protocol.heals == ("digest_mismatch" in host.notes) == (wrong == "update")
@@ -54,8 +53,7 @@ async def test_an_heir_that_gets_no_outer_state_goes_on() -> None:
     state = host.state(1, full(3))
     await host.anchors.adopt_state(state)
     host.protocol.fragments[0].busy = Busy.INHERITING
-    host.client.answers = {1: state}  # the anchor that it has
-    await host.anchors.catch_up(0, [OTHER], outer=True)
+    await host.catch_up({1: state}, outer=True)
     assert host.protocol.fragments[0].busy is Busy.NO
 
 
@@ -77,8 +75,7 @@ async def test_records_in_a_row_are_applied_one_by_one() -> None:
     assert host.protocol.versions == [3] and torch.equal(host.replica.anchors[0], full(3))
     assert host.protocol.accounts.shares(0)[OTHER].contributions == 3
     assert not await host.anchors.adopt_records(records), "all of them are here"
-    host.client.answers = {3: records}
-    await host.anchors.catch_up(0, [OTHER])
+    await host.catch_up({3: records})
     assert host.protocol.versions == [3] and "fetch_failed" not in host.notes
 
 
@@ -115,8 +112,7 @@ async def test_a_peer_that_always_comes_too_late_is_told() -> None:
     await host.anchors.load()
     for version in range(1, 7):
         shares = {OTHER: Share(version, 100 * version, 1, version)}
-        host.client.answers = {version - 1: host.state(version, full(version), **shares)}
-        await host.anchors.catch_up(0, [OTHER])
+        await host.catch_up({version - 1: host.state(version, full(version), **shares)})
         assert (await host.exchange())[0] == 10
     assert host.notes.count("always_late") == 2
 
@@ -152,8 +148,7 @@ async def test_a_higher_number_moves_no_anchor() -> None:
 async def test_what_was_learned_from_a_replaced_anchor_is_discarded() -> None:
     host = StubHost(ME)
     await host.learn()
-    host.client.answers = {0: host.state(1, full(3), **{OTHER: Share(1, 10, 1, 1)})}
-    await host.anchors.catch_up(0, [OTHER])
+    await host.catch_up({0: host.state(1, full(3), **{OTHER: Share(1, 10, 1, 1)})})
     assert await host.exchange() == (10, 1)
     assert torch.equal(host.replica.anchors[0], full(3))
     assert torch.equal(host.replica.held[0].master, host.replica.anchors[0])
@@ -233,8 +228,7 @@ async def test_tokens_of_a_lost_half_may_be_applied_after_all() -> None:
     assert not host.rounds.out_of_step()
     won = host.state(5, full(4), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
     host.claimed(5, won.anchor)
-    host.client.answers = {0: won}
-    await host.anchors.catch_up(0, [OTHER])
+    await host.catch_up({0: won})
     assert host.notes.count("applied_after_all") == 1
     assert host.own_tokens.take_lost() == -10
 
@@ -282,8 +276,7 @@ async def test_tokens_of_a_history_that_lost_are_discarded_once() -> None:
     won = host.state(5, full(3), **{ME: Share(1, 10, 1, 1), OTHER: Share(4, 40, 2, 5)})
     host.join()
     host.claimed(5, won.anchor)
-    host.client.answers = {2: won}
-    await host.anchors.catch_up(0, [OTHER])
+    await host.catch_up({2: won})
     assert host.notes.count("discarded") == 1
     assert await host.exchange() == (10 + 10, 5), "the lost one, and one that is too late"
     assert host.own_tokens.take_lost() == 0
@@ -298,8 +291,7 @@ async def test_tokens_that_arrived_are_discarded_when_another_wins() -> None:
     won = host.state(5, full(3))
     host.join()
     host.claimed(5, won.anchor)
-    host.client.answers = {1: won}
-    await host.anchors.catch_up(0, [OTHER])
+    await host.catch_up({1: won})
     assert host.rounds.take([0])[0] == 10
     assert host.own_tokens.applied == {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,7 @@ def test_a_schedule_is_read_as_it_was_written() -> None:
     ]  # fmt: skip
     assert [fault.at for fault in faults] == [30, 35, 60, 65, 80, 90, 100, 104]
     assert faults[4].groups == ((0, 1), (3, 4)) and faults[4].named == (0, 1, 3, 4)
-    assert joins(faults) == 1
-    assert parse("", 4) == []
+    assert joins(faults) == 1 and parse("", 4) == []
     assert [fault.at for fault in parse("9.5:join, 2:kill 0", 2)] == [2, 9.5]
 
 
@@ -136,8 +135,7 @@ def test_a_joiner_has_joined_when_a_contribution_of_its_was_merged() -> None:
     log = log_of(stay(0, [], []), joiner)
     expected = {"total": 6.5, "imports": 3.0, "built": 1.0, "ready": 0.5, "first step": 1.5, "to merged": 0.5}
     assert rejoin(log, joiner) == expected
-    late = log_of(stay(0, [], []), joiner, events=(event(1, 16.4, "discarded", tokens=1),))
-    found = rejoin(late, joiner)
+    found = rejoin(log_of(stay(0, [], []), joiner, events=(event(1, 16.4, "discarded", tokens=1),)), joiner)
     assert found is not None and found["total"] == 8.0
     assert rejoin(log, stay(1, [16.0], [], started_at=10.0)) is None
 
@@ -183,9 +181,7 @@ def test_a_packet_leaves_after_the_delay_and_not_before() -> None:
     pipe.push(1.0, b"a")
     pipe.push(1.02, b"b")
     assert pipe.next_at == pytest.approx(1.05)
-    assert pipe.pull(1.049) == []
-    assert pipe.pull(1.051) == [b"a"]
-    assert pipe.pull(2.0) == [b"b"] and pipe.next_at is None
+    assert [pipe.pull(at) for at in (1.049, 1.051, 2.0)] == [[], [b"a"], [b"b"]] and pipe.next_at is None
 
 
 def test_a_rate_sends_packets_in_turn_and_drops_what_is_too_late() -> None:
@@ -237,13 +233,10 @@ def test_packets_keep_their_order_and_none_comes_early(gaps: list[float], jitter
     assert came == sorted(came) and len(came) + pipe.dropped == len(gaps)
 
 
-def test_two_shapes_in_a_row_are_one() -> None:
+def test_shapes_in_a_row_are_one_and_values_are_written_as_for_tc() -> None:
     both = Shape(0.01, 0.001, 0.5, 8.0).then(Shape(0.02, 0.0, 0.5, 4.0))
     assert both == Shape(pytest.approx(0.03), 0.001, 0.75, 4.0)
     assert Shape().then(Shape(rate=1.0)) == Shape(rate=1.0)
-
-
-def test_values_are_written_as_for_tc() -> None:
     assert (rate_bytes("2mbit"), rate_bytes("8bit"), delay_s("50ms"), delay_s("0.5s")) == (250_000, 1, 0.05, 0.5)
     assert share("2.5%") == pytest.approx(0.025)
 
@@ -334,11 +327,8 @@ def test_the_table_says_what_was_reached_and_whether_it_is_enough() -> None:
     assert found["versions of frag"] == ["35 of 35", "yes"]
     assert "2026-01-02, 2 cores X, torch 2; 4 minutes" in lines[-3]
     assert lines[-1] == "Not measured: decoupled, rejoin-busy, links, momentum, download."
-
-
-def test_one_run_with_two_anchors_at_its_end_is_seen_in_the_table() -> None:
     lines = table({"sync": filed(run_of(final_digests=["a", "b"]))})
-    assert any("| 7 of 7 | **no** | 0 of 1 runs" in line for line in lines)
+    assert any("| 7 of 7 | **no** | 0 of 1 runs" in line for line in lines), "one run with two anchors at its end"
 
 
 def test_a_row_is_measured_once_unless_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,14 +343,14 @@ def test_a_row_is_measured_once_unless_asked_again(tmp_path: Path, monkeypatch: 
     def fail() -> dict[str, Any]:
         raise OSError("chaos ended with 1")
 
-    monkeypatch.setitem(MEASUREMENTS, "sync", Row(measure, MEASUREMENTS["sync"].lines))
-    monkeypatch.setitem(MEASUREMENTS, "links", Row(fail, MEASUREMENTS["links"].lines))
+    for name, made in (("sync", measure), ("links", fail)):
+        monkeypatch.setitem(MEASUREMENTS, name, Row(made, MEASUREMENTS[name].lines))
     said: list[str] = []
-    say: Callable[[str], None] = said.append
     for again in (False, False, True):
-        assert regenerate(["sync"], tmp_path, again, tmp_path / "all.json", say) == 0
+        assert regenerate(["sync"], tmp_path, again, tmp_path / "all.json", said.append) == 0
     assert calls == ["sync", "sync"]
-    assert regenerate(["links", "sync"], tmp_path, False, None, say) == 1 and "links: error: chaos ended with 1" in said
+    assert regenerate(["links", "sync"], tmp_path, False, None, said.append) == 1
+    assert "links: error: chaos ended with 1" in said
     assert rows_of("faults", readme)[1].startswith("| figure |")
     assert readme.read_text().startswith("before\n") and readme.read_text().endswith("\nafter\n")
     with pytest.raises(ValueError, match="has no <!-- other -->"):

@@ -14,16 +14,9 @@ from diloco.errors import DilocoError, SwarmError, guard
 from diloco.protocol.messages import Refusal, decode, encode
 
 EXIT_CODES = {
-    "DilocoError": 1,
-    "ConfigError": 2,
-    "DataError": 2,
-    "CheckpointError": 2,
-    "SwarmError": 3,
-    "JoinError": 3,
-    "DivergedError": 4,
-    "UnsavedError": 5,
-    "PayloadError": 1,
-}
+    "DilocoError": 1, "ConfigError": 2, "DataError": 2, "CheckpointError": 2, "SwarmError": 3, "JoinError": 3,
+    "DivergedError": 4, "UnsavedError": 5, "PayloadError": 1,
+}  # fmt: skip
 
 
 def failing(error: BaseException) -> int:

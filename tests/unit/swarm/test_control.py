@@ -6,19 +6,20 @@ import asyncio
 
 import msgpack
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.protocol.fragment import LEAP
 from diloco.protocol.messages import Message, Refusal
-from diloco.protocol.messages.bulk import Contribution, Receipt
+from diloco.protocol.messages.bulk import Receipt
 from diloco.protocol.messages.control import Claim, Published, Revocations, Status
 from diloco.protocol.penalties import Penalties
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.mesh import DIAL_TIMEOUT_S, FLUSH_BYTES, _Outgoing
 from diloco.swarm.wire.streams import Stream, Traffic
-from tests.support.listener import DIGEST, MANIFEST, OTHER, Listener, hello, status
-from tests.support.stub_wire import Pipe, framed
+from tests.support.listener import DIGEST, OTHER, Listener, hello, status
+from tests.support.stub_wire import Pipe, contribution, framed
 
 
 class Blocked(Pipe):
@@ -44,14 +45,22 @@ def claim(fragment: int = 0, term: int = 1, version: int = 0) -> Claim:
     return Claim(fragment=fragment, term=term, version=version, digest=DIGEST)
 
 
-def published(fragment: int = 0, term: int = 1, version: int = 1) -> Published:
-    known = {"digest": DIGEST, "contributors": [OTHER], "applied_tokens": 1}
-    return Published(fragment=fragment, term=term, version=version, **known)
+def published(**fields: int) -> Published:
+    known = {"fragment": 0, "term": 1, "version": 1, "digest": DIGEST, "contributors": [OTHER], "applied_tokens": 1}
+    return Published(**{**known, **fields})
 
 
-CONTRIBUTION = Contribution(
-    base_digest="0" * 64, manifest_hash=MANIFEST, fragment=0, term=1, base_version=0, steps=1, tokens=1
-)
+def packed(**fields: object) -> bytes:
+    """A frame whose fields need not fit."""
+    frame = msgpack.packb(fields)
+    return len(frame).to_bytes(4, "big") + frame
+
+
+def hello_with(**fields: object) -> bytes:
+    return packed(**{"kind": "hello", **hello().model_dump(), **fields})
+
+
+CONTRIBUTION = contribution(torch.zeros(6))
 GARBAGE, ENDLESS = b"\x00\x00\x00\x02hi", b"\xff\xff\xff\xff"
 
 
@@ -101,7 +110,7 @@ async def test_a_refusal_counts_until_another_peer_lets_this_one_in(loop: Virtua
         (framed(status().model_copy(update={"disputed": [2]})), "a status of 3 fragments, and the run has 2"),
         (framed(claim(fragment=2)), "a message about fragment 2, and the run has 2"),
         (framed(published(fragment=7)), "a message about fragment 7, and the run has 2"),
-        (framed(CONTRIBUTION), "a control stream does not carry Contribution"),
+        (CONTRIBUTION, "a control stream does not carry Contribution"),
     ],
     ids=["schema", "length", "status", "dispute", "claim", "published", "kind"],
 )
@@ -121,12 +130,6 @@ async def test_an_offence_puts_its_peer_out_for_a_while(sent: bytes, why: str, l
     listener.protocol.penalties = Penalties()  # the time is over
     assert isinstance((await listener.hear(framed(hello())))[0], Status)
     assert len(listener.said("penalty")) == 1
-
-
-def hello_with(**fields: object) -> bytes:
-    """A hello whose fields need not fit."""
-    frame = msgpack.packb({"kind": "hello", **hello().model_dump(), **fields})
-    return len(frame).to_bytes(4, "big") + frame
 
 
 @pytest.mark.parametrize(
@@ -154,8 +157,8 @@ async def test_who_does_not_begin_with_a_fitting_hello_is_refused(sent: bytes, w
 
 
 async def test_a_kind_that_only_a_newer_peer_knows_is_skipped() -> None:
-    listener, frame = Listener(), msgpack.packb({"kind": "trumpet", "loud": True})
-    await listener.hear(framed(hello()), len(frame).to_bytes(4, "big") + frame, framed(claim(term=3)))
+    listener = Listener()
+    await listener.hear(framed(hello()), packed(kind="trumpet", loud=True), framed(claim(term=3)))
     lease = listener.protocol.leases.get(0)
     assert lease is not None and lease.term > 3, "what came after it was heard"
     assert listener.said("penalty") == []

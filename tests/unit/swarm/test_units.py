@@ -208,12 +208,10 @@ def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_a_checkpoint_brings_the_word_back(known: bool) -> None:
     """An old one has none."""
-    word = {"units": [9, [[2, 4]]]} if known else {}
-    state = {"versions": [3], "terms": [1], "applied_tokens": 5, **word}
+    state = {"versions": [3], "terms": [1], "applied_tokens": 5, **({"units": [9, [[2, 4]]]} if known else {})}
     session = Session.__new__(Session)
-    session._checkpoint = Checkpoint(
-        Path("step-3"), 3, state, {"anchor": {"0": torch.zeros(1)}, "outer": {}, "residual": {}}
-    )
+    tensors = {"anchor": {"0": torch.zeros(1)}, "outer": {}, "residual": {}}
+    session._checkpoint = Checkpoint(Path("step-3"), 3, state, tensors)
     saved = session.outer()
     assert saved is not None and tuple(saved.units) == ((9, [[2, 4]]) if known else (0, ()))
 
@@ -221,9 +219,10 @@ def test_a_checkpoint_brings_the_word_back(known: bool) -> None:
 # -- what a peer has --------------------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["add", "take", "send", "settle", "forget"]), st.integers(1, 9)), max_size=60)
-)
+STEPS = st.sampled_from(["add", "take", "send", "settle", "forget"])
+
+
+@given(st.lists(st.tuples(STEPS, st.integers(1, 9)), max_size=60))
 def test_every_sequence_comes_once_and_is_kept_until_it_is_settled(steps: list[tuple[str, int]]) -> None:
     data, ledger = LeasedData(), Ledger()
     data.expect(8)

@@ -142,9 +142,6 @@ def test_every_byte_arrives_once_and_in_order(sizes: list[int], up: int, down: i
         loop.run_until_complete(story())
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
-
-
 async def test_nobody_there_is_a_connection_error_after_a_round_trip(town: Town) -> None:
     one, _ = await town.peers("one", "two", latency_s=0.1)
     town.network.crash("two")

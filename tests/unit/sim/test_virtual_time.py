@@ -128,16 +128,11 @@ async def test_signals_still_come_in(loop: VirtualLoop, busy: bool) -> None:
     assert turns < 2 * POLL_EVERY
 
 
-# -- work of threads --------------------------------------------------------------------------------------------------
-
-
-async def test_work_of_a_thread_is_done_here_and_in_no_time(loop: VirtualLoop) -> None:
+async def test_work_of_a_thread_is_done_here(loop: VirtualLoop) -> None:
+    """In no time, or in some before and after it."""
     assert await asyncio.to_thread(threading.get_ident) == threading.get_ident() and loop.time() == 0.0
     with pytest.raises(ValueError, match="invalid literal"):
         await asyncio.to_thread(int, "x")
-
-
-async def test_work_of_a_thread_takes_time_before_and_after_it(loop: VirtualLoop) -> None:
     seconds = iter([2.0, 1.0])
     loop.executor_s = lambda: next(seconds)
     assert (await asyncio.to_thread(lambda: loop.seconds), loop.seconds) == pytest.approx((2.0, 3.0))
@@ -181,44 +176,29 @@ async def test_what_a_thread_was_given_is_free_once_its_work_is_done(loop: Virtu
         gc.enable()
 
 
-# -- freezing ---------------------------------------------------------------------------------------------------------
-
-
-async def test_what_waited_for_a_frozen_owner_runs_in_its_order(loop: VirtualLoop) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+async def test_what_waited_for_a_frozen_owner_runs_in_its_order(loop: VirtualLoop, dies: bool) -> None:
+    """Nothing runs but its end, if it dies meanwhile. What its threads do waits, too."""
     said: list[tuple[str, float]] = []
+    loop.executor_s = lambda: 1.0
 
     async def says(name: str, at: float) -> None:
-        await sleep(at)
-        said.append((name, round(loop.seconds, 3)))
+        try:
+            await sleep(at)
+            await sleep(0)
+            said.append((name, round(loop.seconds, 3)))
+        except asyncio.CancelledError:
+            said.append((f"end of {name}", round(loop.seconds, 3)))
 
+    starts(loop, "a", asyncio.to_thread(lambda: said.append(("thread", round(loop.seconds, 3)))))
     for name, second in (("a3", 3.0), ("a1", 1.0), ("a2", 2.0), ("a6", 6.0), ("b2", 2.0)):
         starts(loop, name[0], says(name, second))
-    await at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.thaw("a")))
-    assert said == [("b2", 2.0), ("a1", 5.0), ("a2", 5.0), ("a3", 5.0), ("a6", 6.0)]
-
-
-async def test_a_frozen_owner_that_is_killed_runs_nothing_but_its_end(loop: VirtualLoop) -> None:
-    said: list[str] = []
-
-    async def says() -> None:
-        try:
-            await sleep(1.0)
-            await sleep(0)
-            said.append("went on")
-        finally:
-            said.append(f"ended at {loop.seconds:.0f}")
-
-    starts(loop, "a", says())
-    await at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.kill("a")))
-    assert said == ["ended at 5"]
-
-
-async def test_threads_of_a_frozen_owner_stop_too(loop: VirtualLoop) -> None:
-    loop.executor_s = lambda: 1.0
-    done: list[float] = []
-    starts(loop, "a", asyncio.to_thread(lambda: done.append(loop.seconds)))
-    await at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.thaw("a")))
-    assert done == pytest.approx([5.0])
+    await at_times(loop, (0.5, lambda: loop.freeze("a")), (5.0, lambda: loop.kill("a") if dies else loop.thaw("a")))
+    if dies:
+        assert said[0] == ("b2", 2.0) and sorted(said[1:]) == [(f"end of a{number}", 5.0) for number in (1, 2, 3, 6)]
+    else:
+        assert said[0] == ("b2", 2.0) and said[-1] == ("a6", 6.0)
+        assert said[1:-1] == [("thread", 5.0), ("a1", 5.0), ("a2", 5.0), ("a3", 5.0)]
 
 
 def test_what_is_left_of_a_frozen_owner_ends_with_the_loop() -> None:
@@ -226,9 +206,6 @@ def test_what_is_left_of_a_frozen_owner_ends_with_the_loop() -> None:
         task = starts(loop, "a", sleep(1e6))
         loop.run_until_complete(at_times(loop, (0.5, lambda: loop.freeze("a"))))
     assert task.cancelled()
-
-
-# -- clocks -----------------------------------------------------------------------------------------------------------
 
 
 async def test_an_owner_reads_and_sleeps_by_its_own_clock(loop: VirtualLoop) -> None:
@@ -270,9 +247,6 @@ async def test_a_clock_that_stood_still_lacks_those_seconds(loop: VirtualLoop, r
     starts(loop, "a", looks())
     await at_times(loop, (1.0, lambda: loop.freeze("a")), (11.0, opens_the_lid))
     assert seen == [pytest.approx((11.0, 50.0 + rate * 1.0)), pytest.approx((15.0, 50.0 + rate * 5.0))]
-
-
-# -- lockstep ---------------------------------------------------------------------------------------------------------
 
 
 async def test_threads_take_turns_in_virtual_time(loop: VirtualLoop) -> None:

@@ -18,7 +18,7 @@ def resident() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_a_short_lived_buffer_is_zero_and_can_be_written_in_parts() -> None:
+def test_a_short_lived_buffer_is_zero_and_written_in_parts() -> None:
     buffer = short_lived(1000)
     assert buffer.dtype == torch.uint8 and buffer.numel() == 1000 and not buffer.any()
     buffer[10:20].numpy().data[:] = bytes(range(10))

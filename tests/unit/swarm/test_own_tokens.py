@@ -23,7 +23,7 @@ def test_a_checkpoint_with_too_many_is_cut_to_the_newest() -> None:
     assert sorted(OwnTokens(dict.fromkeys(bases, 1)).applied) == list(range(2 * COUNTED, 3 * COUNTED))
 
 
-def test_what_another_history_lacks_is_lost_and_what_it_has_is_found() -> None:
+def test_what_another_history_lacks_is_lost_and_the_rest_found() -> None:
     tokens = OwnTokens({0: 10, 1: 20, 2: 30})
     tokens.was_left_out(3, 40)
     recount = tokens.recount(1, 30)

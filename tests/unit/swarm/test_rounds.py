@@ -348,7 +348,7 @@ async def test_an_exchange_that_never_ran_releases_what_it_captured() -> None:
     assert float(host.replica.encode(0, 0).view(torch.float32)[0]) == 2.0, "as the parameters are now"
 
 
-async def test_a_moving_anchor_arrives_though_its_exchange_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_moving_anchor_arrives_though_its_exchange_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """1. The update is applied, in a thread. 2. Ctrl+C cancels the exchange. 3. A checkpoint is written: the version
     and the digest that it names are those of the anchor in it.
     """

@@ -164,7 +164,7 @@ def test_what_a_version_holds_is_not_handed_out_again(heard: str) -> None:
     assert ledger.open == [(4, 8)] and ledger.leased == {"b": [(4, 8)]}
 
 
-def test_a_version_that_died_with_its_author_takes_no_units_along() -> None:
+def test_a_version_that_died_with_its_author_keeps_no_units() -> None:
     peer = follower(cursor=8, open=[[0, 8]])
     word: dict[str, Any] = {"version": 1, "digest": digest_of(1), "applied_tokens": 1, "cursor": 8, "open": []}
     peer.heard("s", Published(fragment=0, term=1, contributors=["b"], **word), 0.6)
@@ -172,7 +172,7 @@ def test_a_version_that_died_with_its_author_takes_no_units_along() -> None:
     assert take_over(peer).free == [(0, 8)] and peer.versions == [0]
 
 
-def test_units_in_a_contribution_here_are_kept_when_its_sender_dies() -> None:
+def test_units_of_a_contribution_stay_when_its_sender_dies() -> None:
     peer, _ = dealing(8)
     peer.enter("exchanging", 9.0)
     offer(peer, "b", [(0, 4)])
@@ -223,7 +223,7 @@ STEPS = st.sampled_from(["add", "take", "send", "settle", "forget"])
 
 
 @given(st.lists(st.tuples(STEPS, st.integers(1, 9)), max_size=60))
-def test_every_sequence_comes_once_and_is_kept_until_it_is_settled(steps: list[tuple[str, int]]) -> None:
+def test_every_sequence_comes_once_and_is_kept_until_settled(steps: list[tuple[str, int]]) -> None:
     data, ledger = LeasedData(), Ledger()
     data.expect(8)
     taken, sent, settled = list[Units](), [], []

@@ -72,7 +72,7 @@ def test_a_schedule_that_cannot_be_is_refused_in_one_line(text: str, said: str) 
         parse(text, 4)
 
 
-def test_the_same_seed_draws_the_same_faults_and_they_can_be_done() -> None:
+def test_a_seed_draws_the_same_faults_and_they_can_be_done() -> None:
     kinds = ["kill", "stop", "term", "partition", "slow", "delay", "loss"]
     for seed in range(30):
         faults = shuffled(seed, 4, 10, 300, kinds)
@@ -84,7 +84,7 @@ def test_the_same_seed_draws_the_same_faults_and_they_can_be_done() -> None:
         shuffled(0, 4, 10, 300, ["heal"])
 
 
-def test_the_longest_gap_begins_before_a_fault_and_ends_at_the_next() -> None:
+def test_the_longest_gap_is_from_before_a_fault_to_the_next() -> None:
     steps = [0.0, 1.0, 2.0, 5.0, 6.0, 16.0]
     assert longest_gap(steps, 2.5, 5.5, 16.0) == 3.0
     assert longest_gap(steps, 2.5, 10.0, 16.0) == 4.0
@@ -129,7 +129,7 @@ def test_tokens_end_applied_discarded_or_in_flight_and_some_die() -> None:
     assert accounts_of(log) == {"processed": 80, "applied": 100, "discarded": 7, "in_flight": -27, "lost": 30}
 
 
-def test_a_joiner_has_joined_when_a_contribution_of_its_was_merged() -> None:
+def test_a_joiner_has_joined_when_its_contribution_was_merged() -> None:
     marks = {"imports": 13.0, "built": 14.0, "ready": 14.5}
     joiner = stay(1, [16.0, 17.0], [16.5, 18.0], started_at=10.0, marks=marks)
     log = log_of(stay(0, [], []), joiner)
@@ -230,7 +230,7 @@ def test_packets_keep_their_order_and_none_comes_early(gaps: list[float], jitter
     assert came == sorted(came) and len(came) + pipe.dropped == len(gaps)
 
 
-def test_shapes_in_a_row_are_one_and_values_are_written_as_for_tc() -> None:
+def test_shapes_in_a_row_are_one_and_written_as_for_tc() -> None:
     both = Shape(0.01, 0.001, 0.5, 8.0).then(Shape(0.02, 0.0, 0.5, 4.0))
     assert both == Shape(pytest.approx(0.03), 0.001, 0.75, 4.0)
     assert Shape().then(Shape(rate=1.0)) == Shape(rate=1.0)
@@ -238,7 +238,7 @@ def test_shapes_in_a_row_are_one_and_values_are_written_as_for_tc() -> None:
     assert share("2.5%") == pytest.approx(0.025)
 
 
-def test_without_namespaces_faults_of_links_say_why_they_cannot_be() -> None:
+def test_without_namespaces_faults_of_links_say_why_not() -> None:
     with networks("not root") as network:
         assert isinstance(network, Loopback) and network.command(0) == []
         said = {network.partition([[0], [1]]), network.heal(), network.worsen(0, "loss", "2%"), network.fast(0)}
@@ -307,7 +307,7 @@ def filed(figures: dict[str, Any]) -> dict[str, Any]:
             "figures": figures}  # fmt: skip
 
 
-def test_the_table_says_what_was_reached_and_whether_it_is_enough() -> None:
+def test_the_table_says_what_was_reached_and_if_it_is_enough() -> None:
     slow = run_of(joins=[{"parts": {"total": 12.0, "imports": 3.0}}])
     good = run_of(
         tokens_per_s=91.0, eval_loss=2.05, takeovers=3, momentum_restarted=1, tokens={"applied": 10, "lost": 4},

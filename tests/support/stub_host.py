@@ -32,7 +32,7 @@ from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from tests.support.certificates import MANIFEST, Keys, line_of, record_of
-from tests.support.scenes import PATIENCE_S
+from tests.support.coroutines import PATIENCE_S
 from tests.support.stub_device import LazyDevice
 
 ME, OTHER = "me", "other"

@@ -17,7 +17,7 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.node.auditor import Auditor
 from tests.support.certificates import MANIFEST
-from tests.support.scenes import PATIENCE_S
+from tests.support.coroutines import PATIENCE_S
 from tests.support.stub_host import OTHER, StubHost
 
 NUMEL = 6

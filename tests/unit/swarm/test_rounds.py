@@ -26,7 +26,7 @@ from diloco.swarm.conversations.framing import FragmentState, UpdateRecord
 from diloco.swarm.conversations.parts import copy_state
 from diloco.testing.fuzz.crowd import small_pieces
 from tests.support.certificates import MANIFEST, RUN, Keys, line_of, record_of
-from tests.support.scenes import Slow, turns, until
+from tests.support.coroutines import Slow, turns, until
 from tests.support.stub_host import ME, OTHER, StubHost
 
 CONTRIBUTE = "diloco.swarm.node.rounds.contribute"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from diloco.swarm.conversations.tasks import FragmentLock, Tasks, in_thread
-from tests.support.scenes import PATIENCE_S, Slow, turns, until
+from tests.support.coroutines import PATIENCE_S, Slow, turns, until
 
 
 @asynccontextmanager

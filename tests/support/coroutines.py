@@ -1,4 +1,4 @@
-"""Scenes: tests that are coroutine functions, and what they wait for."""
+"""Tests that are coroutine functions, and what they wait for."""
 
 from __future__ import annotations
 

@@ -46,17 +46,16 @@ class Wire:
         self.closed = True
 
 
-class End:
+class End(Wire):
     """One end of a stream whose other end somebody reads."""
 
     def __init__(self) -> None:
-        self.reader, self.written, self.other = asyncio.StreamReader(), 0, self
+        super().__init__()
+        self.reader, self.other = asyncio.StreamReader(), self
 
     def write(self, data: bytes) -> None:
-        self.written += len(data)
+        super().write(data)
         self.other.reader.feed_data(data)
-
-    async def drain(self) -> None: ...
 
     def close(self) -> None:
         for reader in (self.reader, self.other.reader):
@@ -77,4 +76,4 @@ async def meet(caller: Gate, callee: Gate) -> int:
         await caller.greet(callee.me, opener, again=True)
     finally:
         await answering
-    return here.written + there.written
+    return len(here.written) + len(there.written)

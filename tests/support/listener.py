@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,18 +55,6 @@ class Listener:
         pipe = Pipe(b"".join(sent))
         await self.mesh._serve(OTHER, pipe.reader, pipe)
         return pipe.messages()
-
-
-def run(scene: Callable[[Listener], Awaitable[None]]) -> None:
-    async def work() -> None:
-        listener = Listener()
-        try:
-            await scene(listener)
-        finally:
-            await listener.context.tasks.close(5.0)
-            await listener.mesh.close()
-
-    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def status(state: State = "training", fragments: int = 2) -> Status:

@@ -83,7 +83,7 @@ MUTANTS = [
         "if not (self._started and self._outgoing):",
         "if True:",
         also=(("if self._started:", "if False:"),),
-        test="tests/unit/swarm/test_control.py::test_a_refusal_counts_as_long_as_nobody_else_lets_this_peer_in",
+        test="tests/unit/swarm/test_control.py::test_a_refusal_counts_until_another_peer_lets_this_one_in",
     ),
     Mutant(
         "merges-what-was-forgotten",
@@ -91,7 +91,7 @@ MUTANTS = [
         "diloco.swarm.node.merging",
         "not syncer.closes(close)",
         "syncer.version != close.base_version",
-        test="tests/unit/swarm/test_rounds.py::test_a_version_whose_contributions_were_forgotten_is_not_made",
+        test="tests/unit/swarm/test_rounds.py::test_a_version_of_forgotten_contributions_is_not_made",
     ),
     Mutant(
         "the-dead-say-what-is-true",
@@ -164,7 +164,7 @@ MUTANTS = [
         "diloco.swarm.node.rounds",
         "merged = protocol.accounts.merged(fragment).get(protocol.me, -1)",
         "merged = None",
-        test="tests/unit/swarm/test_rounds.py::test_after_a_broken_stream_the_anchor_says_whether_the_contribution_was_merged",
+        test="tests/unit/swarm/test_rounds.py::test_after_a_broken_stream_the_anchor_says_what_was_merged",
     ),
     Mutant(
         "caught-up-syncer-forgets-what-is-merged",
@@ -277,7 +277,7 @@ MUTANTS = [
                 task.cancel()
                 await asyncio.wait([task])""",
         """            pass""",
-        test="tests/unit/swarm/test_rounds.py::test_an_exchange_that_is_cancelled_sends_nothing_more",
+        test="tests/unit/swarm/test_rounds.py::test_a_cancelled_exchange_sends_nothing_more",
     ),
     Mutant(
         "two-finish-and-wait-for-each-other",
@@ -301,7 +301,7 @@ MUTANTS = [
         "diloco.swarm.node.own_tokens",
         "missing = total - sum(self._applied.values()) if settled else 0",
         "missing = total - sum(self._applied.values())",
-        test="tests/unit/swarm/test_own_tokens.py::test_a_contribution_on_its_way_is_not_taken_for_one_that_was_left_out",
+        test="tests/unit/swarm/test_own_tokens.py::test_a_contribution_on_its_way_is_not_one_that_was_left_out",
     ),
     Mutant(
         "given-up-and-merged",
@@ -309,7 +309,7 @@ MUTANTS = [
         "diloco.swarm.node.rounds",
         "exchange.discarded = self._protocol.accounts.merged(fragment).get(self._protocol.me, -1) < base_version",
         "exchange.discarded = True",
-        test="tests/unit/swarm/test_rounds.py::test_what_was_learned_in_another_history_and_is_in_the_adopted_anchor_is_not_discarded",
+        test="tests/unit/swarm/test_rounds.py::test_what_the_adopted_anchor_holds_is_not_discarded",
     ),
     Mutant(
         "two-failures-wake-each-other",
@@ -317,7 +317,7 @@ MUTANTS = [
         "diloco.swarm.node.rounds",
         "await asyncio.sleep(RETRY_S)  # a failure is an event, so two flights would wake each other",
         "await self._context.tasks.pause(RETRY_S)",
-        test="tests/unit/swarm/test_rounds.py::test_a_fetch_that_fails_is_not_tried_again_because_something_else_happens",
+        test="tests/unit/swarm/test_rounds.py::test_a_failed_fetch_waits_for_news",
     ),
     Mutant(
         "counted-when-taken",
@@ -334,7 +334,7 @@ MUTANTS = [
                 "        if not exchange.discarded:\n            return 0\n",
             ),
         ),
-        test="tests/unit/swarm/test_rounds.py::test_tokens_of_an_exchange_that_is_over_and_not_taken_are_discarded_when_another_history_wins",
+        test="tests/unit/swarm/test_rounds.py::test_tokens_that_arrived_are_discarded_when_another_wins",
     ),
 ]
 

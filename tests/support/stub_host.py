@@ -32,16 +32,18 @@ from diloco.swarm.node.spot import SpotChecks
 from diloco.swarm.wire.deadline import within
 from diloco.swarm.wire.gate import Gate
 from tests.support.certificates import MANIFEST, Keys, line_of, record_of
+from tests.support.coroutines import PATIENCE_S
 from tests.support.stub_device import LazyDevice
 
 ME, OTHER = "me", "other"
+Answers = dict[int, Sequence[UpdateRecord] | FragmentState | Exception]
 
 
 class StubFetcher:
     """Answers each fetch with what the test put there, by the version that the asker has."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, Sequence[UpdateRecord] | FragmentState | Exception] = {}
+        self.answers: Answers = {}
         self.asked: list[int] = []
         self.donors: list[str] = []
 
@@ -97,15 +99,14 @@ class StubHost:
         self.context.carry_out = self.carry_out
         self.context.now = self.now  # type: ignore[method-assign]
         if holder == OTHER:
-            self.do(self.protocol.connected(OTHER, self.hello(claims=True), self.now()))
+            self.join(claims=True)
         else:
             self.do(self.protocol.tick(self.now()))
 
     def hello(self, claims: bool) -> Hello:
         digests = self.protocol.digests
         every = [Claim(fragment=one, term=1, version=0, digest=digest) for one, digest in enumerate(digests)]
-        versions = [0] * len(every)
-        status = Status(state="training", versions=versions, inner_step=0, target_steps=1, steps_per_s=1.0, tokens=0)
+        status = Status(state="training", versions=[0] * len(every), target_steps=1, steps_per_s=1.0)
         return Hello(
             wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=OTHER, trains=True, holds=True,
             peers=[], status=status, claims=every if claims else [],
@@ -125,11 +126,28 @@ class StubHost:
                     self.context.tasks.spawn(self.merging.merge(action.close))
                 case Renumber():
                     self.context.tasks.spawn(self.anchors.renumber(action.fragment, action.above))
-                case _:
-                    pass
 
     def do(self, actions: list[Action]) -> None:
         self.context.do(actions)
+
+    def join(self, peer: str = OTHER, claims: bool = False) -> None:
+        """A member that trains, and that is the syncer if it `claims` to be."""
+        self.do(self.protocol.connected(peer, self.hello(claims), self.now()))
+
+    def claimed(self, version: int, anchor: Tensor) -> None:
+        """The other peer is syncer under a newer term, at this anchor: it was cut off until now."""
+        claim = Claim(fragment=0, term=2, version=version, digest=digest_of(anchor))
+        self.do(self.protocol.heard(OTHER, claim, self.now()))
+
+    async def catch_up(self, answers: Answers, outer: bool = False) -> None:
+        """Fetch what is newer from the other peer, which answers so."""
+        self.client.answers = answers
+        await self.anchors.catch_up(0, [OTHER], outer=outer)
+
+    async def learn(self) -> None:
+        """Load the anchors, and take a step from them that takes 1 from each parameter."""
+        await self.anchors.load()
+        self.parameters["w"].sub_(1.0)
 
     async def exchange(self) -> tuple[int, int]:
         """Discarded tokens of an exchange, and the version that it led to."""
@@ -160,4 +178,4 @@ class StubHost:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(within(20, test()))
+    asyncio.run(within(PATIENCE_S, test()))

@@ -17,27 +17,16 @@ from diloco.protocol.messages.bulk import Contribution
 from diloco.swarm.conversations.answer import BulkServer
 from diloco.swarm.node.auditor import Auditor
 from tests.support.certificates import MANIFEST
+from tests.support.coroutines import PATIENCE_S
 from tests.support.stub_host import OTHER, StubHost
 
 NUMEL = 6
 
 
-def header(steps: int = 10, tokens: int = 80, base_version: int = 0) -> Contribution:
-    return Contribution(
-        base_digest=digest_of(torch.arange(float(NUMEL))),
-        manifest_hash=MANIFEST,
-        fragment=0,
-        term=1,
-        base_version=base_version,
-        steps=steps,
-        tokens=tokens,
-    )
-
-
 class Pipe:
     """What a peer writes to us, and what we wrote back."""
 
-    def __init__(self, sent: bytes, more: Callable[[bytes], bytes] | None = None) -> None:
+    def __init__(self, sent: bytes) -> None:
         self.reader = asyncio.StreamReader()
         self.reader.feed_data(sent)
         self.reader.feed_eof()
@@ -46,11 +35,9 @@ class Pipe:
     def write(self, data: Any) -> None:
         self.written += bytes(data)
 
-    async def drain(self) -> None:
-        pass
+    async def drain(self) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def messages(self) -> list[object]:
         found, at = [], 0
@@ -69,7 +56,7 @@ class Host(StubHost):
 
     def __init__(self, **outer: Any) -> None:
         super().__init__("me", NUMEL, **outer)
-        self.do(self.protocol.connected(OTHER, self.hello(claims=False), self.now()))
+        self.join()
         self.clock = 0.0
         self.context.tasks.until = self.until  # type: ignore[method-assign]
         self.server = BulkServer(self.context, lambda: None, Auditor(self.context, "0").hear)
@@ -99,8 +86,12 @@ def framed(message: Any) -> bytes:
 def contribution(values: torch.Tensor, **claims: int) -> bytes:
     payload = torch.empty(codec("fp32").nbytes(NUMEL), dtype=torch.uint8)
     payload.view(torch.float32).copy_(values)
-    return framed(header(**{"steps": 1, "tokens": 10, **claims})) + payload.numpy().tobytes()
+    header = Contribution(
+        base_digest=digest_of(torch.arange(float(NUMEL))), manifest_hash=MANIFEST, fragment=0, term=1,
+        **{"base_version": 0, "steps": 1, "tokens": 10, **claims},
+    )  # fmt: skip
+    return framed(header) + payload.numpy().tobytes()
 
 
 def run(scene: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

@@ -26,12 +26,17 @@ KEY = RunKey(new_key())
 SOON = int(time.time()) + 3600
 
 
-def node(tmp_path: Path, name: str, key: RunKey | None = KEY, role: Any = "worker") -> OwnedRecords:
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of identities, which take long to make."""
+    return tmp_path_factory.mktemp("identities")
+
+
+def node(places: Path, name: str, key: RunKey | None = KEY, role: Any = "worker") -> OwnedRecords:
     """The records of a peer; without a key its run is open."""
     gate = Gate() if key is None else Gate(Admission(issue(key, "run", role, SOON)))
-    path = tmp_path / name
-    gate.me = own_id(path)
-    return OwnedRecords("run", read_key(path), gate)
+    gate.me = own_id(places / name)
+    return OwnedRecords("run", read_key(places / name), gate)
 
 
 def record(owner: OwnedRecords, kind: str, value: Any) -> DHTRecord:
@@ -49,39 +54,37 @@ def refusal(one: OwnedRecords, said: DHTRecord) -> str:
     return "".join(why)
 
 
-@pytest.mark.parametrize("kind", [PEERS, LEASES])
-def test_only_records_of_invited_peers_are_kept_in_a_closed_run(tmp_path: Path, kind: str) -> None:
-    keeper, member = node(tmp_path, "keeper"), node(tmp_path, "member")
-    value = ["name"] if kind == PEERS else [[0, 1]]
-    assert refusal(keeper, record(member, kind, value)) == ""
-    made_up, other = node(tmp_path, "made-up", None), node(tmp_path, "other", RunKey(new_key()))
-    for stranger in (made_up, other, node(tmp_path, "eye", role="observer")):
-        assert "is of a peer that was not invited" in refusal(keeper, record(stranger, kind, value))
-    made_up._gate = member._gate  # with a credential that it has overheard
-    assert "is of a peer that was not invited" in refusal(keeper, record(made_up, kind, value))
+def test_only_records_of_invited_peers_are_kept_in_a_closed_run(places: Path) -> None:
+    keeper, member = node(places, "keeper"), node(places, "member")
+    strangers = [node(places, "a", None), node(places, "b", RunKey(new_key())), node(places, "c", role="observer")]
+    strangers.append(node(places, "a"))
+    strangers[-1]._gate = member._gate  # with a credential that it has overheard
+    for kind, value in ((PEERS, ["name"]), (LEASES, [[0, 1]])):
+        assert refusal(keeper, record(member, kind, value)) == ""
+        for stranger in strangers:
+            assert "is of a peer that was not invited" in refusal(keeper, record(stranger, kind, value))
 
 
-def test_a_peer_whose_invitation_was_revoked_spoils_nobody_s_dictionary(tmp_path: Path) -> None:
-    keeper, member = node(tmp_path, "keeper"), node(tmp_path, "member")
+def test_a_revoked_peer_spoils_nobody_s_dictionary(places: Path) -> None:
+    keeper, member = node(places, "keeper"), node(places, "member")
     assert keeper._gate.admission is not None
     assert keeper._gate.admission.revoke(Revoked.sign(KEY, "run", 1, [], [member.me]))
     assert refusal(keeper, record(member, PEERS, ["name"])) == ""
 
 
-def test_records_have_sizes_and_lists_the_owner_s_signature(tmp_path: Path) -> None:
-    keeper, member = node(tmp_path, "keeper"), node(tmp_path, "member")
+def test_records_have_sizes_and_lists_the_owner_s_signature(places: Path) -> None:
+    keeper, member = node(places, "keeper"), node(places, "member")
     assert refusal(keeper, record(member, LEASES, [[65535, 2**40]] * MAX_LEASES)) == ""
     assert "does not have the form" in refusal(keeper, record(member, LEASES, [[0, 1]] * (MAX_LEASES + 1)))
     assert "is too large" in refusal(keeper, record(member, PEERS, ["x" * 20_000]))
 
     def listed(key: RunKey) -> bytes:
-        signed = Revoked.sign(key, "run", 1, ["0" * 16], [])
-        said = Revocations(number=1, token_ids=["0" * 16], peer_ids=[], signature=signed.signature.hex())
-        return encode(said)
+        signature = Revoked.sign(key, "run", 1, ["0" * 16], []).signature.hex()
+        return encode(Revocations(number=1, token_ids=["0" * 16], peer_ids=[], signature=signature))
 
     assert refusal(keeper, record(member, REVOKED, listed(KEY))) == ""
     assert "does not have the form" in refusal(keeper, record(member, REVOKED, listed(RunKey(new_key()))))
-    keeper, member = (node(tmp_path, name, None) for name in ("keeper", "member"))
+    keeper, member = (node(places, name, None) for name in ("keeper", "member"))
     assert refusal(keeper, record(member, LEASES, [[0, 1]])) == ""
     assert "does not have the form" in refusal(keeper, record(member, REVOKED, listed(KEY)))  # nobody owns an open run
 
@@ -92,12 +95,10 @@ def test_what_a_node_keeps_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch
     for number in range(1000):
         storage.store_subkey(key, f"Qm{number}", b"record", ends + number / 1000)
     kept = storage.get(key)
-    assert kept is not None and [name for name, _ in kept.value.items()] == [
-        f"Qm{number}" for number in range(990, 1000)
-    ]
+    assert kept is not None and [name for name, _ in kept.value.items()] == [f"Qm{one}" for one in range(990, 1000)]
 
 
 def test_an_identity_is_never_readable_by_others(tmp_path: Path) -> None:
-    own_id(tmp_path / "new" / "identity.key")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["identity.key"]
-    assert (tmp_path / "new" / "identity.key").stat().st_mode & 0o777 == 0o400
+    path = tmp_path / "new" / "identity.key"
+    own_id(path)
+    assert list(path.parent.iterdir()) == [path] and path.stat().st_mode & 0o777 == 0o400

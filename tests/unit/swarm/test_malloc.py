@@ -18,7 +18,7 @@ def resident() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_a_short_lived_buffer_is_zero_and_can_be_written_in_parts() -> None:
+def test_a_short_lived_buffer_is_zero_and_written_in_parts() -> None:
     buffer = short_lived(1000)
     assert buffer.dtype == torch.uint8 and buffer.numel() == 1000 and not buffer.any()
     buffer[10:20].numpy().data[:] = bytes(range(10))
@@ -26,7 +26,8 @@ def test_a_short_lived_buffer_is_zero_and_can_be_written_in_parts() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_short_lived_buffer_takes_its_memory_with_it_even_if_a_later_allocation_stays() -> None:
+def test_a_short_lived_buffer_takes_its_memory_with_it() -> None:
+    """Even if a later allocation stays."""
     torch.ones(7 * MIB)  # freed at once: from now on malloc keeps blocks of up to 28 MiB for later
     before = resident()
     buffer = short_lived(20 * MIB).fill_(1)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco.admission import Admission, Memory, Revoked, RunKey, issue
+from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
 from diloco.admission.keys import is_sealed, new_key
 from diloco.admission.memory import MAX_OFFENDERS
 from diloco.errors import ConfigError
@@ -31,13 +31,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "refusals" / "me.json"
 
 
+def invitation(role: Any = "worker", key: RunKey = KEY) -> Token:
+    return issue(key, "run", role, SOON)
+
+
 def door(path: Path, key: RunKey = KEY) -> Admission:
     """A peer of the run that is started, perhaps again."""
-    return Admission(issue(key, "run", "worker", SOON), Memory(path, f"run/{key.public.hex()}"))
+    return Admission(invitation(key=key), Memory(path, f"run/{key.public.hex()}"))
 
 
-def test_a_revoked_peer_and_the_copy_of_a_link_stay_out_after_a_restart(path: Path) -> None:
-    first, link, other = door(path), issue(KEY, "run", "worker", SOON), issue(KEY, "run", "worker", SOON)
+def test_the_revoked_and_copied_links_stay_out_after_a_restart(path: Path) -> None:
+    first, link, other = door(path), invitation(), invitation()
     assert first.admit(ALICE, link.credential(ALICE), NOW) is None
     assert first.revoke(Revoked.sign(KEY, "run", 3, [other.grant.token_id], []))
     again = door(path)
@@ -47,7 +51,7 @@ def test_a_revoked_peer_and_the_copy_of_a_link_stay_out_after_a_restart(path: Pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_list_in_the_file_that_the_owner_did_not_sign_counts_as_none(path: Path) -> None:
+def test_a_list_in_the_file_counts_only_if_its_owner_signed_it(path: Path) -> None:
     assert door(path).revoke(Revoked.sign(KEY, "run", 3, [], [ALICE]))
     content = json.loads(path.read_text())
     content["revoked"]["peer_ids"] = [BOB]
@@ -81,18 +85,18 @@ def test_offenders_are_few_and_a_full_disk_ends_nothing(path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_proved_liar_is_out_at_once_and_after_a_restart(path: Path, tmp_path: Path, closed: bool) -> None:
+async def test_a_proved_liar_is_out_at_once_and_after_a_restart(path: Path, tmp_path: Path, closed: bool) -> None:
     key = RunKey.create(tmp_path / "run.key")
-    path_of_key = str(tmp_path / "run.key") if closed else None
 
     def start() -> Gate:
-        made = gate_for("run", None, None, path_of_key, manifest_hash=HASH, memory_path=path)
+        key_path = str(tmp_path / "run.key") if closed else None
+        made = gate_for("run", None, None, key_path, manifest_hash=HASH, memory_path=path)
         made.me = ALICE
         return made
 
     one = start()
     if closed:
-        asyncio.run(meet(gate(key, BOB), one))
+        await meet(gate(key, BOB), one)
     assert one.expel() == {} and one._stranger(BOB) is None
     one.condemn(BOB, "signed two heads for version 3")
     assert one.expel() == {BOB: "signed two heads for version 3"} and one.expel() == {}
@@ -101,13 +105,10 @@ def test_a_proved_liar_is_out_at_once_and_after_a_restart(path: Path, tmp_path: 
         assert now._stranger(BOB) == now.call_objection(BOB) == "signed two heads for version 3"
         if closed:
             with pytest.raises(Refused, match="signed two heads"):
-                asyncio.run(meet(gate(key, BOB), now))
+                await meet(gate(key, BOB), now)
 
 
-# -- the seal ---------------------------------------------------------------------------------------------------------
-
-
-def test_only_the_owner_seals_a_manifest_and_every_peer_passes_the_seal_on(tmp_path: Path) -> None:
+def test_only_the_owner_seals_a_manifest_and_peers_pass_it_on(tmp_path: Path) -> None:
     key = RunKey.create(tmp_path / "run.key")
     owner = gate_for("run", None, None, str(tmp_path / "run.key"), manifest_hash=HASH)
     seal = owner.memory.seal
@@ -115,57 +116,53 @@ def test_only_the_owner_seals_a_manifest_and_every_peer_passes_the_seal_on(tmp_p
     for wrong in ((HASH[::-1], seal), (HASH, seal[::-1]), (HASH, ""), (HASH, "no hex"), (HASH, KEY.seal("run", HASH))):
         assert not owner.sealed(*wrong)
     assert not is_sealed(key.public, "other", HASH, seal)
-    file = tmp_path / "guest.json"
-    token = issue(key, "run", "worker", SOON).to_text()
-    guest = gate_for("run", None, token, None, manifest_hash=HASH, memory_path=file)
-    assert guest.memory.seal == ""
-    guest.learn_seal(HASH, KEY.seal("run", HASH))
-    assert guest.memory.seal == ""
-    guest.learn_seal(HASH, seal)
-    assert gate_for("run", None, token, None, manifest_hash=HASH, memory_path=file).memory.seal == seal
-    assert gate_for("run", None, token, None, manifest_hash="00" * 32, memory_path=file).memory.seal == ""
+    token = invitation(key=key).to_text()
+
+    def guest(manifest_hash: str = HASH) -> Gate:
+        return gate_for("run", None, token, None, manifest_hash=manifest_hash, memory_path=tmp_path / "guest.json")
+
+    one = guest()
+    one.learn_seal(HASH, KEY.seal("run", HASH))
+    assert one.memory.seal == guest().memory.seal == ""
+    one.learn_seal(HASH, seal)
+    assert one.memory.seal == guest().memory.seal == seal and guest("00" * 32).memory.seal == ""
     assert Gate().sealed(HASH, "") and Gate().memory.seal == ""
 
 
-# -- roles ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_copy_of_a_link_in_use_does_not_watch_either() -> None:
-    one, link = Admission(issue(KEY, "run", "worker", SOON)), issue(KEY, "run", "worker", SOON)
+    one, link, watch = Admission(invitation()), invitation(), invitation("observer")
     for peer in (ALICE, BOB):  # to look on before anybody has joined is allowed, and uses nothing up
         assert one.admit(peer, link.credential(peer, "observer"), NOW) is None
     assert one.admit(ALICE, link.credential(ALICE), NOW) is None
     assert one.role_of(BOB, NOW) is None
     assert "in use by another identity" in str(one.admit(BOB, link.credential(BOB, "observer"), NOW))
     assert one.admit(ALICE, link.credential(ALICE, "observer"), NOW) is None
-    watch = issue(KEY, "run", "observer", SOON)
     for peer in (ALICE, BOB):
         assert one.admit(peer, watch.credential(peer), NOW) is None
 
 
-def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
-    liar, joiner = gate(KEY, "QmLiar", "observer"), watching("", issue(KEY, "run", "worker", SOON).to_text())
+async def test_who_may_only_watch_is_no_source_of_a_manifest() -> None:
+    liar, joiner = gate(KEY, "QmLiar", "observer"), watching("", invitation().to_text())
     joiner.me = "QmJoiner"
     with pytest.raises(Disbelieved, match="its invitation allows to watch only"):
-        asyncio.run(meet(joiner, liar))
+        await meet(joiner, liar)
     assert not joiner.believes("QmLiar")
     member = gate(KEY, "QmMember")
-    asyncio.run(meet(joiner, member))
+    await meet(joiner, member)
     assert joiner.believes("QmMember")
     assert member.objection("QmJoiner", ManifestRequest()) is None
 
 
-# -- files with secrets -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
-def test_a_key_or_token_that_others_can_read_is_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
+def test_a_key_or_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     RunKey.create(tmp_path / "run.key")
-    (tmp_path / "token").write_text(issue(KEY, "run", "worker", SOON).to_text())
-    for name in ("run.key", "token"):
-        (tmp_path / name).chmod(mode)
-    why = r"={0} holds a secret, and other users of this machine can read it; chmod 600 {0}$"
-    with pytest.raises(ConfigError, match="swarm.key_path" + why.format(tmp_path / "run.key")):
-        gate_for("run", None, None, str(tmp_path / "run.key"))
-    with pytest.raises(ConfigError, match="swarm.token" + why.format(tmp_path / "token")):
-        gate_for("run", None, f"@{tmp_path}/token", None)
+    (tmp_path / "token").write_text(invitation().to_text())
+    for name, setting, given in (
+        ("run.key", "swarm.key_path", (None, f"{tmp_path}/run.key")),
+        ("token", "swarm.token", (f"@{tmp_path}/token", None)),
+    ):
+        path = tmp_path / name
+        path.chmod(mode)
+        why = f"{setting}={path} holds a secret, and other users of this machine can read it; chmod 600 {path}$"
+        with pytest.raises(ConfigError, match=why):
+            gate_for("run", None, *given)

@@ -19,12 +19,11 @@ def test_memory_is_bounded_whatever_the_base_versions_are() -> None:
 
 
 def test_a_checkpoint_with_too_many_is_cut_to_the_newest() -> None:
-    saved = {str(base): base for base in range(3 * COUNTED)}  # as JSON gives them back, in the order of their text
-    tokens = OwnTokens({int(base): count for base, count in sorted(saved.items())})
-    assert sorted(tokens.applied) == list(range(2 * COUNTED, 3 * COUNTED))
+    bases = sorted(range(3 * COUNTED), key=str)  # as JSON gives them back, in the order of their text
+    assert sorted(OwnTokens(dict.fromkeys(bases, 1)).applied) == list(range(2 * COUNTED, 3 * COUNTED))
 
 
-def test_what_another_history_lacks_is_lost_and_what_it_has_is_found() -> None:
+def test_what_another_history_lacks_is_lost_and_the_rest_found() -> None:
     tokens = OwnTokens({0: 10, 1: 20, 2: 30})
     tokens.was_left_out(3, 40)
     recount = tokens.recount(1, 30)
@@ -51,7 +50,7 @@ def test_what_was_left_out_for_good_is_not_found_again() -> None:
     assert tokens.recount(2, 32).found == {2: 16} and tokens.applied == {0: 16, 2: 16}
 
 
-def test_a_contribution_on_its_way_is_not_taken_for_one_that_was_left_out() -> None:
+def test_a_contribution_on_its_way_is_not_one_that_was_left_out() -> None:
     tokens = OwnTokens({4: 16, 5: 16})
     tokens.was_left_out(3, 16)
     assert tokens.recount(6, 48) == ({}, {}) and tokens.take_lost() == 0

@@ -18,12 +18,8 @@ def at(peer: str, host: str = "192.0.2.7") -> str:
     return f"/ip4/{host}/tcp/4100/p2p/{peer}"
 
 
-def node(me: str) -> Peer:
-    return Peer(me, me[-1], "run", "0" * 64, ["1" * 64])
-
-
 def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
-    first, second, third = node(A), node(B), node(C)
+    first, second, third = (Peer(me, me[-1], "run", "0" * 64, ["1" * 64]) for me in (A, B, C))
     for one in (first, second, third):
         one.address_book.hear(one.me, {one.me: [at(one.me)]})
     first.connected(B, second.hello(), 0.0)
@@ -34,12 +30,10 @@ def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
 
 
 def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
-    places = AddressBook()
-    places.hear(A, {B: [at(B, "198.51.100.1")]})
-    assert places.of(B) == (at(B, "198.51.100.1"),)
-    places.hear(B, {B: [at(B)]})
-    places.hear(A, {B: [at(B, "198.51.100.1")]})
-    assert places.of(B) == (at(B),)
+    places, hearsay = AddressBook(), at(B, "198.51.100.1")
+    for teller, place, believed in ((A, hearsay, hearsay), (B, at(B), at(B)), (A, hearsay, at(B))):
+        places.hear(teller, {B: [place]})
+        assert places.of(B) == (believed,)
 
 
 def test_what_is_no_address_of_that_peer_is_left_out() -> None:

@@ -4,78 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from diloco.swarm.conversations.tasks import FragmentLock, Tasks, in_thread
+from tests.support.coroutines import PATIENCE_S, Slow, turns, until
 
 
-def run(scene: Callable[[Tasks], Coroutine[Any, Any, None]]) -> None:
-    async def work() -> None:
-        tasks = Tasks()
-        await asyncio.wait_for(scene(tasks), 20)
-        await tasks.close(5.0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(work())
-
-
-async def turns(number: int = 5) -> None:
-    for _ in range(number):
-        await asyncio.sleep(0)
+@asynccontextmanager
+async def closing() -> AsyncIterator[Tasks]:
+    """The tasks of a node that closes in the end, and leaves nothing behind."""
+    tasks = Tasks()
+    yield tasks
+    await tasks.close(PATIENCE_S)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_thread_that_is_given_up_has_ended_before_its_lock_is_free() -> None:
-    async def scene(tasks: Tasks) -> None:
-        lock, began, go_on, written = asyncio.Lock(), threading.Event(), threading.Event(), list[str]()
+async def test_a_thread_given_up_has_ended_before_its_lock_is_free() -> None:
+    lock, written = asyncio.Lock(), list[str]()
+    write = Slow(lambda: written.append("by the thread"))
 
-        def write() -> None:
-            began.set()
-            go_on.wait(10)
-            written.append("by the thread")
+    async def holder() -> None:
+        async with lock:
+            await in_thread(write)
 
-        async def holder() -> None:
-            async with lock:
-                await in_thread(write)
-
-        task = asyncio.ensure_future(holder())
-        while not began.is_set():
-            await asyncio.sleep(0)
+    task = asyncio.ensure_future(holder())
+    await until(write.began.is_set)
+    for _ in range(2):
         task.cancel()
         await turns()
-        task.cancel()  # and once more
-        await turns()
-        assert lock.locked() and not written
-        go_on.set()
-        async with lock:
-            assert written == ["by the thread"]
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run(scene)
+    assert lock.locked() and not written
+    write.go_on.set()
+    async with lock:
+        assert written == ["by the thread"]
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_a_failure_in_a_thread_is_its_caller_s() -> None:
-    async def scene(tasks: Tasks) -> None:
-        with pytest.raises(ZeroDivisionError):
-            await in_thread(lambda: 1 // 0)
-
-    run(scene)
+async def test_a_failure_in_a_thread_is_its_caller_s() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: 1 // 0)
 
 
-def test_work_that_became_moot_has_ended_when_its_caller_goes_on() -> None:
-    async def scene(tasks: Tasks) -> None:
-        steps, moot = list[str](), False
+async def test_moot_work_has_ended_when_its_caller_goes_on() -> None:
+    steps, moot = list[str](), False
 
-        async def work() -> None:
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                await asyncio.sleep(0)
-                steps.append("ended")
+    async def work() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            steps.append("ended")
 
+    async with closing() as tasks:
         waiting = asyncio.ensure_future(tasks.unless(lambda: moot, work()))
         await turns()
         moot = True
@@ -89,18 +72,16 @@ def test_work_that_became_moot_has_ended_when_its_caller_goes_on() -> None:
             await waiting
         assert steps == ["ended", "ended"], "a caller that is cancelled leaves nothing behind either"
 
-    run(scene)
 
+async def test_work_that_must_be_whole_ends_before_its_caller() -> None:
+    steps = list[str]()
 
-def test_work_that_must_be_whole_ends_before_its_cancelled_caller() -> None:
-    async def scene(tasks: Tasks) -> None:
-        steps = list[str]()
+    async def work() -> None:
+        steps.append("one half")
+        await turns()
+        steps.append("the other")
 
-        async def work() -> None:
-            steps.append("one half")
-            await turns()
-            steps.append("the other")
-
+    async with closing() as tasks:
         caller = asyncio.ensure_future(tasks.complete(work()))
         await turns(2)
         caller.cancel()
@@ -108,12 +89,10 @@ def test_work_that_must_be_whole_ends_before_its_cancelled_caller() -> None:
             await caller
         assert steps == ["one half", "the other"]
 
-    run(scene)
 
-
-def test_only_the_tasks_whose_condition_holds_are_woken() -> None:
-    async def scene(tasks: Tasks) -> None:
-        value, woken = 0, list[int]()
+async def test_only_the_tasks_whose_condition_holds_are_woken() -> None:
+    value, woken = 0, list[int]()
+    async with closing() as tasks:
 
         async def wait_for(wanted: int) -> None:
             await tasks.until(lambda: value == wanted)
@@ -128,12 +107,10 @@ def test_only_the_tasks_whose_condition_holds_are_woken() -> None:
         assert woken == [1, 2]
         await asyncio.gather(*waiting)
 
-    run(scene)
 
-
-def test_a_condition_that_does_not_hold_any_more_is_waited_for_again() -> None:
-    async def scene(tasks: Tasks) -> None:
-        value = 0
+async def test_a_condition_that_holds_no_more_is_waited_for_again() -> None:
+    value = 0
+    async with closing() as tasks:
         waiting = asyncio.ensure_future(tasks.until(lambda: value == 1))
         await turns()
         value = 1
@@ -145,39 +122,34 @@ def test_a_condition_that_does_not_hold_any_more_is_waited_for_again() -> None:
         tasks.notify()
         await waiting
 
-    run(scene)
 
+async def test_a_failed_condition_or_task_is_raised_in_who_waits() -> None:
+    broken = False
 
-def test_what_a_condition_or_a_task_fails_with_is_raised_in_whoever_waits() -> None:
-    async def scene(tasks: Tasks) -> None:
-        broken = False
+    async def fail() -> None:
+        raise ValueError("a task of the node")
+
+    async with closing() as tasks:
         waiting = asyncio.ensure_future(tasks.until(lambda: broken and 1 // 0 == 1))
         await turns()
         broken = True
         tasks.notify()
         with pytest.raises(ZeroDivisionError):
             await waiting
-
-        async def fail() -> None:
-            raise ValueError("a task of the node")
-
         waiting = asyncio.ensure_future(tasks.until(lambda: False))
         tasks.spawn(fail())
-        with pytest.raises(ValueError, match="a task of the node"):
-            await waiting
-        with pytest.raises(ValueError, match="a task of the node"):
-            await tasks.until(lambda: True)
-
-    run(scene)
+        for work in (waiting, tasks.until(lambda: True)):
+            with pytest.raises(ValueError, match="a task of the node"):
+                await work
 
 
-def test_a_closed_node_starts_nothing_and_names_what_does_not_end() -> None:
-    async def scene(tasks: Tasks) -> None:
-        go_on = threading.Event()
+async def test_a_closed_node_starts_nothing_and_names_the_late() -> None:
+    go_on = threading.Event()
 
-        async def hash_everything() -> None:
-            await in_thread(go_on.wait, 10)
+    async def hash_everything() -> None:
+        await in_thread(go_on.wait, PATIENCE_S)
 
+    async with closing() as tasks:
         tasks.spawn(hash_everything())
         waiting = asyncio.ensure_future(tasks.until(lambda: False))
         await turns()
@@ -190,27 +162,22 @@ def test_a_closed_node_starts_nothing_and_names_what_does_not_end() -> None:
         tasks.spawn(hash_everything())
         go_on.set()
 
-    run(scene)
 
+async def test_readers_share_a_fragment_and_a_writer_has_it_alone() -> None:
+    lock, order = FragmentLock(), list[str]()
 
-def test_readers_share_a_fragment_and_a_writer_has_it_alone() -> None:
-    async def scene(tasks: Tasks) -> None:
-        lock, order = FragmentLock(), list[str]()
+    async def write() -> None:
+        async with lock.writing():
+            assert lock.moving
+            order.append("written")
 
-        async def write() -> None:
-            async with lock.writing():
-                assert lock.moving
-                order.append("written")
-
-        await lock.start_reading()
-        writing = asyncio.ensure_future(write())
-        await turns()
-        async with lock.reading():  # does not wait for the writer, who waits for the first reader
-            order.append("read")
-        await turns()
-        assert order == ["read"] and not lock.moving
-        lock.stop_reading()
-        await writing
-        assert order == ["read", "written"]
-
-    run(scene)
+    await lock.start_reading()
+    writing = asyncio.ensure_future(write())
+    await turns()
+    async with lock.reading():  # does not wait for the writer, who waits for the first reader
+        order.append("read")
+    await turns()
+    assert order == ["read"] and not lock.moving
+    lock.stop_reading()
+    await writing
+    assert order == ["read", "written"]

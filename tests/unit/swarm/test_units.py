@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.config import WIRE_VERSION
 from diloco.protocol.actions import Action, Broadcast, Note
 from diloco.protocol.ledger import Ledger, Units, count, difference, intersection, union
 from diloco.protocol.messages.base import MAX_UNIT_RANGES
@@ -24,49 +23,40 @@ from diloco.train.island import Island
 from diloco.train.leases import IslandLeases
 from diloco.train.session import Session
 from tests.support.certificates import MANIFEST, digest_of, record_of
+from tests.support.listener import hello
 from tests.support.stories import SEQUENCES_PER_ROUND, story
-
-seeds = st.integers(0, 10**9)
-
 
 # -- whole swarms -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_peers_that_live_train_on_disjoint_units_that_leave_no_gap(seed: int) -> None:
-    with story(seed, outer_steps=6, units=True, loss=0.1) as swarm:
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("dies", ["nobody", "the dealer", "another one"])
+def test_a_swarm_applies_no_unit_twice_and_loses_none(seed: int, dies: str) -> None:
+    with story(seed, fragments=2, outer_steps=6, units=True, loss=0.1) as swarm:
         swarm.start("abc", min_peers=3)
+        lost: Units = []
+        if dies != "nobody":
+            swarm.run_until_training()
+            swarm.run_for(2.0 + 0.7 * seed)
+            dealer = swarm.dealer()
+            victim = dealer if dies == "the dealer" else next(name for name in "abc" if name != dealer)
+            lost = swarm.has_units(victim)
+            assert lost
+            swarm.crowd.crash(victim)
         dealt = swarm.dealt(swarm.run_to_the_end())
-        assert len(dealt.learned) == 3 * 6 and dealt.twice == 0
-        # Right after the start, or when a stream broke, peers may have trained on data of their own.
-        assert count(dealt.applied) >= 3 * 6 * SEQUENCES_PER_ROUND * 0.75
-        assert union(dealt.applied, dealt.open) == [(0, dealt.cursor)]
-        assert not intersection(dealt.applied, dealt.open)
-
-
-@pytest.mark.parametrize("deals", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_units_of_the_dead_are_handed_out_again_and_nothing_is_applied_twice(seed: int, deals: bool) -> None:
-    with story(seed, outer_steps=7, units=True, loss=0.1) as swarm:
-        swarm.start("abcd", min_peers=4)
-        swarm.run_until_training()
-        swarm.run_for(2.0 + 0.7 * seed)
-        dealer = swarm.dealer()
-        victim = dealer if deals else next(name for name in "abcd" if name != dealer)
-        lost = swarm.has_units(victim)
-        assert lost
-        swarm.crowd.crash(victim)
-        dealt = swarm.dealt(swarm.run_to_the_end())
-        assert dealt.twice == 0
-        assert not intersection(dealt.applied, dealt.open)
+        assert dealt.twice == 0 and not intersection(dealt.applied, dealt.open)
         assert not difference([(0, dealt.cursor)], union(dealt.applied, dealt.open))
-        assert not intersection(lost, dealt.free)  # they go before any new ones
+        assert not intersection(lost, dealt.free), "they go before any new ones"
+        if dies == "nobody":
+            assert len(dealt.learned) == 3 * 6 and union(dealt.applied, dealt.open) == [(0, dealt.cursor)]
+            # Right after the start, or when a stream broke, peers may have trained on data of their own.
+            assert count(dealt.applied) >= 3 * 6 * SEQUENCES_PER_ROUND * 0.75
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_swarm_with_lossy_quorums_applies_nothing_twice(seed: int) -> None:
     outer = {"quorum": 1, "grace_s": 1.0, "staleness_limit": 4}
-    with story(seed, outer_steps=9, units=True, loss=0.1, outer=outer) as swarm:
+    with story(seed, fragments=2, outer_steps=9, units=True, loss=0.1, outer=outer) as swarm:
         swarm.start("abc", min_peers=3)
         swarm.run_until_training()
         swarm.run_for(5.0)
@@ -80,12 +70,8 @@ def test_a_swarm_with_lossy_quorums_applies_nothing_twice(seed: int) -> None:
 
 def hello_of(name: str, version: int = 0, units: Sequence[Sequence[int]] = (), **word: Any) -> Hello:
     status = Status(state="training", versions=[version], units=[list(unit) for unit in units])
-    digest = digest_of(version) if version else digest_of(0)
-    claims = [Claim(fragment=0, term=1, version=version, digest=digest, **word)] if word else []
-    return Hello(
-        wire_version=WIRE_VERSION, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True, peers=[],
-        status=status, claims=claims,
-    )  # fmt: skip
+    claims = [Claim(fragment=0, term=1, version=version, digest=digest_of(version), **word)] if word else []
+    return hello(*claims, name=name, manifest_hash=MANIFEST, status=status)
 
 
 def follower(version: int = 0, **word: Any) -> Peer:
@@ -106,43 +92,47 @@ def take_over(peer: Peer) -> Ledger:
     return peer.accounts.dealer.ledger
 
 
-def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
-    """A contribution, whole, and the version that it makes."""
+def dealing(sequences: int = 0) -> tuple[Peer, Ledger]:
+    """A peer that has taken over, and so many sequences of `b`."""
+    peer = follower()
+    ledger = take_over(peer)
+    assert not sequences or peer.accounts.lease_units("b", sequences, []) == [(0, sequences)]
+    return peer, ledger
+
+
+def offer(peer: Peer, sender: str, units: Units) -> None:
+    """The sender begins to contribute what it learned from these units."""
     syncer = peer.syncers[0]
     header = Contribution(
         base_digest=peer.digests[0], manifest_hash=MANIFEST, fragment=0, term=syncer.term,
-        base_version=syncer.version, steps=1, tokens=1,
-        units=[list(unit) for unit in units],
+        base_version=syncer.version, steps=1, tokens=1, units=[list(unit) for unit in units],
     )  # fmt: skip
     assert peer.offer(sender, header).accepted
-    syncer.folded(sender)
+
+
+def contribute(peer: Peer, sender: str, units: Units) -> list[Action]:
+    """A contribution, whole, and the version that it makes."""
+    offer(peer, sender, units)
+    peer.syncers[0].folded(sender)
     peer.arrived(sender, 0, 13.0)
-    return peer.published(0, digest_of(syncer.version + 1), {sender: 1}, 13.0)
+    return peer.published(0, digest_of(peer.syncers[0].version + 1), {sender: 1}, 13.0)
 
 
 def twice_noted(actions: list[Action]) -> list[object]:
     return [action.fields["count"] for action in actions if isinstance(action, Note) and action.kind == "units_twice"]
 
 
-def said(actions: list[Action]) -> Published:
-    [message] = [
-        action.message for action in actions if isinstance(action, Broadcast) and isinstance(action.message, Published)
-    ]
-    return message
-
-
-def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> None:
+def test_only_the_syncer_of_the_control_fragment_deals() -> None:
+    """And only to members."""
     peer = follower()
     assert peer.accounts.lease_units("b", 4, []) is None
     take_over(peer)
     assert peer.accounts.lease_units("b", 4, []) == [(0, 4)]
     assert peer.accounts.lease_units("a", 4, []) == [(4, 8)]
     assert peer.accounts.lease_units("stranger", 4, []) is None
-    assert said(contribute(peer, "b", [(0, 2)])).model_dump(include={"cursor", "open"}) == {
-        "cursor": 8,
-        "open": [[2, 8]],
-    }
-    assert peer.hello().claims[0].open == [[2, 8]]
+    messages = [action.message for action in contribute(peer, "b", [(0, 2)]) if isinstance(action, Broadcast)]
+    [said] = [message for message in messages if isinstance(message, Published)]
+    assert (said.cursor, said.open) == (8, [[2, 8]]) and peer.hello().claims[0].open == [[2, 8]]
     peer.heard("s2", Status(state="ready", versions=[1]), 10.0)
     claim = Claim(fragment=0, term=9, version=1, digest=peer.digests[0], cursor=9, open=[[2, 9]])
     peer.heard("b", Vote(fragment=0, term=9, holder="s2"), 10.0)
@@ -150,7 +140,7 @@ def test_only_the_syncer_of_the_control_fragment_deals_and_only_to_members() -> 
     assert peer.accounts.lease_units("b", 4, []) is None and peer.accounts.dealer.cursor_at(1) == (9, [(2, 9)])
 
 
-def test_a_successor_hands_out_what_the_dead_had_and_not_what_the_living_have() -> None:
+def test_a_successor_hands_out_what_only_the_dead_had() -> None:
     peer = follower(version=3, cursor=16, open=[[4, 16]])
     peer.accounts.units = [(4, 8)]
     peer.heard("b", Status(state="training", versions=[3], units=[[10, 12], [20, 24]]), 0.5)
@@ -159,72 +149,53 @@ def test_a_successor_hands_out_what_the_dead_had_and_not_what_the_living_have() 
 
 
 @pytest.mark.parametrize("heard", ["published", "record"])
-def test_what_a_version_holds_is_not_handed_out_again_whoever_still_claims_it(heard: str) -> None:
+def test_what_a_version_holds_is_not_handed_out_again(heard: str) -> None:
     """1. s merges b's units 0 to 4 into version 1. 2. It dies before b has said that they are not its any more."""
     peer = follower(cursor=8, open=[[0, 8]])
     peer.heard("b", Status(state="training", versions=[0], units=[[0, 8]]), 0.5)
-    named: dict[str, Any] = {"fragment": 0, "version": 1, "digest": digest_of(1), "applied_tokens": 1}
     word: dict[str, Any] = {"cursor": 8, "open": [[4, 8]]}
-    match heard:
-        case "published":
-            peer.heard("s", Published(term=1, contributors=["b"], **named, **word), 0.6)
-        case "record":
-            peer.accounts.hear_data_cursor(record_of(1, digest_of(0), digest_of(1), {"b": 1}, **word).head)
+    if heard == "published":
+        named: dict[str, Any] = {"fragment": 0, "version": 1, "digest": digest_of(1), "applied_tokens": 1}
+        peer.heard("s", Published(term=1, contributors=["b"], **named, **word), 0.6)
+    else:
+        peer.accounts.hear_data_cursor(record_of(1, digest_of(0), digest_of(1), {"b": 1}, **word).head)
     peer.adopted(0, 1, digest_of(1), 0.7, contributors={"b": 1})
     ledger = take_over(peer)
     assert ledger.open == [(4, 8)] and ledger.leased == {"b": [(4, 8)]}
 
 
-def test_a_version_that_died_with_its_author_takes_no_units_with_it() -> None:
+def test_a_version_that_died_with_its_author_keeps_no_units() -> None:
     peer = follower(cursor=8, open=[[0, 8]])
-    published = Published(
-        fragment=0, term=1, version=1, digest=digest_of(1), contributors=["b"], applied_tokens=1, cursor=8, open=[]
-    )
-    peer.heard("s", published, 0.6)
+    word: dict[str, Any] = {"version": 1, "digest": digest_of(1), "applied_tokens": 1, "cursor": 8, "open": []}
+    peer.heard("s", Published(fragment=0, term=1, contributors=["b"], **word), 0.6)
     peer.catch_up_failed(0)
     assert take_over(peer).free == [(0, 8)] and peer.versions == [0]
 
 
-def test_units_in_a_contribution_that_is_here_are_not_handed_out_when_its_sender_dies() -> None:
-    peer = follower()
-    take_over(peer)
-    assert peer.accounts.lease_units("b", 8, []) == [(0, 8)]
-    header = Contribution(
-        base_digest=peer.digests[0],
-        manifest_hash=MANIFEST,
-        fragment=0,
-        term=peer.syncers[0].term,
-        base_version=0,
-        steps=1,
-        tokens=1,
-        units=[[0, 4]],
-    )
+def test_units_of_a_contribution_stay_when_its_sender_dies() -> None:
+    peer, _ = dealing(8)
     peer.enter("exchanging", 9.0)
-    assert peer.offer("b", header).accepted
+    offer(peer, "b", [(0, 4)])
     peer.lost("b", 9.5, "connection reset")
     assert peer.accounts.lease_units("a", 6, []) == [(4, 10)]
     peer.published(0, digest_of(1), {"a": 1}, 10.0)  # it never became whole
     assert peer.accounts.lease_units("a", 4, [(4, 10)]) == [(0, 4)]
 
 
-def test_units_of_one_that_was_given_up_and_comes_back_are_its_again_or_counted() -> None:
-    peer = follower()
-    take_over(peer)
-    assert peer.accounts.lease_units("b", 8, []) == [(0, 8)]
+def test_units_of_one_that_comes_back_are_its_again_or_counted() -> None:
+    peer, ledger = dealing(8)
     peer.lost("b", 9.0, "silent")
     assert peer.accounts.lease_units("a", 4, []) == [(0, 4)]
     peer.connected("b", hello_of("b", units=[(0, 8)]), 9.5)
-    assert peer.accounts.dealer.ledger is not None and peer.accounts.dealer.ledger.leased["b"] == [(4, 8)]
+    assert ledger.leased["b"] == [(4, 8)]
     assert twice_noted(contribute(peer, "b", [(2, 8)])) == [2]
     assert twice_noted(contribute(peer, "a", [(0, 2)])) == []
 
 
 def test_one_message_does_not_use_up_the_list() -> None:
-    peer = follower()
-    take_over(peer)
+    peer, ledger = dealing()
     peer.heard("b", Status(state="training", versions=[0], units=[[2**48, 2**49]]), 9.5)
-    assert peer.accounts.lease_units("b", 4, []) == [(0, 4)]
-    assert peer.accounts.dealer.ledger is not None and peer.accounts.dealer.ledger.cursor == 4
+    assert peer.accounts.lease_units("b", 4, []) == [(0, 4)] and ledger.cursor == 4
 
 
 def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
@@ -234,18 +205,28 @@ def test_a_restarted_swarm_goes_on_behind_what_is_applied() -> None:
     assert peer.accounts.lease_units("a", 8, []) == [(2, 4), (8, 14)]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_checkpoint_brings_the_word_back(known: bool) -> None:
+    """An old one has none."""
+    state = {"versions": [3], "terms": [1], "applied_tokens": 5, **({"units": [9, [[2, 4]]]} if known else {})}
+    session = Session.__new__(Session)
+    tensors = {"anchor": {"0": torch.zeros(1)}, "outer": {}, "residual": {}}
+    session._checkpoint = Checkpoint(Path("step-3"), 3, state, tensors)
+    saved = session.outer()
+    assert saved is not None and tuple(saved.units) == ((9, [[2, 4]]) if known else (0, ()))
+
+
 # -- what a peer has --------------------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["add", "take", "send", "settle", "forget"]), st.integers(1, 9)), max_size=60)
-)
-def test_a_data_gives_every_sequence_once_and_keeps_it_until_it_is_settled(steps: list[tuple[str, int]]) -> None:
+STEPS = st.sampled_from(["add", "take", "send", "settle", "forget"])
+
+
+@given(st.lists(st.tuples(STEPS, st.integers(1, 9)), max_size=60))
+def test_every_sequence_comes_once_and_is_kept_until_settled(steps: list[tuple[str, int]]) -> None:
     data, ledger = LeasedData(), Ledger()
     data.expect(8)
-    taken: list[Units] = []
-    sent: Units = []
-    settled: Units = []
+    taken, sent, settled = list[Units](), [], []
     for what, number in steps:
         match what:
             case "add":
@@ -311,17 +292,3 @@ def test_before_and_after_the_swarm_an_island_has_no_units() -> None:
     for leads in (True, False):
         leases = IslandLeases(cast(Island, Ranks(leads, said)), lambda: None, 3)
         assert leases.take(4) is None and leases.ahead(4) == []
-
-
-# -- real processes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_checkpoint_brings_the_word_back_and_an_old_one_has_none(known: bool) -> None:
-    word = {"units": [9, [[2, 4]]]} if known else {}
-    state = {"versions": [3], "terms": [1], "applied_tokens": 5, **word}
-    tensors = {"anchor": {"0": torch.zeros(1)}, "outer": {}, "residual": {}}
-    session = Session.__new__(Session)
-    session._checkpoint = Checkpoint(Path("step-3"), 3, state, tensors)
-    saved = session.outer()
-    assert saved is not None and tuple(saved.units) == ((9, [[2, 4]]) if known else (0, ()))

@@ -87,13 +87,25 @@ def refused(work: Callable[[], object], said: str, kind: type[DilocoError] = Con
     assert "\n" not in str(error.value)
 
 
-def test_a_late_trainer_has_the_swarms_rate_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_late_trainer_has_the_swarms_rate_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends with it. The figures are in what it logs and sends."""
+    from transformers import TrainerCallback
+
+    sent: list[dict[str, Any]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            sent.append(dict(logs))
+
+    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda report_to: [Tracker])
     node = Going()  # 12 of the 16 inner steps are done
     own = callback(node)
     late = trainer(tmp_path, own, gradient_accumulation_steps=2)
     late.train()
-    rates = [line["learning_rate"] for line in late.state.log_history if "learning_rate" in line]
-    assert rates == [1 - step / 16 for step in (12, 13, 14, 15)]
+    training = [logs for logs in sent if "loss" in logs]
+    assert [logs["learning_rate"] for logs in training] == [1 - step / 16 for step in (12, 13, 14, 15)]
+    assert [(logs["diloco/peers"], logs["diloco/round"]) for logs in training] == [(1, 3), (1, 3), (1, 3), (1, 4)]
+    assert {"diloco/bytes_sent", "diloco/wait_share", "diloco/tokens_discarded"} < late.state.log_history[0].keys()
     assert own.attachment.steps == late.state.global_step == 4, "micro-batches are no steps"
     assert own.attachment.tokens == 4 * 2 * 2, "it tells of how many samples a step is made"
     assert node.said[-1] == "close" and "leave" in node.said
@@ -147,22 +159,17 @@ def test_settings_that_cannot_be_are_refused_at_once(settings: dict[str, Any], s
     refused(lambda: Membership(settings), said)
 
 
-def test_callbacks_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+def test_a_trainer_that_cannot_join_is_refused(tmp_path: Path) -> None:
+    """One whose callback is there twice, whose directory is in use, or whose run is over."""
     own, *two = (callback(Going(), identity=tmp_path / name) for name in "abc")
     refused(trainer(tmp_path, own, own).train, "callbacks: one DilocoCallback is there twice; name it once")
     refused(trainer(tmp_path, *two).train, "optimizer=AdamW is attached to a swarm already; use one callback")
-
-
-def test_two_trainers_in_one_directory_are_refused(tmp_path: Path) -> None:
     first, second = Membership({"run_id": "run", "sync_every": 4}), callback(Going())
     first._settings["runtime"] = Direct(Going())
     layer = nn.Linear(2, 1)
     first.open(layer, torch.optim.SGD(layer.parameters()), [], tmp_path, 1)
     refused(trainer(tmp_path, second).train, "output directory: .* is in use by another process")
     first.close()
-
-
-def test_a_run_that_is_over_for_a_trainer_is_refused(tmp_path: Path) -> None:
     node = Going()
     said = "max_steps=12, and the swarm has made so many inner"
     refused(trainer(tmp_path, callback(node), max_steps=12).train, said, JoinError)
@@ -177,66 +184,32 @@ def test_a_missing_library_is_named_with_the_extra(name: str, monkeypatch: pytes
         getattr(diloco, name)
 
 
-# -- data, logs and tokens --------------------------------------------------------------------------------------------
-
-OWN_ORDER = "diloco: this peer reads its data in an order of its own"
-
-
 def seen_by(directory: Path, name: str, data: Any = NUMBERS, **arguments: Any) -> list[int]:
     model, own = Regression(), callback(Going(), identity=name)
     trainer(directory, own, model=model, data=data, max_steps=20, learning_rate=1e-6, **arguments).train()
     return model.seen
 
 
-@pytest.mark.parametrize("arguments", [{}, {"accelerator_config": {"use_seedable_sampler": False}, "seed": 7}])
-def test_peers_of_one_seed_train_on_other_batches(
-    arguments: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, b, again = (seen_by(tmp_path, name, **arguments) for name in "aba")
-    assert a == again != b and len(set(a)) == len(a) == 16
-    said = [line for line in capsys.readouterr().err.splitlines() if "order" in line]
-    assert [line[: line.index(" (seed")] for line in said] == [OWN_ORDER] * 3
-    assert said[0] == said[2] != said[1]
-
-
 def test_data_without_an_order_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen_by(tmp_path, "a", train_sampling_strategy="sequential")
-    assert (
-        "diloco: the training data comes in the order of a SequentialSampler, the same at every peer; shuffle it, or "
-        "give each peer other data: callback.shard(dataset, index=0, of=2)\n"
-    ) in capsys.readouterr().err
+    sampled = "comes in the order of a SequentialSampler, the same at every peer; shuffle it"
+    remedy = f"{sampled}, or give each peer other data: callback.shard(dataset, index=0, of=2)\n"
+    assert f"diloco: the training data {remedy}" in capsys.readouterr().err
     assert seen_by(tmp_path, "a", data=Stream()) == list(range(16))
     assert (
         "diloco: the training data is a stream, which every peer reads from its beginning; give each peer its share: "
         "callback.shard(dataset)\n"
     ) in capsys.readouterr().err
+    assert accelerated(tmp_path, "a", shuffle=False) == list(range(64)) and sampled in capsys.readouterr().err
 
 
-def test_a_callback_shares_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It can before there is a swarm."""
+def test_a_callback_shares_a_stream_before_there_is_a_swarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = callback(Going())
     trainer(tmp_path, own, data=own.shard(Stream())).train()
     assert "stream" not in capsys.readouterr().err and own._membership._living._numbers[0] == 1
     assert len(own.shard(NUMBERS, index=1, of=3)) == 21
     said = r"shard\(list\): it has a length, so the callback gives each peer its own order"
     refused(lambda: own.shard(NUMBERS), said)
-
-
-def test_the_swarms_figures_are_in_what_the_trainer_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import TrainerCallback
-
-    sent: list[dict[str, Any]] = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-            sent.append(dict(logs))
-
-    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda report_to: [Tracker])
-    one = trainer(tmp_path, callback(Going()))
-    one.train()
-    training = [logs for logs in sent if "loss" in logs]
-    assert [(logs["diloco/peers"], logs["diloco/round"]) for logs in training] == [(1, 3), (1, 3), (1, 3), (1, 4)]
-    assert {"diloco/bytes_sent", "diloco/wait_share", "diloco/tokens_discarded"} < one.state.log_history[0].keys()
 
 
 @pytest.mark.parametrize(("masked", "each"), [(True, 4), (False, 6)])
@@ -252,26 +225,17 @@ def test_a_trainer_counts_tokens_without_padding(masked: bool, each: int, tmp_pa
     assert own.attachment.tokens == 4 * 3 * 2 * each and not model._forward_pre_hooks
 
 
-def test_an_accelerated_loader_gets_an_order_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def accelerated(directory: Path, name: str, shuffle: bool = True) -> list[int]:
     from accelerate import Accelerator
 
-    def peer(name: str, shuffle: bool) -> list[int]:
-        torch.manual_seed(42)
-        accelerator, layer = Accelerator(cpu=True), nn.Linear(4, 1)
-        model, optimizer, loader = accelerator.prepare(
-            layer, torch.optim.SGD(layer.parameters()), DataLoader(list(range(64)), batch_size=4, shuffle=shuffle)
-        )
-        swarm = diloco.AccelerateSwarm(accelerator, run_id="run", sync_every=4, identity=name, runtime=Direct(Going()))
-        with swarm, swarm.attach(model, optimizer):
-            return [int(item) for batch in loader for item in batch]
-
-    assert peer("a", True) == peer("a", True) != peer("b", True)
-    assert f"{OWN_ORDER} (seed " in capsys.readouterr().err
-    assert peer("a", False) == list(range(64))
-    assert "comes in the order of a SequentialSampler, the same at every peer; shuffle it" in capsys.readouterr().err
-
-
-# -- Lightning --------------------------------------------------------------------------------------------------------
+    torch.manual_seed(42)
+    accelerator, layer = Accelerator(cpu=True), nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(
+        layer, torch.optim.SGD(layer.parameters()), DataLoader(list(range(64)), batch_size=4, shuffle=shuffle)
+    )
+    swarm = callback(Going(), "AccelerateSwarm", accelerator=accelerator, identity=name)
+    with swarm, swarm.attach(model, optimizer):
+        return [int(item) for batch in loader for item in batch]
 
 
 def fit(directory: Path, own: Any, interval: str = "step", optimizers: int = 1, workers: int = 0, **told: Any) -> Any:
@@ -309,20 +273,30 @@ def lightning(**settings: Any) -> Any:
     return callback(Going(), "DilocoLightningCallback", **settings)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_peers_of_one_seed_train_on_other_batches_in_lightning(
-    workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its logger gets the figures."""
+def lightened(directory: Path, name: str, workers: int = 0) -> list[int]:
+    module, one = fit(directory, lightning(identity=name), max_steps=20, workers=workers)
+    assert one.callback_metrics["diloco/peers"] == 1 and one.callback_metrics["diloco/round"] >= 3
+    return module.seen  # type: ignore[no-any-return]
 
-    def peer(name: str) -> list[int]:
-        module, one = fit(tmp_path, lightning(identity=name), max_steps=20, workers=workers)
-        assert one.callback_metrics["diloco/peers"] == 1 and one.callback_metrics["diloco/round"] >= 3
-        return module.seen  # type: ignore[no-any-return]
 
-    a, b, again = peer("a"), peer("b"), peer("a")
-    assert a == again != b and len(set(a)) == len(a) == 16
-    assert capsys.readouterr().err.count(f"{OWN_ORDER} (seed ") == 3
+WAYS: dict[str, tuple[Callable[..., list[int]], dict[str, Any]]] = {
+    "trainer": (seen_by, {}),
+    "trainer without a seeded sampler": (seen_by, {"accelerator_config": {"use_seedable_sampler": False}, "seed": 7}),
+    "accelerate": (accelerated, {}),
+    "lightning": (lightened, {}),
+    "lightning with a worker": (lightened, {"workers": 1}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_peers_of_one_seed_train_on_other_batches(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And each says so."""
+    seen, settings = WAYS[way]
+    a, b, again = (seen(tmp_path, name, **settings) for name in "aba")
+    assert a == again != b and len(set(a)) == len(a) == (64 if way == "accelerate" else 16)
+    said = [line for line in capsys.readouterr().err.splitlines() if "in an order of its own" in line]
+    assert all(line.startswith("diloco: this peer reads its data in an order of its own (seed ") for line in said)
+    assert said[0] == said[2] != said[1] and len(said) == 3
 
 
 @pytest.mark.parametrize("limit", [{"max_steps": 16}, {"max_steps": -1, "max_epochs": 1}])
@@ -333,16 +307,11 @@ def test_lightning_joins_late_with_the_swarms_rate(limit: dict[str, Any], tmp_pa
     assert module.rates == [1 / 13, 1 / 14, 1 / 14, 1 / 15, 1 / 15, 1 / 16, 1 / 16, 1 / 17]
 
 
-def test_a_schedule_of_epochs_is_left_alone_in_lightning(tmp_path: Path) -> None:
+def test_lightning_schedules_epochs_and_has_one_optimizer(tmp_path: Path) -> None:
+    """A schedule of epochs is left alone, and several optimizers are refused."""
     assert set(fit(tmp_path, lightning(), "epoch")[0].rates) == {1.0}
-
-
-def test_several_optimizers_are_refused_in_lightning(tmp_path: Path) -> None:
     said = "configure_optimizers gives 2 optimizers, and a peer counts the steps of one; give one with several groups"
     refused(lambda: fit(tmp_path, lightning(), optimizers=2), said)
-
-
-# -- what is wrapped --------------------------------------------------------------------------------------------------
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -353,10 +322,19 @@ DeepSpeedEngine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspee
 ZeroOptimizer = type("ZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero"})
 
 
-def test_a_wrapped_model_has_the_parameters_of_the_plain_one() -> None:
+def test_what_libraries_wrap_is_found() -> None:
+    """A model has the parameters of the plain one, and the pace of Accelerate's schedules is known."""
     layer, compiled = nn.Linear(2, 1), nn.Module()
     compiled._orig_mod = nn.DataParallel(layer)  # what torch.compile returns, without the seconds that its import takes
     assert plain_model(nn.DataParallel(layer)) is plain_model(compiled) is plain_model(layer) is layer
+
+    class Accelerated:
+        def __init__(self, split_batches: bool) -> None:
+            self.scheduler, self.split_batches, self.step_with_optimizer = "inside", split_batches, True
+
+    assert paced(Accelerated(False), 4) == ("inside", 4, 1)
+    assert paced(Accelerated(True), 4) == ("inside", 1, 1)
+    assert paced("plain", 4) == ("plain", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -371,16 +349,6 @@ def test_a_wrapped_model_has_the_parameters_of_the_plain_one() -> None:
 )
 def test_what_cannot_be_attached_is_refused(work: Callable[[], object], said: str) -> None:
     refused(work, f"^{said}")
-
-
-def test_the_pace_of_accelerates_schedules_is_known() -> None:
-    class Accelerated:
-        def __init__(self, split_batches: bool) -> None:
-            self.scheduler, self.split_batches, self.step_with_optimizer = "inside", split_batches, True
-
-    assert paced(Accelerated(False), 4) == ("inside", 4, 1)
-    assert paced(Accelerated(True), 4) == ("inside", 1, 1)
-    assert paced("plain", 4) == ("plain", 1, 1)
 
 
 def test_an_optimizer_is_attached_once() -> None:

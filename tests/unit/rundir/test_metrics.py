@@ -24,23 +24,13 @@ from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Contributor
+from diloco.rundir import summary
 from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog
 from diloco.rundir.reporting import Finished, read_message, swarm_figures, to_wire
-from diloco.rundir.summary import (
-    Evaluation,
-    PeerSummary,
-    PhaseTimer,
-    Summary,
-    Tokens,
-    merge_peer_summaries,
-    write_contributions,
-    write_summary,
-)
+from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens, merge_peer_summaries
 from tests.support.fake_swarm import snapshot
 from tests.support.places import ROOT
-
-# --- Files ------------------------------------------------------------------------------------------------------------
 
 
 def test_lines_of_several_writers_never_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +92,7 @@ def full_disk(*args: Any) -> int:
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that somebody else made is not followed."""
     path = tmp_path / "summary.json"
     write_atomic(path, "old")
     for operation in ("open", "fsync", "replace"):
@@ -112,8 +103,6 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     write_atomic(path, b"new")
     assert path.read_text() == "new"
 
-
-def test_a_link_that_somebody_else_made_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.atomic.secrets.token_hex", lambda count: "foreseen")
     precious = tmp_path / "precious"
     precious.write_text("mine")
@@ -146,6 +135,7 @@ def test_a_run_directory_is_made_and_left_empty_or_refused(tmp_path: Path, monke
 
 
 def test_every_line_of_a_run_names_its_peer_and_time(tmp_path: Path) -> None:
+    """No event can pose as another peer's."""
     with RunLog(tmp_path, "p0", clock=lambda: 12.5) as log:
         log.metric(version=3, inner_step=7, tokens=100, loss=2.5, lr=1e-3, tokens_per_s=10.0)
         log.metric(version=3, inner_step=7, tokens=100, eval_loss=math.nan)
@@ -157,14 +147,8 @@ def test_every_line_of_a_run_names_its_peer_and_time(tmp_path: Path) -> None:
         {**at, "eval_loss": None},
     ]
     assert read_json_lines(tmp_path / "events.jsonl") == [{**line, "kind": "heal", "fragment": 2}]
-
-
-def test_an_event_cannot_pose_as_another_peer(tmp_path: Path) -> None:
     with RunLog(tmp_path, "p0") as log, pytest.raises(AssertionError, match="has its own time and peer"):
         log.event("leave", peer="p1")
-
-
-# --- Phases -----------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -195,7 +179,8 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
     assert (phases.seconds().total, phases.seconds().utilization) == (12, 4 / 12)
 
 
-def test_what_a_device_was_given_counts_in_its_phase() -> None:
+def test_a_phase_has_what_a_device_was_given_and_ends_with_it() -> None:
+    """Even if its block fails; and a resumed run adds to the seconds of its earlier sessions."""
     clock = Clock()
 
     def settle() -> None:
@@ -207,19 +192,12 @@ def test_what_a_device_was_given_counts_in_its_phase() -> None:
     with phases.during("comm"):
         clock.now += 10.0
     assert phases.seconds() == PhaseSeconds(compute=4.0, comm=13.0)
-
-
-def test_a_phase_ends_with_its_block_even_if_that_fails() -> None:
-    """And a resumed run adds to the seconds of its earlier sessions."""
     phases = PhaseTimer(PhaseSeconds(compute=1, comm=3), clock := Clock())
     with pytest.raises(KeyError), phases.during("comm"):
         clock.now = 2
         raise KeyError
     clock.now = 9
     assert phases.seconds() == PhaseSeconds(compute=1, comm=5)
-
-
-# --- Summary ----------------------------------------------------------------------------------------------------------
 
 
 def single(name: str, processed: int, applied: int, loss: float | None, outer_steps: int = 16) -> Summary:
@@ -232,7 +210,7 @@ def single(name: str, processed: int, applied: int, loss: float | None, outer_st
 
 
 def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
-    write_summary(tmp_path / "summary.json", single("p0", 100, 90, 2.0))
+    summary.write_summary(tmp_path / "summary.json", single("p0", 100, 90, 2.0))
     peer = {
         "peer_id": "12D3p0", "name": "p0", "steps": 10, "tokens": 100, "anchor_digest": "ab12", "bytes_sent": 5,
         "bytes_received": 7, "seconds": {"compute": 3, "wait": 1, "comm": 0.0, "outer": 0.0}, "utilization": 0.75,
@@ -245,9 +223,11 @@ def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_perplexity_that_does_not_exist_is_null() -> None:
+def test_what_does_not_exist_is_null_or_zero() -> None:
     for loss, perplexity in {None: None, math.nan: None, math.inf: None, 800.0: None, 0.0: 1.0}.items():
         assert Evaluation(loss).perplexity == perplexity
+    [peer] = Summary.from_message({"peer": "p2", "tokens": 50, "bytes_sent": None}).peers
+    assert (peer.name, peer.tokens, peer.steps, peer.anchor_digest, peer.bytes_sent) == ("p2", 50, 0, None, 0)
 
 
 def merged(*parts: Summary) -> Summary:
@@ -278,7 +258,7 @@ def test_contributions_become_a_table_for_any_spreadsheet(tmp_path: Path) -> Non
     p0, p1, p2 = (single(f"p{number}", 1, 1, None, outer_steps=steps) for number, steps in enumerate((3, 2, 4)))
     whole = merged(replace(p0, contributions=rows), replace(p1, contributions=rows[1:]), p2)
     assert whole.contributions == rows and whole.to_json()["contributions"][0]["peer_id"] == "id1"
-    write_contributions(tmp_path / "contributions.csv", whole.contributions)
+    summary.write_contributions(tmp_path / "contributions.csv", whole.contributions)
     assert (tmp_path / "contributions.csv").read_text().splitlines() == [
         "peer_id,name,outer_steps,tokens,bytes,first_version,last_version",
         'id1,"anna, ""x""",2,30,99,1,3',
@@ -293,14 +273,6 @@ def test_every_token_of_a_merged_summary_is_in_one_place(parts: list[Tokens]) ->
     assert tokens.processed == tokens.applied + tokens.discarded + tokens.in_flight
     assert tokens.processed >= sum(part.processed for part in parts)
     assert min(vars(tokens).values()) >= 0
-
-
-def test_a_message_without_its_fields_is_a_summary_of_zeros() -> None:
-    [peer] = Summary.from_message({"peer": "p2", "tokens": 50, "bytes_sent": None}).peers
-    assert (peer.name, peer.tokens, peer.steps, peer.anchor_digest, peer.bytes_sent) == ("p2", 50, 0, None, 0)
-
-
-# --- Weights & Biases -------------------------------------------------------------------------------------------------
 
 
 class FakeWandb:
@@ -390,12 +362,8 @@ def test_wandb_that_fails_is_one_warning(
     assert len(read_json_lines(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_neither_wandb_nor_matplotlib_is_imported_unless_asked_for() -> None:
-    script = (
-        "import sys, diloco.rundir.plot\n"
-        "from diloco.config import compose\n"
-        "from diloco.rundir.metrics import WandbLog\n"
-        "WandbLog(compose(), 'p0')\n"
-        "assert not {'wandb', 'matplotlib', 'torch'} & set(sys.modules), sorted(sys.modules)"
-    )
+def test_wandb_and_matplotlib_are_imported_when_asked_for() -> None:
+    imports = "import sys, diloco.rundir.plot, diloco.rundir.metrics as metrics; from diloco.config import compose"
+    heavy = "{'wandb', 'matplotlib', 'torch'} & set(sys.modules)"
+    script = f"{imports}; metrics.WandbLog(compose(), 'p0'); assert not {heavy}, {heavy}"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

@@ -53,15 +53,13 @@ def test_without_a_swarm_clock_the_axis_counts_steps(tmp_path: Path, tokens: int
 
 
 def test_steps_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
+    """A peer that rejoins with nothing keeps its history."""
     before = [train("p0", step, 10 * (step // 2), 9.0) for step in range(1, 6)]
     after = [train("p0", step, 10 * (step // 2), 1.0) for step in range(2, 8)]
     path = write(tmp_path / "m", *before, held_out(1, 10, 9.0), held_out(2, 20, 9.0), *after, held_out(2, 20, 1.0))
     training, evaluated, _ = read_curves(path)
     assert training["p0"].loss == [9.0] + [1.0] * 6
     assert evaluated == Curve([10, 20], [9.0, 1.0])
-
-
-def test_a_peer_that_rejoins_keeps_its_history(tmp_path: Path) -> None:
     path = write(tmp_path / "m", train("p0", 1, 10, 5.0), train("p0", 2, 20, 4.0), train("p0", 1, 90, 3.0))
     assert read_curves(path)[0]["p0"].loss == [5.0, 4.0, 3.0]
 

@@ -44,16 +44,14 @@ def test_a_message_survives_the_pipe(message: Message, capsys: pytest.CaptureFix
     assert json.loads(line)["t"] == message.t
 
 
-def test_a_line_has_the_fields_that_other_readers_rely_on() -> None:
+def test_a_line_has_the_fields_that_readers_rely_on() -> None:
+    """Unknown kinds and fields are passed over."""
     assert to_wire(Status("p0", 2.0, "training", 3, loss=math.nan))["loss"] is None
     assert to_wire(Status("p0", 2.0, "training", 3)).items() >= {"t": "status", "peer": "p0", "version": 3}.items()
     assert set(to_wire(MESSAGES[-1])) == {
         *("t", "peer", "time", "peer_id", "name", "steps", "tokens", "anchor_digest", "bytes_sent", "bytes_received"),
         *("seconds", "utilization", "eval", "heals", "takeovers", "outer_steps", "exit", "predicted", "contributions"),
     }
-
-
-def test_unknown_kinds_and_fields_are_passed_over() -> None:
     assert read_message({"t": "status", "peer": "p0", "state": "left", "news": 1}) == Status("p0", state="left")
     assert read_message({"t": "gossip", "peer": "p0"}) is None and read_message({}) is None
     assert read_message(MESSAGES[0]) is MESSAGES[0]

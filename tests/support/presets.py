@@ -12,11 +12,7 @@ SMALL = {
     "sparse": [],
     "two_bit": [],
 }
-
-
 SIZES = ["outer.sync_every=4", "outer.fragments=2"]
-
-
 LATE = ["outer=diloco", *SIZES, "outer.overlap=4", "outer.eager=true"]
 
 

@@ -16,17 +16,8 @@ from hypothesis import strategies as st
 from diloco.config import compose
 from diloco.protocol.phase_seconds import PhaseSeconds
 from diloco.protocol.shares import Contributor
-from diloco.rundir.reporting import (
-    Finished,
-    Message,
-    Ready,
-    Stage,
-    Status,
-    json_lines,
-    log_lines,
-    read_message,
-    to_wire,
-)  # fmt: skip
+from diloco.rundir import reporting
+from diloco.rundir.reporting import Finished, Message, Ready, Stage, Status, read_message, to_wire
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
 
 PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
@@ -47,25 +38,22 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.t)
 def test_a_message_survives_the_pipe(message: Message, capsys: pytest.CaptureFixture[str]) -> None:
-    json_lines(message)
+    reporting.json_lines(message)
     [line] = capsys.readouterr().out.splitlines()
     assert read_message(json.loads(line)) == message
     assert json.loads(line)["t"] == message.t
 
 
-def test_a_line_has_the_fields_that_other_readers_rely_on() -> None:
+def test_a_line_has_the_fields_that_readers_rely_on() -> None:
+    """Unknown kinds and fields are passed over."""
     assert to_wire(Status("p0", 2.0, "training", 3, loss=math.nan))["loss"] is None
     assert to_wire(Status("p0", 2.0, "training", 3)).items() >= {"t": "status", "peer": "p0", "version": 3}.items()
     assert set(to_wire(MESSAGES[-1])) == {
         *("t", "peer", "time", "peer_id", "name", "steps", "tokens", "anchor_digest", "bytes_sent", "bytes_received"),
         *("seconds", "utilization", "eval", "heals", "takeovers", "outer_steps", "exit", "predicted", "contributions"),
     }
-
-
-def test_a_dict_is_read_like_its_line_and_unknown_kinds_are_passed_over() -> None:
     assert read_message({"t": "status", "peer": "p0", "state": "left", "news": 1}) == Status("p0", state="left")
-    assert read_message({"t": "gossip", "peer": "p0"}) is None
-    assert read_message({}) is None
+    assert read_message({"t": "gossip", "peer": "p0"}) is None and read_message({}) is None
     assert read_message(MESSAGES[0]) is MESSAGES[0]
 
 
@@ -81,18 +69,16 @@ names = st.sampled_from(
 
 @given(kind=st.sampled_from(["stage", "ready", "status", "summary"]), given_fields=st.dictionaries(names, values))
 def test_no_object_breaks_a_reader(kind: str, given_fields: dict[str, Any]) -> None:
-    message = read_message({**given_fields, "t": kind})
-    assert message is None or message.t == kind
-    if message is not None:
+    if (message := read_message({**given_fields, "t": kind})) is not None:
+        assert message.t == kind
         json.dumps(to_wire(message), allow_nan=False)
 
 
-def test_the_log_has_a_line_per_outer_step_one_now_and_then_and_a_last_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One per outer step, one where a step is long, and a last one."""
     caplog.set_level(logging.INFO)
     now = [0.0]
-    listen = log_lines(compose([f"run.dir={tmp_path}"]), lambda: now[0])
+    listen = reporting.log_lines(compose([f"run.dir={tmp_path}"]), lambda: now[0])
     known = {"outer_steps": 9, "target_steps": 50, "loss": 2.5, "peers": 2, "tokens_per_s": 4100.0, "bytes_sent": 12e6}
 
     def status(at: float, state: str, version: int, **more: Any) -> None:

@@ -6,7 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,11 @@ def with_node(node: LastFlight | None = None, **settings: Any) -> Swarm:
     return made(**{"identity": "a", "runtime": Direct(node or LastFlight()), **settings})
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("none", [None, "", [], [""], ()])
-def test_no_address_starts_a_swarm(none: Any) -> None:
-    assert made(address=none).network.initial_peers == ()
-
-
-def test_one_address_and_several_are_the_same_and_each_counts_once() -> None:
-    assert made(address=ADDRESS).network.initial_peers == (ADDRESS,)
-    assert made(address=[ADDRESS, "", ADDRESS]).network.initial_peers == (ADDRESS,)
+def test_one_address_several_and_none_are_a_list() -> None:
+    for none in (None, "", [], [""], ()):
+        assert made(address=none).network.initial_peers == ()
+    for some in (ADDRESS, [ADDRESS, "", ADDRESS]):
+        assert made(address=some).network.initial_peers == (ADDRESS,)
     assert made(listen="/ip4/0.0.0.0/tcp/4100").network.listen == ("/ip4/0.0.0.0/tcp/4100",)
 
 
@@ -55,10 +49,7 @@ def test_a_key_is_named_by_a_text_or_a_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"sync_evry": 4},
-            "sync_evry is neither an argument of Swarm nor a setting of the outer step; did you mean",
-        ),
+        ({"sync_evry": 4}, "sync_evry is neither an argument of Swarm nor a setting of the outer step; did you mean"),
         ({"adress": ADDRESS}, "adress is neither an argument of .*; did you mean address?"),
         ({"outer": "async"}, "outer='async' is a text; a preset is named with preset='async'"),
         ({"outer": {"momentun": 0}}, "momentun is neither .*; did you mean momentum?"),
@@ -83,48 +74,33 @@ def test_a_key_that_is_none_is_named_by_the_argument(tmp_path: Path) -> None:
     file.write_text("no key")
     file.chmod(0o600)
     swarm = made(identity=file, quiet=True)
-    asked: list[Callable[[], object]] = [
-        lambda: swarm.seed, lambda: swarm.address, lambda: attached(swarm).open(),
-    ]  # fmt: skip
-    for ask in asked:
-        with pytest.raises(
-            ConfigError, match=f"^identity={file} holds no private key; name another file, or a new one$"
-        ):
+    for ask in (lambda: swarm.seed, lambda: swarm.address, lambda: attached(swarm).open()):
+        with pytest.raises(ConfigError, match=f"^identity={file} holds no private key; name another file, or a new on"):
             ask()
 
 
-def test_a_preset_is_below_outer_and_outer_below_the_keywords() -> None:
+def test_settings_of_the_outer_step_come_from_several_places() -> None:
+    """A preset is below `outer`, and that below the keywords; the size of a model decides on its fragments."""
     swarm = Swarm(run_id="run", preset="streaming", outer={"lr": 0.5, "mixing": 0.25}, lr=0.6)
     assert (swarm.outer.sync_every, swarm.outer.pattern, swarm.outer.overlap) == (100, "strided", 5)
     assert (swarm.outer.lr, swarm.outer.mixing) == (0.6, 0.25)
     assert made(preset="async", quorum=None, staleness_limit=0, dylu=False).outer.barrier
     assert Swarm(run_id="run", outer={"sync_every": 4, "lr": 0.5}).outer == made(lr=0.5).outer
-
-
-def test_into_how_many_fragments_a_preset_cuts_a_model_follows_from_its_size() -> None:
     swarm = with_node(preset="async", sync_every=4)
     attached(swarm)
     assert swarm.outer.fragments == 1
     assert swarm._settings.of(3 * MOST_PARAMETERS - 5).fragments == 3
     assert made(preset="async", fragments=2)._settings.of(10 * MOST_PARAMETERS).fragments == 2
-
-
-def test_the_signature_names_the_settings_that_are_used_most() -> None:
     names = set(inspect.signature(Swarm).parameters)
     assert {"preset", "outer", "sync_every", "fragments", "lr", "momentum", "codec_up", "codec_down"} < names
 
 
-# -- who cannot join --------------------------------------------------------------------------------------------------
-
-
 def test_errors_of_the_swarm_name_the_arguments() -> None:
+    unreachable = f"={ADDRESS} cannot be reached; check that a peer is running there"
     with pytest.raises(JoinError) as caught, as_typed():
-        raise SwarmError(f"swarm.initial_peers={ADDRESS} cannot be reached; check that a peer is running there")
-    text = str(caught.value)
-    assert text.startswith(
-        f"address={ADDRESS} cannot be reached; check that a peer is running there; if it had made all"
-    )
-    assert text.endswith("before this peer came, start it with min_peers=2")
+        raise SwarmError(f"swarm.initial_peers{unreachable}")
+    assert str(caught.value).startswith(f"address{unreachable}; if it had made all")
+    assert str(caught.value).endswith("before this peer came, start it with min_peers=2")
     for key, argument in (("swarm.identity_path", "identity"), ("swarm.listen", "listen"), ("swarm.token", "token")):
         with pytest.raises(ConfigError, match=f"^{argument}=x holds no private key$"), as_typed():
             raise ConfigError(f"{key}=x holds no private key")
@@ -132,7 +108,7 @@ def test_errors_of_the_swarm_name_the_arguments() -> None:
         raise SwarmError("swarm.listen=x")
 
 
-def test_a_program_that_cannot_join_ends_with_one_line_and_no_traceback() -> None:
+def test_who_cannot_join_gets_one_line_and_no_traceback() -> None:
     code = "from diloco.errors import JoinError\ndef join():\n    raise JoinError('nobody is\\nthere')\njoin()"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, "diloco: error: nobody is there\n")
@@ -145,19 +121,13 @@ def test_another_model_is_one_line() -> None:
         return RunSpec("run", "", json.dumps(content))
 
     here, there = spec(nn.Linear(2, 2), "Linear", lr=0.5), spec(nn.LSTM(2, 2), "LSTM", lr=0.7)
-    assert here.differences(there.manifest_text) == [
-        "the model is LSTM there, Linear here, with other parameters", "outer.lr is 0.7 there, 0.5 here",
-    ]  # fmt: skip
+    said = ["the model is LSTM there, Linear here, with other parameters", "outer.lr is 0.7 there, 0.5 here"]
+    assert here.differences(there.manifest_text) == said
     wider = spec(nn.Linear(2, 3), "Linear", lr=0.5)
     assert here.differences(wider.manifest_text)[0] == "parameters.bias is [3] there, [2] here"
 
 
-# -- what it says -----------------------------------------------------------------------------------------------------
-
-
-def test_a_peer_says_how_others_join_for_whom_it_waits_and_who_comes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_peer_says_how_others_join_and_who_comes(capsys: pytest.CaptureFixture[str]) -> None:
     node = LastFlight()
     node.addresses, node.protocol.steps = [ADDRESS], 0
     swarm = with_node(node, min_peers=3).open()
@@ -187,7 +157,8 @@ def test_a_peer_says_how_others_join_for_whom_it_waits_and_who_comes(
     ]
 
 
-def test_who_ends_without_having_met_anybody_is_told_how_to_wait(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_says_how_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who met nobody is told how to wait."""
     with with_node() as swarm, attached(swarm):
         pass
     hint = "diloco: no other peer came; with min_peers=2 the first peer waits for a second one before it trains"
@@ -195,9 +166,14 @@ def test_who_ends_without_having_met_anybody_is_told_how_to_wait(capsys: pytest.
     with with_node(address=ADDRESS) as swarm, attached(swarm):
         pass
     assert hint not in capsys.readouterr().err
+    swarm = with_node()
+    sync = attached(swarm).open()
+    sync.abandon()
+    swarm.close()
+    assert capsys.readouterr().err == "diloco: dropped out after 0 inner steps, at outer step 3; 0 B sent\n"
 
 
-def test_a_quiet_swarm_says_nothing_and_functions_take_the_place_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_take_the_place_of_lines_and_quiet_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     node, heard = LastFlight(), list[str]()
     node.addresses = [ADDRESS]
     with with_node(node, quiet=True) as swarm, attached(swarm):
@@ -209,15 +185,8 @@ def test_a_quiet_swarm_says_nothing_and_functions_take_the_place_of_lines(capsys
     assert heard == [ADDRESS, "join"] and "joined" not in capsys.readouterr().err
 
 
-def test_who_drops_out_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
-    swarm = with_node()
-    sync = attached(swarm).open()
-    sync.abandon()
-    swarm.close()
-    assert capsys.readouterr().err == "diloco: dropped out after 0 inner steps, at outer step 3; 0 B sent\n"
-
-
-def test_open_and_close_do_what_a_with_block_does() -> None:
+def test_what_was_opened_ends_once() -> None:
+    """By `close`, by a with block, or by an error in one."""
     node = LastFlight()
     swarm = with_node(node, quiet=True).open()
     sync = attached(swarm).open()
@@ -225,34 +194,19 @@ def test_open_and_close_do_what_a_with_block_does() -> None:
     sync.close()
     said = list(node.said)
     assert said.index("leave") < said.index("close")
-    sync.close()
-    swarm.close()
-    swarm.close()
+    for one in (sync, swarm, swarm):
+        one.close()
     assert node.said == said
-
-
-def test_what_is_opened_or_closed_already_stays_so_in_a_with_block() -> None:
     node = LastFlight()
     with with_node(node, quiet=True) as swarm, attached(swarm).open() as sync:
         assert sync.open() is sync and sync._hook is not None
         swarm.close()
     assert node.said.count("begin") <= 1 and node.said.count("leave") == node.said.count("close") == 1
-
-
-def test_an_error_in_the_with_block_ends_an_opened_loop_as_one_in_its_own() -> None:
     node = LastFlight()
     with pytest.raises(KeyboardInterrupt), with_node(node, quiet=True) as swarm:
         attached(swarm).open()
         raise KeyboardInterrupt
     assert "leave" not in node.said and node.said[-1] == "close"
-
-
-def test_a_simulated_peer_has_no_address_before_it_is_attached() -> None:
-    with pytest.raises(ConfigError, match=r"^Swarm.address: a simulated peer has none before attach\(...\)$"):
-        _ = with_node().address
-
-
-# -- different data ---------------------------------------------------------------------------------------------------
 
 
 def test_each_peer_has_the_items_in_its_own_order() -> None:
@@ -263,24 +217,34 @@ def test_each_peer_has_the_items_in_its_own_order() -> None:
     assert [*DataLoader(one.shard(list(range(100))), batch_size=None)] == orders[0]
 
 
-def test_parts_of_different_index_have_nothing_in_common() -> None:
-    class Items(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(10))
+class Range(IterableDataset[int]):
+    def __init__(self, items: int = 3000) -> None:
+        self.items = items
 
-    whole: list[Callable[[], Any]] = [lambda: list(range(10)), Items, lambda: torch.arange(10)]
-    for data in whole:
-        parts = [with_node().shard(data(), index=index, of=3) for index in range(3)]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.items))
+
+
+def test_parts_of_different_index_have_nothing_in_common() -> None:
+    """A dataset of the library stays one."""
+    for data in (list(range(10)), Range(10), torch.arange(10)):
+        parts = [with_node().shard(data, index=index, of=3) for index in range(3)]
         found = [int(item) for part in parts for item in DataLoader(part, batch_size=None)]
         assert sorted(found) == list(range(10))
+    from datasets import Dataset
+
+    data = Dataset.from_dict({"n": list(range(50))})
+    orders = [with_node(identity=name).shard(data) for name in "ab"]
+    assert isinstance(orders[0], Dataset) and orders[0]["n"] != orders[1]["n"]
+    parts = [with_node().shard(data, index=index, of=2) for index in range(2)]
+    assert sorted([*parts[0]["n"], *parts[1]["n"]]) == list(range(50))
 
 
-def test_each_item_of_a_stream_is_one_peers_and_those_of_a_peer_that_goes_are_the_others() -> None:
+def test_each_item_of_a_stream_is_one_peers() -> None:
+    """Those of a peer that goes become the others', and no others move."""
     swarms = {name: with_node(identity=name) for name in "abc"}
-    streams = {
-        name: swarm.shard(iter(range(3000)) if name == "a" else range_stream()) for name, swarm in swarms.items()
-    }
-    assert list(with_node().shard(range_stream())) == list(range(3000)), "all of it is a lone peer's"
+    streams = {name: swarm.shard(iter(range(3000)) if name == "a" else Range()) for name, swarm in swarms.items()}
+    assert list(with_node().shard(Range())) == list(range(3000)), "all of it is a lone peer's"
 
     def shares(there: str) -> dict[str, set[int]]:
         for name in there:
@@ -291,53 +255,31 @@ def test_each_item_of_a_stream_is_one_peers_and_those_of_a_peer_that_goes_are_th
     for found in (three, two):
         assert set().union(*found.values()) == set(range(3000)) and sum(map(len, found.values())) == 3000
     assert all(900 < len(items) < 1100 for items in three.values())
-    assert three["a"] < two["a"] and three["b"] < two["b"], "only the items of the peer that went have moved"
+    assert three["a"] < two["a"] and three["b"] < two["b"]
     shares("abc")
     assert set(streams["b"]) == three["b"]
 
 
-class range_stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3000))
-
-
 @pytest.mark.parametrize("library", ["torch", "datasets"])
 def test_workers_of_a_loader_see_who_is_there(library: str) -> None:
-    swarms = [with_node(identity=name) for name in "ab"]
-    if library == "torch":
-        streams = [swarm.shard(range_stream()) for swarm in swarms]
-    else:
-        from datasets import Dataset
-
-        made_of = [Dataset.from_dict({"n": list(range(300))}).to_iterable_dataset() for _ in swarms]
-        streams = [swarm.shard(data) for swarm, data in zip(swarms, made_of, strict=True)]
-    for name, swarm in zip("ab", swarms, strict=True):
-        swarm._living.are(name, "ab")  # type: ignore[union-attr]
-    loaders = [DataLoader(stream, batch_size=None, num_workers=1) for stream in streams]
-    found = [[int(item if library == "torch" else item["n"]) for item in loader] for loader in loaders]
-    assert all(found) and not set(found[0]) & set(found[1])
-    assert len(found[0]) + len(found[1]) == (3000 if library == "torch" else 300)
-
-
-def test_a_dataset_of_the_library_stays_one() -> None:
     from datasets import Dataset
 
-    data = Dataset.from_dict({"n": list(range(50))})
-    orders = [with_node(identity=name).shard(data) for name in "ab"]
-    assert isinstance(orders[0], Dataset) and orders[0]["n"] != orders[1]["n"]
-    parts = [with_node().shard(data, index=index, of=2) for index in range(2)]
-    assert sorted([*parts[0]["n"], *parts[1]["n"]]) == list(range(50))
+    data = Range(300) if library == "torch" else Dataset.from_dict({"n": list(range(300))}).to_iterable_dataset()
+    found = []
+    for name in "ab":
+        swarm = with_node(identity=name)
+        stream = swarm.shard(data)
+        swarm._living.are(name, "ab")  # type: ignore[union-attr]
+        loader = DataLoader(stream, batch_size=None, num_workers=1)
+        found.append([int(item if library == "torch" else item["n"]) for item in loader])
+    assert all(found) and sorted([*found[0], *found[1]]) == list(range(300))
 
 
 @pytest.mark.parametrize(
     ("data", "settings", "said"),
     [
         ({"train": [1]}, {}, r"shard\(dict\): no dataset; give one of its values, such as data\['train'\]"),
-        (
-            torch.arange(9),
-            {},
-            r"shard\(Tensor\): rows of an array may hang together, .* take a part with index=0, of=2",
-        ),
+        (torch.arange(9), {}, r"shard\(Tensor\): rows of an array may hang together, .* take a part with index=0, of"),
         (7, {}, r"shard\(int\): it has neither __len__ and __getitem__ nor __iter__; give a dataset or an iterable"),
         ([1], {"index": 2, "of": 2}, "index=2, of=2: give both or none; index=0, of=2 is the first of two parts"),
         ([1], {"index": 2}, "index=2, of=None: give both or none"),
@@ -349,30 +291,24 @@ def test_what_cannot_be_sharded_is_refused(data: Any, settings: dict[str, int], 
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_that_was_made_before_the_checkpoints_are_named_is_refused(tmp_path: Path) -> None:
-    swarm, model = made(quiet=True), nn.Linear(2, 1)
-    with swarm:
+def test_what_comes_too_early_is_refused(tmp_path: Path) -> None:
+    """An address, and checkpoints after the key was made."""
+    model = nn.Linear(2, 1)
+    with made(quiet=True) as swarm:
         _ = swarm.seed
         with pytest.raises(ConfigError, match=r"^checkpoints=.*name its file with Swarm\(identity=...\)$"):
             swarm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoints=tmp_path)
+    with pytest.raises(ConfigError, match=r"^Swarm.address: a simulated peer has none before attach\(...\)$"):
+        _ = with_node().address
 
 
-def test_who_trains_with_a_peer_owns_items_of_a_stream() -> None:
+def test_a_peer_that_is_attached_owns_items_and_has_figures() -> None:
     swarm = with_node(quiet=True)
-    swarm.shard(range_stream())
-    with swarm, attached(swarm):
-        assert swarm._living is not None and swarm._living.owns(5) and swarm.index == 0
-    fresh = Living()
-    assert fresh.owns(3), "before anybody is known"
-
-
-def test_the_figures_of_a_peer_are_there_while_it_is_attached() -> None:
-    swarm = with_node(quiet=True)
+    swarm.shard(Range())
     assert swarm.figures() == {}
     with swarm, attached(swarm):
+        assert swarm._living is not None and swarm._living.owns(5) and swarm.index == 0
         figures = swarm.figures()
     assert (figures["diloco/peers"], figures["diloco/round"], figures["diloco/bytes_sent"]) == (1, 3, 0)
     assert 0 <= figures["diloco/wait_share"] <= 1 and figures["diloco/tokens_discarded"] == 0
-
-
-# -- real peers -------------------------------------------------------------------------------------------------------
+    assert Living().owns(3), "before anybody is known"

@@ -54,9 +54,8 @@ class Scene:
         island, self.session, self.events = Island(torch.device("cpu")), Session(config), list[tuple[str, Any]]()
         phases: Any = SimpleNamespace(seconds=lambda: self.session.seconds)
         self.sync = DataParallel(self.model, optimizer, island, 1, phases)
-        log: Any = SimpleNamespace(
-            event=lambda kind, **fields: self.events.append((kind, fields)), metric=lambda **_: None
-        )
+        log: Any = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
+        log.metric = lambda **_: None
         self.position = {"next": 0}
         stream: Any = SimpleNamespace(state=lambda: self.position)
         self.trainer = Trainer(
@@ -88,9 +87,13 @@ def found(config: Config) -> tuple[int, float, int]:
     return checkpoint.step, value, checkpoint.state["stream"]["next"]
 
 
+def config_of(tmp_path: Path, *typed: str) -> Config:
+    return compose(["experiment=smoke", f"run.dir={tmp_path}", "run.lead=false", *typed])
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return compose(["experiment=smoke", f"run.dir={tmp_path}", "run.lead=false"])
+    return config_of(tmp_path)
 
 
 def test_a_checkpoint_is_of_the_boundary_at_which_it_began(config: Config, disk: Disk) -> None:
@@ -104,9 +107,8 @@ def test_a_checkpoint_is_of_the_boundary_at_which_it_began(config: Config, disk:
     assert found(config) == (1, 1.0, 1)
 
 
-def test_where_the_disk_is_behind_a_boundary_is_left_out_and_the_last_one_never(
-    config: Config, disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_is_behind_misses_boundaries(config: Config, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """The last one never."""
     scene = Scene(config)
     with caplog.at_level(logging.WARNING):
         for version in range(1, 7):
@@ -123,26 +125,21 @@ def test_where_the_disk_is_behind_a_boundary_is_left_out_and_the_last_one_never(
     assert len(scene.events) == 5
 
 
-def test_a_boundary_that_was_left_out_is_made_up_for_at_the_next(tmp_path: Path, disk: Disk) -> None:
-    every_tenth = ["checkpoint.every=10", "budget.outer_steps=100"]
-    scene = Scene(compose(["experiment=smoke", f"run.dir={tmp_path}", "run.lead=false", *every_tenth]))
+def test_a_boundary_that_was_left_out_is_made_up_for(tmp_path: Path, disk: Disk) -> None:
+    scene = Scene(config_of(tmp_path, "checkpoint.every=10", "budget.outer_steps=100"))
     for version in (9, 10, 19, 20, 21):
         scene.boundary(version)
     assert scene.events == [("checkpoint_skipped", {"version": version}) for version in (20, 21)]
     disk.open.set()
     scene.session._writer._threads.submit(int).result()  # the disk has caught up
-    for version in (22, 29):
+    for version, newest in ((22, 22), (29, 22), (30, 30)):
         scene.boundary(version)
         assert scene.session.written() is None
-        assert found(scene.trainer.config) == (22, 22.0, 22)
-    scene.boundary(30)
-    assert scene.session.written() is None
-    assert found(scene.trainer.config) == (30, 30.0, 30)
+        assert found(scene.trainer.config) == (newest, float(newest), newest)
 
 
-def test_a_checkpoint_that_could_not_be_written_is_told_and_written_at_the_next_boundary(
-    config: Config, disk: Disk
-) -> None:
+def test_a_checkpoint_that_could_not_be_written_is_told(config: Config, disk: Disk) -> None:
+    """And written when there is space."""
     scene, disk.full = Scene(config), True
     disk.open.set()
     scene.step(1)
@@ -163,11 +160,10 @@ def test_an_error_that_is_ours_is_not_hidden(config: Config, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_disk_that_stays_full_is_told_once_then_ever_more_rarely_and_when_it_is_over(
+def test_a_disk_that_stays_full_is_told_ever_more_rarely(
     background: bool, tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = ["budget.outer_steps=100", f"checkpoint.background={str(background).lower()}"]
-    scene = Scene(compose(["experiment=smoke", f"run.dir={tmp_path}", "run.lead=false", *settings]))
+    scene = Scene(config_of(tmp_path, "budget.outer_steps=100", f"checkpoint.background={str(background).lower()}"))
     disk.open.set()
     said: dict[int, list[str]] = {}
     for version in range(1, 15):
@@ -178,11 +174,7 @@ def test_a_disk_that_stays_full_is_told_once_then_ever_more_rarely_and_when_it_i
         scene.session._writer._threads.submit(int).result()  # what it began is over
         if caplog.messages:
             said[version - background] = caplog.messages  # in the background a failure is known at the next boundary
-    assert said == {
-        1: ["run.dir: no space"],
-        2: ["still no checkpoint: 2 in a row could not be written"],
-        4: ["still no checkpoint: 4 in a row could not be written"],
-        8: ["still no checkpoint: 8 in a row could not be written"],
-        10: ["checkpoints are written again, after 9 that could not be"],
-    }
+    rarely = {failed: [f"still no checkpoint: {failed} in a row could not be written"] for failed in (2, 4, 8)}
+    again = ["checkpoints are written again, after 9 that could not be"]
+    assert said == {1: ["run.dir: no space"], **rarely, 10: again}
     assert len(scene.events) == 9, "events.jsonl has them all"

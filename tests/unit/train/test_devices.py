@@ -28,19 +28,13 @@ def there(monkeypatch: pytest.MonkeyPatch, kind: str, *free_gib: float) -> None:
 @pytest.mark.parametrize(
     ("kind", "free_gib", "setting", "chosen"),
     [
-        ("cpu", (), "auto", "cpu"),
-        ("cuda", (8,), "auto", "cuda:0"),
-        ("cuda", (8, 9, 9), "auto", "cuda:1"),
-        ("cuda", (8, 9, 9), "cuda", "cuda:1"),
-        ("cuda", (8, 9, 9), "cuda:2", "cuda:2"),
-        ("cuda", (8, 9, 9), "cpu", "cpu"),
-        ("xpu", (3, 2), "auto", "xpu:0"),
-        ("xpu", (3, 2), "xpu:1", "xpu:1"),
-        ("mps", (8,), "auto", "mps"),
-        ("mps", (8,), "mps", "mps"),
+        ("cpu", (), "auto", "cpu"), ("cuda", (8,), "auto", "cuda:0"), ("cuda", (8, 9, 9), "auto", "cuda:1"),
+        ("cuda", (8, 9, 9), "cuda", "cuda:1"), ("cuda", (8, 9, 9), "cuda:2", "cuda:2"),
+        ("cuda", (8, 9, 9), "cpu", "cpu"), ("xpu", (3, 2), "auto", "xpu:0"), ("xpu", (3, 2), "xpu:1", "xpu:1"),
+        ("mps", (8,), "auto", "mps"), ("mps", (8,), "mps", "mps"),
     ],
-)
-def test_a_process_alone_takes_what_is_named_or_the_device_with_most_free_memory(
+)  # fmt: skip
+def test_a_process_alone_takes_what_is_named_or_most_free(
     kind: str, free_gib: tuple[float, ...], setting: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there(monkeypatch, kind, *free_gib)
@@ -48,62 +42,14 @@ def test_a_process_alone_takes_what_is_named_or_the_device_with_most_free_memory
     assert compose([f"train.device={setting}"]).train.device == setting
 
 
-def test_several_ranks_take_a_device_each_and_nobody_asks_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_peers_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     there(monkeypatch, "cuda", 1, 2, 3)
-    monkeypatch.setattr(devices, "survey", None)
+    monkeypatch.setattr(devices, "survey", None)  # nobody asks for memory
     for setting in ("auto", "cuda"):
         assert [str(choose(setting, rank, 3)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
     assert [str(choose("cuda:1", rank, 3)) for rank in range(3)] == ["cuda:1"] * 3
     assert [str(choose("cpu", rank, 8)) for rank in range(8)] == ["cpu"] * 8
     assert str(choose("auto", 0, 1)) == "cuda:0", "a rank of its own on each machine"
-
-
-@pytest.mark.parametrize(
-    ("kind", "count", "setting", "ranks", "why"),
-    [
-        ("cpu", 0, "cuda", 1, "train.device=cuda is not there: this machine has no accelerator that torch can use"),
-        ("cpu", 0, "mps", 1, "train.device=mps is not there: this machine has no accelerator that torch can use"),
-        ("cuda", 1, "cuda:1", 1, "train.device=cuda:1 is not there: this machine has cuda:0; use auto or cpu"),
-        (
-            "cuda",
-            4,
-            "cuda:4",
-            1,
-            "train.device=cuda:4 is not there: this machine has cuda:0 to cuda:3; use auto or cpu",
-        ),
-        ("cuda", 4, "xpu", 1, "train.device=xpu is not there: this machine has cuda:0 to cuda:3; use auto or cpu"),
-        ("mps", 1, "cuda", 1, "train.device=cuda is not there: this machine has mps; use auto or cpu"),
-        (
-            "cuda",
-            2,
-            "auto",
-            3,
-            "train.device=auto: 3 processes on this machine, which has cuda:0 to cuda:1; start 2, or",
-        ),
-    ],
-)
-def test_a_device_that_is_not_there_is_refused_with_what_is(
-    kind: str, count: int, setting: str, ranks: int, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there(monkeypatch, kind, *[8.0] * count)
-    with pytest.raises(ConfigError) as caught:
-        choose(setting, None if ranks == 1 else 0, ranks)
-    assert str(caught.value).startswith(why)
-
-
-def test_one_rank_says_what_is_not_there_and_the_others_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    there(monkeypatch, "cuda", 8, 8)
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    for rank, ending in enumerate([ConfigError, SystemExit, SystemExit]):
-        for name, value in {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "LOCAL_RANK": rank}.items():
-            monkeypatch.setenv(name, str(value))
-        with pytest.raises(ending):
-            claim("auto")
-    assert waited == [devices.REFUSED_S] * 2
-
-
-def test_peers_on_one_machine_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     there(monkeypatch, "cuda", 8, 9)
     taken = []
     for number in range(4):
@@ -113,6 +59,38 @@ def test_peers_on_one_machine_take_the_devices_in_turn(monkeypatch: pytest.Monke
     assert str(claim("cuda:1")) == "cuda:1" and str(claim("cpu")) == "cpu"
     there(monkeypatch, "cpu")
     assert str(claim("auto")) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "setting", "ranks", "why"),
+    [
+        ("cpu", 0, "cuda", 1, " is not there: this machine has no accelerator that torch can use"),
+        ("cpu", 0, "mps", 1, " is not there: this machine has no accelerator that torch can use"),
+        ("cuda", 1, "cuda:1", 1, " is not there: this machine has cuda:0; use auto or cpu"),
+        ("cuda", 4, "cuda:4", 1, " is not there: this machine has cuda:0 to cuda:3; use auto or cpu"),
+        ("cuda", 4, "xpu", 1, " is not there: this machine has cuda:0 to cuda:3; use auto or cpu"),
+        ("mps", 1, "cuda", 1, " is not there: this machine has mps; use auto or cpu"),
+        ("cuda", 2, "auto", 3, ": 3 processes on this machine, which has cuda:0 to cuda:1; start 2, or"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_what_is(
+    kind: str, count: int, setting: str, ranks: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there(monkeypatch, kind, *[8.0] * count)
+    with pytest.raises(ConfigError, match=f"^train.device={setting}{why}"):
+        choose(setting, None if ranks == 1 else 0, ranks)
+
+
+def test_one_rank_says_what_is_not_there_and_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    there(monkeypatch, "cuda", 8, 8)
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for rank, ending in enumerate([ConfigError, SystemExit, SystemExit]):
+        for name, value in {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ending):
+            claim("auto")
+    assert waited == [devices.REFUSED_S] * 2
 
 
 def test_an_island_sees_its_own_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,19 +105,14 @@ def test_an_island_sees_its_own_devices_only(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_collectives_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
-    kinds = {kind: devices.backend_of(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")}
-    assert kinds == {"cpu": "gloo", "cuda": "nccl", "xpu": "gloo", "mps": "gloo"}
+    for there, backend in ((False, "gloo"), (True, "xccl")):
+        monkeypatch.setattr(dist, "is_xccl_available", lambda there=there: there)
+        kinds = {kind: devices.backend_of(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")}
+        assert kinds == {"cpu": "gloo", "cuda": "nccl", "xpu": backend, "mps": "gloo"}
     assert devices.backend_of(torch.device("cuda"), shared=True) == "gloo"
-    monkeypatch.setattr(dist, "is_xccl_available", lambda: True)
-    assert devices.backend_of(torch.device("xpu")) == "xccl"
-
-
-def test_ranks_share_a_device_only_where_its_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert [devices.shares_device(setting) for setting in ("auto", "cuda", "cuda:0")] == [False, False, True]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert not devices.shares_device("cuda:0")
+    for ranks, shared in (("2", [False, False, True]), ("1", [False] * 3)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert [devices.shares_device(setting) for setting in ("auto", "cuda", "cuda:0")] == shared
 
 
 def test_several_devices_are_asked_by_a_process_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +132,11 @@ def test_several_devices_are_asked_by_a_process_that_ends(monkeypatch: pytest.Mo
         raise subprocess.CalledProcessError(1, command, "", "Traceback\nRuntimeError: the driver is too old\n")
 
     monkeypatch.setattr(subprocess, "run", fail)
-    with pytest.raises(
-        ConfigError, match=r"the 2 cuda devices cannot be asked: RuntimeError: the driver is too old; n"
-    ):
+    with pytest.raises(ConfigError, match=r"the 2 cuda devices cannot be asked: RuntimeError: the driver is too old;"):
         devices.survey()
 
 
-def test_on_the_cpu_there_is_nothing_to_wait_for_and_random_numbers_come_back() -> None:
+def test_on_the_cpu_random_numbers_come_back() -> None:
     cpu = torch.device("cpu")
     devices.synchronize(cpu)
     devices.empty_cache(cpu)

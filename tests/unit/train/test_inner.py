@@ -42,13 +42,24 @@ def step(net: Net, optimizer: torch.optim.Optimizer) -> float:
     return float(loss.detach())
 
 
-def test_muon_takes_the_matrices_inside_the_model_and_adamw_the_rest() -> None:
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    """A learning rate that is set counts for both."""
     net, optimizer = made()
     assert isinstance(optimizer, Pair)
     muon, adamw = optimizer.parts
     assert [p for group in muon.param_groups for p in group["params"]] == [net.layer.weight]
     rest = {id(p) for group in adamw.param_groups for p in group["params"]}
     assert rest == {id(p) for p in net.parameters() if p is not net.layer.weight}
+    net, optimizer = made()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [p.clone() for p in net.parameters()]
+    step(net, optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
+    for name, rate in (("muon", 0.15), ("adamw", 0.05)):
+        settings = compose([f"inner.optimizer={name}", "inner.lr=0.05", "inner.muon_lr_ratio=3"]).inner
+        rates = {group["lr"] for group in inner_optimizer(Net(), settings).param_groups}
+        assert rates == {settings.peak_lr} and settings.peak_lr == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -58,22 +69,6 @@ def test_it_learns_and_tells_its_hook_once_per_step(name: str) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     losses = [step(net, optimizer) for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0] and len(calls) == 60
-
-
-def test_a_learning_rate_that_is_set_counts_for_both() -> None:
-    net, optimizer = made()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    before = [p.clone() for p in net.parameters()]
-    step(net, optimizer)
-    assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(("name", "lr"), [("muon", 0.15), ("adamw", 0.05)])
-def test_muon_takes_a_multiple_of_the_learning_rate_of_adamw(name: str, lr: float) -> None:
-    settings = compose([f"inner.optimizer={name}", "inner.lr=0.05", "inner.muon_lr_ratio=3"]).inner
-    assert settings.peak_lr == pytest.approx(lr)
-    assert {group["lr"] for group in inner_optimizer(Net(), settings).param_groups} == {settings.peak_lr}
 
 
 def test_its_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -90,25 +85,19 @@ def test_its_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert [step(again, fresh) for _ in range(3)] == expected
 
 
-@pytest.mark.parametrize(
-    ("devices", "fused"), [(["cuda", "cuda"], True), (["cpu", "cpu"], None), (["cuda", "cpu"], None)]
-)
-def test_adamw_is_fused_where_all_parameters_are_on_cuda(
-    devices: tuple[str, str], fused: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adamw_is_fused_where_all_parameters_are_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **settings: asked.update(settings))
-    parameters: Any = [SimpleNamespace(device=torch.device(device), ndim=2) for device in devices]
-    inner._adamw(parameters, compose().inner)
-    assert asked["fused"] is fused
+    for devices, fused in ((["cuda", "cuda"], True), (["cpu", "cpu"], None), (["cuda", "cpu"], None)):
+        parameters: Any = [SimpleNamespace(device=torch.device(device), ndim=2) for device in devices]
+        inner._adamw(parameters, compose().inner)
+        assert asked["fused"] is fused
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_fused_optimizer_takes_over_moments_and_checkpoints_of_another(fused: bool) -> None:
+def test_a_fused_optimizer_takes_over_the_state_of_another(fused: bool) -> None:
     nets = [(Net(), kernel) for kernel in (not fused, fused, fused)]
-    (net, optimizer), moved, resumed = (
-        (net, torch.optim.AdamW(net.parameters(), fused=kernel)) for net, kernel in nets
-    )
+    (net, optimizer), moved, resumed = ((net, torch.optim.AdamW(net.parameters(), fused=k)) for net, k in nets)
     for _ in range(3):
         step(net, optimizer)
     for other, _ in (moved, resumed):

@@ -66,8 +66,7 @@ def test_masters_are_found_and_the_parameter_is_named(at_once: bool, dtype: torc
 def test_masters_of_some_parameters_are_found() -> None:
     model = Net()
     model[0].bfloat16()
-    optimizer = Mastered(model.parameters(), True)
-    step = optimizer.step
+    step = Mastered(model.parameters(), True).step
 
     class Partly(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -86,20 +85,21 @@ def test_nobody_is_called_before_the_optimizer_is_refused() -> None:
             swarm.attach(model, Mastered(model.parameters(), True))
 
 
-def test_weight_decay_beside_the_learning_rate_is_no_master() -> None:
-    class Decaying(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for one in group["params"]:
-                    if one.grad is not None:
-                        one.mul_(1 - group["weight_decay"]).add_(one.grad, alpha=-group["lr"])
+class Decaying(torch.optim.SGD):
+    """SGD that decays weights beside the learning rate."""
 
-    model = Net()
-    refuse_masters(Decaying(model.parameters(), lr=0.1, weight_decay=0.1), named(model))
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr, weight_decay=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.mul_(1 - group["weight_decay"]).add_(one.grad, alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("made", OPTIMIZERS, ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made", [*OPTIMIZERS, Decaying], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_the_check_leaves_no_trace(made: Callable[..., torch.optim.Optimizer], stepped: bool) -> None:
     class Own(made):  # type: ignore[misc, valid-type]

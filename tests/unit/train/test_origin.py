@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from diloco import model as models
 from diloco.config import Config, Manifest, compose
@@ -26,10 +27,8 @@ from tests.support.stub_hub import COMMIT, go_online, stub_hub
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
-# -- the manifest -----------------------------------------------------------------------------------------------------
 
-
-def test_a_run_from_a_directory_has_a_manifest_without_it_and_anybody_may_join(saved: Path, tmp_path: Path) -> None:
+def test_a_run_from_a_directory_has_a_manifest_without_it(saved: Path, tmp_path: Path) -> None:
     config = started(saved)
     text = config.manifest().to_json()
     assert str(saved) not in text and str(saved) in config.to_yaml() and not config.names_files
@@ -44,24 +43,24 @@ def test_a_run_from_a_directory_has_a_manifest_without_it_and_anybody_may_join(s
     assert origin.resolved(config) == config  # a saved configuration is not looked up again
 
 
+def trained() -> nn.Module:
+    model = experts()
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    return model
+
+
 def test_what_another_checkpoint_differs_in_is_named(saved: Path, tmp_path: Path) -> None:
     other = shutil.copytree(saved, tmp_path / "other")
-    models.save(experts(shift=1.0), tmp_path / "again")
-    shutil.copy(tmp_path / "again" / "model.safetensors", other)
-    [difference] = started(saved).manifest().differences(started(other).manifest())
-    assert difference.startswith(f"model.frozen.{BIAS}: ")
-    trained = experts()
-    with torch.no_grad():
-        next(trained.parameters()).add_(1)
-    models.save(trained, tmp_path / "again")
-    shutil.copy(tmp_path / "again" / "model.safetensors", other)
-    [difference] = started(saved).manifest().differences(started(other).manifest())
-    assert difference.startswith("model.weights: ")
+    for model, what in ((experts(shift=1.0), f"model.frozen.{BIAS}: "), (trained(), "model.weights: ")):
+        models.save(model, tmp_path / "again")
+        shutil.copy(tmp_path / "again" / "model.safetensors", other)
+        [difference] = started(saved).manifest().differences(started(other).manifest())
+        assert difference.startswith(what)
 
 
-def test_a_run_from_the_hub_names_it_and_needs_it_no_more(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_from_the_hub_names_it(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And needs it no more."""
     with stub_hub(saved) as hub:
         go_online(monkeypatch, hub.url, tmp_path / "cache")
         config = started(f"org/model@{COMMIT}")
@@ -74,16 +73,12 @@ def test_a_run_from_the_hub_names_it_and_needs_it_no_more(
     models.outline(joiner(manifest, tmp_path).model)  # the hub is gone
 
 
-def test_bytes_in_a_saved_model_stay_bytes(tmp_path: Path) -> None:
+def test_another_model_replaces_that_of_a_saved_configuration(saved: Path, tmp_path: Path) -> None:
     models.save(small_model(), tmp_path / "model", load_tokenizer("bytes"))
-    config = started(tmp_path / "model")
-    assert config.data.tokenizer == "bytes" and not config.data.tokenizer_files
-
-
-def test_another_model_takes_the_place_of_that_in_a_saved_configuration(saved: Path, tmp_path: Path) -> None:
-    models.save(small_model(), tmp_path / "model", load_tokenizer("bytes"))
-    (tmp_path / "config.yaml").write_text(started(saved).to_yaml())
+    own = started(tmp_path / "model").data
+    assert own.tokenizer == "bytes" and not own.tokenizer_files, "bytes in a saved model stay bytes"
     base = tmp_path / "config.yaml"
+    base.write_text(started(saved).to_yaml())
     assert compose([], base=base) == started(saved)
     again = origin.resolved(compose([f"model.path={tmp_path / 'model'}", "data.tokenizer=bytes"], base=base))
     other = origin.resolved(config_of(tmp_path / "model", "bytes"))
@@ -91,39 +86,33 @@ def test_another_model_takes_the_place_of_that_in_a_saved_configuration(saved: P
 
 
 @pytest.mark.parametrize(
-    ("edits", "why"),
+    ("files", "why"),
     [
-        ({"tokenizer_files": {"../../.bashrc": "ab" * 32}}, "is not valid"),
-        (
-            {"tokenizer_files": {"run.py": "ab" * 32}},
-            "data.tokenizer_files.run.py of the run is no file of a tokenizer",
-        ),
-        ({"tokenizer_files": {"tokenizer.json": "../x"}}, "data.tokenizer_files.tokenizer.json=../x is not valid"),
-        ({"tokenizer_files": {f"vocab.{n}": "ab" * 32 for n in range(33)}}, "is not valid"),
-        ({"tokenizer_files": {}}, "data.tokenizer=files is what a run says of a directory; give the directory"),
+        ({"../../.bashrc": "ab" * 32}, "is not valid"),
+        ({"run.py": "ab" * 32}, "data.tokenizer_files.run.py of the run is no file of a tokenizer"),
+        ({"tokenizer.json": "../x"}, "data.tokenizer_files.tokenizer.json=../x is not valid"),
+        ({f"vocab.{n}": "ab" * 32 for n in range(33)}, "is not valid"),
+        ({}, "data.tokenizer=files is what a run says of a directory; give the directory"),
     ],
 )
-def test_a_manifest_that_names_other_files_is_refused(saved: Path, edits: dict[str, Any], why: str) -> None:
+def test_a_manifest_that_names_other_files_is_refused(saved: Path, files: dict[str, str], why: str) -> None:
     content = json.loads(started(saved).manifest().to_json())
-    content["data"] |= edits
-    with pytest.raises(ConfigError) as caught:
+    content["data"]["tokenizer_files"] = files
+    with pytest.raises(ConfigError, match=why) as caught:
         check_foreign(Manifest.from_json(json.dumps(content)))
-    assert why in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_files_that_no_run_can_start_from_are_one_line(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        DataError, match=r"^data\.tokenizer=.*empty has no tokenizer; set it to bytes, or to a directory"
+        DataError, match=r"^data\.tokenizer=.*empty has no tokenizer; set it to bytes, or to a director"
     ):
         origin.resolved(config_of(saved, tmp_path / "empty"))
     with pytest.raises(CheckpointError, match=r"^model\.path: .*nowhere is no directory; give a directory"):
         origin.resolved(config_of(tmp_path / "nowhere", "bytes"))
     with pytest.raises(ConfigError, match=r"^data\.sequence_length=128 is longer than model\.config\.max_position_emb"):
         origin.resolved(config_of(saved, None, "data.sequence_length=128"))
-
-
-# -- the peers --------------------------------------------------------------------------------------------------------
 
 
 def joiner(manifest: Manifest, directory: Path, given: dict[str, Path] | None = None) -> Config:
@@ -136,7 +125,7 @@ def joiner(manifest: Manifest, directory: Path, given: dict[str, Path] | None = 
     return origin.with_origin(config)
 
 
-def test_a_peer_without_the_files_builds_the_same_model_but_for_its_weights(saved: Path, tmp_path: Path) -> None:
+def test_a_peer_without_the_files_builds_the_same_model(saved: Path, tmp_path: Path) -> None:
     config = started(saved, f"run.dir={tmp_path / 'first'}")
     model: Any = models.build(config.model, config.run.seed)
     origin.keep(config, model)
@@ -170,19 +159,13 @@ def test_a_tensor_or_a_file_that_is_not_the_runs_is_named(saved: Path, tmp_path:
     config = started(saved, f"run.dir={tmp_path / 'first'}")
     shifted: Any = models.build(config.model, 0)
     shifted.get_buffer(BIAS).add_(1)
-    with pytest.raises(
-        CheckpointError, match=rf"^model\.frozen\.{BIAS} is not what the run starts from; use the files"
-    ):
+    with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is not what the run starts from; use the f"):
         origin.keep(config, shifted)
     with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS} is here or in the run, and not in both"):
         origin.keep(origin.with_origin(config), small_model())
-    trained = experts()
-    with torch.no_grad():
-        next(trained.parameters()).add_(1)
     with pytest.raises(CheckpointError, match=r"^model\.directory=.* has other weights than [0-9a-f]{12}, from which"):
-        origin.keep(config, trained)
-    words = tmp_path / "words"
-    shutil.copytree(saved, words)
+        origin.keep(config, trained())
+    words = shutil.copytree(saved, tmp_path / "words")
     (words / "chat_template.jinja").write_text("another")
     changed = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer_directory": str(words)})})
     with pytest.raises(CheckpointError, match=r"^data\.tokenizer_files\.chat_template\.jinja is not what the run star"):
@@ -213,20 +196,14 @@ def test_an_export_needs_neither_the_directory_nor_the_hub(saved: Path, tmp_path
 
     from diloco.cli.model import export
 
-    source = tmp_path / "source"
-    shutil.copytree(saved, source)
+    source = shutil.copytree(saved, tmp_path / "source")
     short = ["budget.outer_steps=1", "outer.sync_every=2", "inner.batch_size=2", "inner.warmup_steps=0"]
     short += ["data=json", f"data.path={lines(tmp_path)}", "eval.sequences=2", "data.holdout=0.5"]
     config = origin.resolved(config_of(source, None, f"run.dir={tmp_path / 'run'}", *short))
     run(config, lambda message: None)
     shutil.rmtree(source)
     export(tmp_path / "run", tmp_path / "out")
-    final, written = (
-        load_file(place / "model.safetensors") for place in (tmp_path / "run" / "model", tmp_path / "out")
-    )
+    final, written = (load_file(tmp_path / place / "model.safetensors") for place in ("run/model", "out"))
     assert final.keys() == written.keys() and all(torch.equal(final[name], written[name]) for name in final)
     assert torch.equal(written[BIAS], torch.arange(4.0))
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == (saved / "chat_template.jinja").read_text()
-
-
-# -- the swarm --------------------------------------------------------------------------------------------------------

@@ -16,14 +16,16 @@ from diloco import model as models
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError
 from diloco.rundir.summary import PhaseTimer
-from diloco.sim.run import simulate
 from diloco.train import precision
 from diloco.train.baseline import DataParallel
 from diloco.train.inner import inner_optimizer
 from diloco.train.island import Island
 from diloco.train.precision import LossScale, autocast, precision_of, prepare_
 from diloco.train.run import run
+from tests.support.inner_states import said
+from tests.support.models import small_model
 from tests.support.peers import json_lines
+from tests.support.simulated import digests, simulated
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -41,36 +43,22 @@ def test_auto_is_what_the_device_computes_natively(native: bool, chosen: str, mo
     assert precision_of(compose(), CPU) == "fp32"
 
 
-@pytest.mark.parametrize(
-    ("typed", "dtype"), [("auto", None), ("fp32", None), ("bf16", "bfloat16"), ("fp16", "float16")]
-)
-def test_products_are_computed_in_the_precision(typed: str, dtype: str | None) -> None:
-    with autocast(compose([f"train.precision={typed}"]), CPU):
-        found = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert found.dtype == (torch.float32 if dtype is None else getattr(torch, dtype))
+def test_products_are_computed_in_the_precision() -> None:
+    for typed, dtype in {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.items():
+        with autocast(compose([f"train.precision={typed}"]), CPU):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        ((), "high"),
-        (("train.tf32=false",), "highest"),
-        (("train.precision=bf16",), "highest"),
-        (("outer.spot_check=0.1",), "highest"),
-    ],
-)
-def test_fp32_on_cuda_uses_tf32_unless_something_speaks_against_it(
-    typed: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = compose(["train.precision=fp32", *typed])
+@pytest.mark.parametrize("against", [None, "train.tf32=false", "train.precision=bf16", "outer.spot_check=0.1"])
+def test_fp32_on_cuda_uses_tf32_unless_told_otherwise(against: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["train.precision=fp32", *([against] if against else [])])
     said: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
-    model = models.build(compose(["experiment=smoke"]).model, 0)
-    chosen = prepare_(model, config, CUDA)
-    assert said == [expected]
-    assert chosen["tf32"] == (expected == "high") and chosen["attention"] == "sdpa"
-    prepare_(model, config, CPU)
-    assert said == [expected], "a CPU has no TF32"
+    chosen = prepare_(small_model(), config, CUDA)
+    assert said == ["highest" if against else "high"]
+    assert chosen["tf32"] == (against is None) and chosen["attention"] == "sdpa"
+    prepare_(small_model(), config, CPU)
+    assert len(said) == 1, "a CPU has no TF32"
 
 
 def test_flash_attention_needs_cuda_and_a_narrow_precision() -> None:
@@ -79,9 +67,6 @@ def test_flash_attention_needs_cuda_and_a_narrow_precision() -> None:
         prepare_(model, compose(["train.attention=flash_attention_2"]), CPU)
     with pytest.raises(ConfigError, match="this is fp32 on cuda; use sdpa"):
         prepare_(model, compose(["train.attention=flash_attention_2", "train.precision=fp32"]), CUDA)
-
-
-# -- the scale
 
 
 def test_the_scale_moves_like_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,27 +89,25 @@ def test_the_scale_moves_like_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_gradients_of_the_scaled_loss_become_those_of_the_loss() -> None:
+    """Other precisions are not scaled."""
     model, scale = nn.Linear(3, 2), scale_of()
     scale.scaled(model(torch.ones(1, 3)).sum()).backward()  # type: ignore[no-untyped-call]
     assert float(model.weight.grad[0, 0]) == 2.0**16  # type: ignore[index]
     scale.unscale_(model)
     assert torch.equal(model.weight.grad, torch.ones(2, 3))  # type: ignore[arg-type]
-
-
-def test_other_precisions_are_not_scaled_and_nobody_waits_for_their_norm() -> None:
     scale = LossScale(compose(["train.precision=bf16"]), Island(CPU))
     loss = torch.ones(())
     assert scale.scaled(loss) is loss
-    assert not scale.skips(torch.empty((), device="meta")), "to read this value would raise"
+    assert not scale.skips(torch.empty((), device="meta")), "nobody waits for the norm: to read this value would raise"
 
 
 def test_gradients_that_overflow_unscaled_end_the_run() -> None:
-    scale = scale_of()
-    for _ in range(16):
-        assert scale.skips(torch.tensor(float("inf")))
-    assert scale.scale == 1
+    scale, infinite = scale_of(), torch.tensor(float("inf"))
+    assert all(scale.skips(infinite) for _ in range(16)) and scale.scale == 1
     with pytest.raises(DivergedError, match=r"use train\.precision=fp32, or lower inner\.lr"):
-        scale.skips(torch.tensor(float("inf")))
+        scale.skips(infinite)
+    another_rank: Any = SimpleNamespace(device=CPU, least=lambda finite: 0)
+    assert scale_of(island=another_rank).skips(torch.ones(())), "a step is skipped when those of another rank overflow"
 
 
 def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +122,6 @@ def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) 
         assert scale.scale == 2.0**15, "halved twice, doubled after three"
     plain.restore(before.state)
     assert plain.scale == 1 and plain.state == ()
-
-
-def test_a_step_is_skipped_when_the_gradients_of_another_rank_overflow() -> None:
-    scale = scale_of(island=SimpleNamespace(device=CPU, least=lambda finite: 0))
-    assert scale.skips(torch.ones(()))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -161,36 +139,29 @@ def test_a_step_without_gradients_changes_nothing_and_counts(name: str) -> None:
     assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
 
 
-def test_peers_in_fp16_skip_steps_and_still_exchange_with_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # At this scale the gradients of some first steps overflow; whatever is above 65504 is infinite in fp16.
+@pytest.fixture
+def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At this scale the gradients of some first steps overflow; whatever is above 65504 is infinite in fp16."""
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**24)
-    settings = (
-        "experiment=smoke",
-        "local.peers=2",
-        "budget.outer_steps=2",
-        "outer.sync_every=6",
-        f"run.dir={tmp_path}",
-    )
-    outcome = simulate(compose([*settings, "train.precision=fp16"]), lambda message: None)
-    skipped = [event for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "step_skipped"]
+
+
+@pytest.mark.usefixtures("overflowing")
+def test_peers_in_fp16_skip_steps_and_still_exchange(tmp_path: Path) -> None:
+    outcome = simulated(tmp_path, "local.peers=2", "outer.sync_every=6", "train.precision=fp16")
+    skipped = said(tmp_path, "step_skipped")
     assert {event["peer"] for event in skipped} == {"p0", "p1"}
     assert next(event["scale"] for event in skipped if event["peer"] == "p0") == 2.0**23
-    assert len({peer.anchor_digest for peer in outcome.summary.peers}) == 1
+    assert len(digests(outcome)) == 1
     assert [peer.steps for peer in outcome.summary.peers] == [12, 12], "a skipped step counts"
     losses = [line["eval_loss"] for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line]
     assert losses[-1] < losses[0]
 
 
-def test_a_run_that_is_resumed_does_not_look_for_its_scale_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**24)
-
+@pytest.mark.usefixtures("overflowing")
+def test_a_run_that_is_resumed_does_not_look_for_its_scale(tmp_path: Path) -> None:
+    settings = ("experiment=smoke", "outer=data_parallel", "outer.sync_every=8", "train.precision=fp16")
     for outer_steps in (1, 2):
-        settings = ("experiment=smoke", "outer=data_parallel", "outer.sync_every=8", "train.precision=fp16")
         run(compose([*settings, f"run.dir={tmp_path}", f"budget.outer_steps={outer_steps}"]), lambda message: None)
-    scales = [event["scale"] for event in json_lines(tmp_path / "events.jsonl") if event["kind"] == "step_skipped"]
+    scales = [event["scale"] for event in said(tmp_path, "step_skipped")]
     assert scales[:2] == [2.0**23, 2.0**22], "the scale had to be found"
     assert len(set(scales)) == len(scales), "and only once"

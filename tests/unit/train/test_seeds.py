@@ -34,23 +34,13 @@ def again(monkeypatch: pytest.MonkeyPatch, *given: str, known: Sequence[str] = K
     return seeds_again(network, known, Path("identity"), "mine", run), called
 
 
-def test_who_founded_the_run_joins_at_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_back_joins_at_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who joined calls the seeds, too; without others nobody is called, and none of another run is joined."""
     assert again(monkeypatch) == ((KNOWN[-1],), KNOWN)
-
-
-def test_who_joined_calls_those_that_were_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again(monkeypatch, GIVEN) == ((GIVEN, *KNOWN), [])
-
-
-def test_without_others_nobody_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again(monkeypatch, known=()) == ((), [])
-
-
-def test_peers_that_train_another_run_by_now_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again(monkeypatch, run="0" * 64) == ((), KNOWN)
 
-
-def test_if_nobody_answers_it_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(*arguments: object, **options: object) -> Found:
         raise SwarmError("nobody")
 

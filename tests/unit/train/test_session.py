@@ -27,14 +27,18 @@ from tests.support.stub_host import ME, OTHER, StubHost
 SHARES = {ME: Share(1, 10, 1, 1, "mine"), OTHER: Share(1, 20, 1, 1)}
 
 
-def saved_by(host: StubHost, config: Config) -> None:
-    """Write what a node has at a boundary, as the training loop does."""
-    model = nn.Linear(2, 2)
+def save(session: Session, model: nn.Module, host: StubHost, **made: int) -> Any:
+    """Write what a node has at a boundary, as the training loop does; `made` is what it has trained."""
     saved = asyncio.run(host.anchors.snapshot(copies=True))
-    sync: Any = SimpleNamespace(version=1, steps=1, tokens=10, discarded_tokens=0, unsent_tokens=0)
-    sync.checkpointing = lambda: nullcontext(saved)
+    made = {"version": 1, "steps": 1, "tokens": 10, "discarded_tokens": 0, "unsent_tokens": 0, **made}
+    sync: Any = SimpleNamespace(checkpointing=lambda: nullcontext(saved), **made)
     stream: Any = SimpleNamespace(state=dict)
-    Session(config).save(sync, model, torch.optim.AdamW(model.parameters()), stream, PhaseSeconds(), (0, 0))
+    session.save(sync, model, torch.optim.SGD(model.parameters()), stream, PhaseSeconds(), (0, 0))
+    return sync
+
+
+def saved_by(host: StubHost, config: Config) -> None:
+    save(Session(config), nn.Linear(2, 2), host)
 
 
 def loaded(config: Config) -> Saved:
@@ -73,18 +77,13 @@ def host_of(saved: Saved | None = None, **outer: object) -> StubHost:
 def verdict_on(host: StubHost, base_version: int) -> Any:
     term = host.protocol.syncers[0].term
     header = Contribution(
-        base_digest=host.protocol.digests[0],
-        manifest_hash=host.protocol.manifest_hash,
-        fragment=0,
-        term=term,
-        base_version=base_version,
-        steps=1,
-        tokens=20,
-    )
+        base_digest=host.protocol.digests[0], manifest_hash=host.protocol.manifest_hash, fragment=0, term=term,
+        base_version=base_version, steps=1, tokens=20,
+    )  # fmt: skip
     return host.protocol.offer(OTHER, header)
 
 
-def test_when_everything_was_down_nothing_is_merged_again_and_the_record_goes_on(config: Config) -> None:
+def test_when_everything_was_down_nothing_is_merged_again(config: Config) -> None:
     """1. The other's contribution from version 0 is in version 1. Everybody is killed, the other before it has that.
     2. Restarted from its checkpoint it trains from version 0 again, and the staleness limit admits what it learned.
     """
@@ -97,17 +96,25 @@ def test_when_everything_was_down_nothing_is_merged_again_and_the_record_goes_on
     assert [(row.peer_id, row.tokens) for row in host.protocol.accounts.contributions()] == [(OTHER, 20), (ME, 10)]
 
 
-def test_a_checkpoint_from_before_there_was_a_record_is_loaded(config: Config) -> None:
-    saved_by(host_of(), config)
-    [file] = Path(config.run.dir).rglob("state.json")
+def test_an_older_checkpoint_is_loaded(config: Config) -> None:
+    """From before there was a record, and before windows were saved."""
+    host = host_of(optimizer="fedbuff")
+    host.replica.held[0].state.momentum.fill_(1.0)
+    saved_by(host, config)
     session = Session(config)
     assert session._checkpoint is not None
-    for key in ("shares", "applied", "units"):
+    for key in ("shares", "applied", "units", "windows"):
         del session._checkpoint.state[key]
-    assert "shares" in json.loads(file.read_text())["state"]
+    outer = session._checkpoint.tensors["outer"]
+    old = {name: tensor for name, tensor in outer.items() if "buffer" not in name}
+    assert len(old) == len(outer) - 1
+    session._checkpoint = replace(session._checkpoint, tensors={**session._checkpoint.tensors, "outer": old})
     saved = session.outer()
     assert saved is not None and saved.versions == [1] and saved.shares == [] and saved.applied == {}
-    assert host_of(saved).protocol.accounts.contributions() == []
+    assert host_of(saved, optimizer="fedbuff").protocol.accounts.contributions() == []
+    saved.load_(resumed := host_of(optimizer="fedbuff").replica)
+    state = resumed.held[0].state
+    assert (state.pushes, state.delay) == (0, 1) and state.momentum.all() and not state.vectors[1].any()
 
 
 def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:
@@ -123,25 +130,7 @@ def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:
     assert all(map(torch.equal, state.vectors, kept.vectors))
 
 
-def test_a_checkpoint_from_before_windows_were_saved_begins_a_new_one(config: Config) -> None:
-    host = host_of(optimizer="fedbuff")
-    host.replica.held[0].state.momentum.fill_(1.0)
-    saved_by(host, config)
-    session = Session(config)
-    assert session._checkpoint is not None
-    del session._checkpoint.state["windows"]
-    outer = session._checkpoint.tensors["outer"]
-    old = {name: tensor for name, tensor in outer.items() if "buffer" not in name}
-    assert len(old) == len(outer) - 1
-    session._checkpoint = replace(session._checkpoint, tensors={**session._checkpoint.tensors, "outer": old})
-    saved = session.outer()
-    assert saved is not None
-    saved.load_(resumed := host_of(optimizer="fedbuff").replica)
-    state = resumed.held[0].state
-    assert (state.pushes, state.delay) == (0, 1) and state.momentum.all() and not state.vectors[1].any()
-
-
-def test_a_run_directory_of_an_older_wire_version_is_gone_on_with(config: Config) -> None:
+def test_a_run_directory_of_an_older_wire_version_is_used(config: Config) -> None:
     manifest = {**json.loads(config.manifest().to_json()), "wire_version": WIRE_VERSION - 1}
     check_same_run(config, json.dumps(manifest))
     manifest["run"] = {**manifest["run"], "seed": 99}
@@ -149,7 +138,7 @@ def test_a_run_directory_of_an_older_wire_version_is_gone_on_with(config: Config
         check_same_run(config, json.dumps(manifest))
 
 
-def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config: Config) -> None:
+def test_what_a_winning_history_lacks_is_discarded(config: Config) -> None:
     saved_by(host_of(), config)
     host = host_of(loaded(config))
 
@@ -162,37 +151,27 @@ def test_what_a_history_that_wins_lacks_is_discarded_after_a_restart_too(config:
     assert host.protocol.versions == [5] and host.own_tokens.take_lost() == 10 and "discarded" in host.notes
 
 
-def in_a_round(unsent_tokens: int) -> Any:
-    """A peer that has trained on 10 tokens since version 1, of which so many are in no contribution."""
-    saved = asyncio.run(host_of().anchors.snapshot(copies=True))
-    sync: Any = SimpleNamespace(version=1, steps=7, tokens=110, discarded_tokens=5, unsent_tokens=unsent_tokens)
-    sync.checkpointing = lambda: nullcontext(saved)
+def restored(session: Session, model: nn.Module) -> Any:
+    sync, stream = SimpleNamespace(), SimpleNamespace(restore=lambda state: None)
+    session.restore(sync, model, torch.optim.SGD(model.parameters()), stream)  # type: ignore[arg-type]
     return sync
 
 
-def save(session: Session, sync: Any, model: nn.Module) -> None:
-    session.save(sync, model, torch.optim.SGD(model.parameters()), SimpleNamespace(state=dict), PhaseSeconds(), (0, 0))  # type: ignore[arg-type]
-
-
-def test_what_was_trained_and_not_sent_is_discarded_by_whoever_resumes(config: Config) -> None:
+def test_what_was_not_sent_is_discarded_by_who_resumes(config: Config) -> None:
     """It is neither in the anchors, from which a resumed peer goes on, nor on its way to anybody."""
-    model, sync = nn.Linear(2, 2), in_a_round(unsent_tokens=10)
-    save(Session(config), sync, model)
+    model = nn.Linear(2, 2)
+    sync = save(Session(config), model, host_of(), steps=7, tokens=110, discarded_tokens=5, unsent_tokens=10)
     assert sync.discarded_tokens == 5, "this peer may still send them"
-    resumed: Any = SimpleNamespace()
-    optimizer = torch.optim.SGD(model.parameters())
-    Session(config).restore(resumed, model, optimizer, SimpleNamespace(restore=lambda state: None))  # type: ignore[arg-type]
+    resumed = restored(Session(config), model)
     assert (resumed.steps, resumed.tokens, resumed.discarded_tokens) == (7, 110, 15)
 
 
 def test_a_checkpoint_that_was_resumed_from_is_let_go(config: Config) -> None:
     """While a file is mapped, its space on the disk is in use even after it is deleted."""
-    model = nn.Linear(2, 2)
-    save(Session(config), in_a_round(0), model)
+    save(Session(config), model := nn.Linear(2, 2), host_of())
     session = Session(config)
-    stream: Any = SimpleNamespace(restore=lambda state: None)
     saved = session.outer()
-    session.restore(in_a_round(0), model, torch.optim.SGD(model.parameters()), stream)
+    restored(session, model)
     assert str(config.run.dir) not in Path("/proc/self/maps").read_text()
     assert saved is not None and saved.anchors[0].isfinite().all(), "what it held is there"
 

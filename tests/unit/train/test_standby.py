@@ -38,45 +38,32 @@ from diloco.train.probes import (
 )
 from diloco.train.standby import Standby, Uploads, joins_by
 
-# -- what the machine shows -------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("battery", "holds"),
-    [
-        (None, None),
-        (SimpleNamespace(percent=50.0, power_plugged=None), None),
-        (SimpleNamespace(percent=50.0, power_plugged=True), False),
-        (SimpleNamespace(percent=49.6, power_plugged=False), True),
-    ],
-)
-def test_a_laptop_without_mains_is_on_battery(battery: object, holds: bool | None) -> None:
-    verdict = on_battery(battery)
-    assert verdict.holds is holds
-    assert verdict.why == ("on battery (50 %)" if holds is not None else "battery: the system shows no battery")
-
-
-def device(costs: str, gateway: str) -> str:
-    return f"GENERAL.METERED:{costs}\nIP4.GATEWAY:{gateway}\n"
+def test_a_laptop_without_mains_is_on_battery() -> None:
+    for percent, plugged, holds in ((50.0, True, False), (49.6, False, True)):
+        assert on_battery(SimpleNamespace(percent=percent, power_plugged=plugged)) == (holds, "on battery (50 %)")
+    for unknown in (None, SimpleNamespace(percent=50.0, power_plugged=None)):
+        assert on_battery(unknown) == (None, "battery: the system shows no battery")
 
 
 @pytest.mark.parametrize(
     ("devices", "holds"),
     [
         ([], None),
-        ([device("unknown", "192.168.1.1")], None),
-        ([device("no (guessed)", "192.168.1.1"), device("unknown", "")], False),
-        ([device("yes (guessed)", "192.168.43.1"), device("no", "")], True),
-        ([device("yes", "192.168.43.1"), device("no", "--")], True),
-        ([device("yes", "192.168.43.1"), device("no (guessed)", "192.168.1.1")], False),
+        ([("unknown", "192.168.1.1")], None),
+        ([("no (guessed)", "192.168.1.1"), ("unknown", "")], False),
+        ([("yes (guessed)", "192.168.43.1"), ("no", "")], True),
+        ([("yes", "192.168.43.1"), ("no", "--")], True),
+        ([("yes", "192.168.43.1"), ("no (guessed)", "192.168.1.1")], False),
     ],
 )
-def test_a_link_costs_if_every_way_out_does(devices: list[str], holds: bool | None) -> None:
-    assert metered("\n".join(devices)).holds is holds
-    assert metered(None).holds is None
+def test_a_link_costs_if_every_way_out_does(devices: list[tuple[str, str]], holds: bool | None) -> None:
+    text = "\n".join(f"GENERAL.METERED:{costs}\nIP4.GATEWAY:{gateway}\n" for costs, gateway in devices)
+    assert metered(text).holds is holds and metered(None).holds is None
 
 
-def test_the_load_of_others_leaves_out_what_diloco_itself_computes() -> None:
+def test_the_load_is_that_of_others() -> None:
+    """Not what diloco itself computes; on the busiest GPU; and keyboard and mouse count for a while."""
     before = Load(100.0, 4, 1000.0, {7: 50.0, 8: 1.0})
     mine = Load(110.0, 4, 1025.0, {7: 70.0, 9: 5.0})  # 8 has ended, 9 is new: all 25 s are ours
     assert cpu_load(before, mine, 0.01) == (False, "other programs use 0% of the CPUs")
@@ -84,6 +71,12 @@ def test_the_load_of_others_leaves_out_what_diloco_itself_computes() -> None:
     assert cpu_load(before, both, 0.29) == (True, "other programs use 30% of the CPUs")
     assert cpu_load(before, both, 0.31).holds is False
     assert cpu_load(before, before, 0.1).holds is False
+    assert gpu_load(PMON, lambda process: process not in {4711}, 0.15) == (True, "other programs use 20% of a GPU")
+    for ours, limit, holds in (({4711}, 0.25, False), ({4711, 4712}, 0.01, False), ({4712}, 0.89, True)):
+        assert gpu_load(PMON, lambda process, ours=ours: process not in ours, limit).holds is holds
+    assert gpu_load(None, lambda process: True, 0.1).holds is None
+    assert in_use(10.0, 300.0) == (True, "somebody used this machine 10 s ago")
+    assert in_use(300.0, 300.0).holds is False and in_use(None, 300.0).holds is None
 
 
 PMON = """# gpu         pid   type     sm    mem    enc    dec    command
@@ -95,49 +88,26 @@ PMON = """# gpu         pid   type     sm    mem    enc    dec    command
 """
 
 
-def test_the_load_of_a_gpu_is_that_of_other_processes_on_the_busiest() -> None:
-    assert gpu_load(PMON, lambda process: process not in {4711}, 0.15) == (True, "other programs use 20% of a GPU")
-    assert gpu_load(PMON, lambda process: process not in {4711}, 0.25).holds is False
-    assert gpu_load(PMON, lambda process: process not in {4711, 4712}, 0.01).holds is False
-    assert gpu_load(PMON, lambda process: process not in {4712}, 0.89).holds is True
-    assert gpu_load(None, lambda process: True, 0.1).holds is None
+OURS = [
+    "/usr/bin/python3 -m diloco join @link", "/opt/venv/bin/python /opt/venv/bin/diloco local", "diloco status",
+    "python -m torch.distributed.run --nproc-per-node=2 -m diloco.train --config x",
+]  # fmt: skip
+FOREIGN = ["vim /home/me/diloco", "python -m http.server", "python train.py diloco", ""]
 
 
-def test_keyboard_and_mouse_count_for_a_while() -> None:
-    assert in_use(10.0, 300.0) == (True, "somebody used this machine 10 s ago")
-    assert in_use(300.0, 300.0).holds is False
-    assert in_use(None, 300.0).holds is None
-
-
-@pytest.mark.parametrize(
-    ("line", "ours"),
-    [
-        ("/usr/bin/python3 -m diloco join @link", True),
-        ("/opt/venv/bin/python /opt/venv/bin/diloco local", True),
-        ("diloco status", True),
-        ("python -m torch.distributed.run --nproc-per-node=2 -m diloco.train --config x", True),
-        ("vim /home/me/diloco", False),
-        ("python -m http.server", False),
-        ("python train.py diloco", False),
-        ("", False),
-    ],
-)
-def test_which_processes_are_ours(line: str, ours: bool) -> None:
-    assert is_diloco(line.split()) is ours
+@pytest.mark.parametrize("line", OURS + FOREIGN)
+def test_which_processes_are_ours(line: str) -> None:
+    assert is_diloco(line.split()) is (line in OURS)
 
 
 def test_the_probes_of_this_machine_answer_whatever_it_has() -> None:
-    settings = compose(["volunteer.pause_when=[busy,battery,metered]"]).volunteer
-    found = probes(settings, on_gpu=True)
+    found = probes(compose(["volunteer.pause_when=[busy,battery,metered]"]).volunteer, on_gpu=True)
     assert list(found) == ["busy", "battery", "metered"]
     for probe in found.values():
         assert all(verdict.why and verdict.holds in (True, False, None) for verdict in probe())
 
 
-# -- no flapping ------------------------------------------------------------------------------------------------------
-
-
-def test_a_reason_begins_at_once_and_ends_when_it_has_been_gone_for_a_while() -> None:
+def test_a_reason_ends_when_it_has_been_gone_for_a_while() -> None:
     steady = Steady(60.0)
     assert steady.update(True, 0.0)
     assert [steady.update(False, at) for at in (30.0, 59.0)] == [True, True]
@@ -160,10 +130,7 @@ def test_each_state_lasts_for_the_least_time(readings: list[tuple[float, bool]],
     assert all(later - earlier >= settle_s for earlier, later in pairwise(changes))
 
 
-# -- bytes of a day ---------------------------------------------------------------------------------------------------
-
-
-def test_bytes_are_counted_over_sessions_and_restarts_until_midnight(tmp_path: Path) -> None:
+def test_bytes_are_counted_over_restarts_until_midnight(tmp_path: Path) -> None:
     today, file = [date(2026, 11, 23)], tmp_path / "identity.sent.json"
 
     def restarted() -> Uploads:
@@ -189,15 +156,8 @@ def test_bytes_are_counted_over_sessions_and_restarts_until_midnight(tmp_path: P
     assert again.nbytes == 500, "only what was sent since"
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"day": "2026-11-23", "bytes": "many"}', '{"bytes": -5}', "\xff"])
-def test_a_count_that_cannot_be_read_counts_as_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / "sent").write_text(content, encoding="latin-1")
-    assert Uploads(tmp_path / "sent", 1, lambda: date(2026, 11, 23)).spent is False
-
-
-def test_the_count_is_kept_now_and_then_and_a_full_disk_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_count_of_bytes_is_kept_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that cannot be read counts as nothing."""
     now = [0.0]
     uploads = Uploads(tmp_path / "sent", 1e9, lambda: date(2026, 11, 23), lambda: now[0])
     uploads.count(10)
@@ -206,44 +166,44 @@ def test_the_count_is_kept_now_and_then_and_a_full_disk_is_a_warning(
     now[0] = 11.0
     uploads.count(30)
     assert json.loads((tmp_path / "sent").read_text())["bytes"] == 30
-    Uploads(tmp_path / "nowhere" / "sent", 1e9).keep()
+    Uploads(tmp_path / "nowhere" / "sent", 1e9).keep()  # as where a disk is full
     assert "until then what is sent is not counted over a restart" in caplog.text
+    for content in ("", "[1]", '{"day": "2026-11-23", "bytes": "many"}', '{"bytes": -5}', "\xff"):
+        (tmp_path / "sent").write_text(content, encoding="latin-1")
+        assert Uploads(tmp_path / "sent", 1, lambda: date(2026, 11, 23)).spent is False
 
 
-# -- why a peer waits -------------------------------------------------------------------------------------------------
+def standby(tmp_path: Path, *typed: str, **options: Any) -> Standby:
+    return Standby(settings(tmp_path, *typed), tmp_path / "me.key", **options)
 
 
 def settings(tmp_path: Path, *typed: str) -> Config:
     return compose([f"run.dir={tmp_path}", *typed])
 
 
-def test_a_user_says_when_and_an_older_word_is_forgotten(tmp_path: Path) -> None:
-    config = settings(tmp_path)
+def test_a_user_and_a_budget_say_when(tmp_path: Path) -> None:
+    """An older word is forgotten."""
     pause_file(tmp_path).touch()
-    standby = Standby(config, tmp_path / "identity.key")
-    assert standby.reason() == "" and not pause_file(tmp_path).exists()
+    mine = standby(tmp_path)
+    assert mine.reason() == "" and not pause_file(tmp_path).exists()
     pause_file(tmp_path).touch()
-    assert standby.reason() == "diloco pause"
+    assert mine.reason() == "diloco pause"
     with Presence(tmp_path, "other", "run") as other:
         other.hear(Status(state="paused"))
-        assert Standby(config, tmp_path / "identity.key").reason() == "diloco pause", "another peer pauses there"
-
-
-def test_a_budget_of_bytes_says_how_much_it_was(tmp_path: Path) -> None:
+        assert standby(tmp_path).reason() == "diloco pause", "another peer pauses there"
     today = date.today().isoformat()
-    (tmp_path / "identity.sent.json").write_text(json.dumps({"day": today, "bytes": 5_100_000_000}))
-    standby = Standby(settings(tmp_path, "swarm.upload_per_day=5e9"), tmp_path / "identity.key")
-    assert standby.reason() == "5.1 GB sent today, of swarm.upload_per_day=5e+09; until midnight"
-    assert Standby(settings(tmp_path, "swarm.upload_per_day=6e9"), tmp_path / "identity.key").reason() == ""
+    (tmp_path / "me.sent.json").write_text(json.dumps({"day": today, "bytes": 5_100_000_000}))
+    spent = standby(tmp_path, "swarm.upload_per_day=5e9").reason()
+    assert spent == "5.1 GB sent today, of swarm.upload_per_day=5e+09; until midnight"
+    assert standby(tmp_path, "swarm.upload_per_day=6e9").reason() == ""
 
 
-def test_probes_are_asked_now_and_then_and_what_cannot_be_known_is_said_once(
+def test_probes_are_asked_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    verdicts = {
-        "busy": [Verdict(False, "calm"), Verdict(None, "busy: no keyboard")],
-        "battery": [Verdict(True, "10 %")],
-    }
+    """What cannot be known is said once."""
+    unknown = Verdict(None, "busy: no keyboard")
+    verdicts = {"busy": [Verdict(False, "calm"), unknown], "battery": [Verdict(True, "10 %")]}
     asked: list[str] = []
 
     def probe(reason: str) -> Callable[[], list[Verdict]]:
@@ -251,105 +211,92 @@ def test_probes_are_asked_now_and_then_and_what_cannot_be_known_is_said_once(
 
     monkeypatch.setattr(module, "probes", lambda settings, on_gpu: {reason: probe(reason) for reason in verdicts})
     now = [0.0]
-    config = settings(tmp_path, "volunteer.pause_when=[busy,battery]", "volunteer.settle_s=10")
-    standby = Standby(config, tmp_path / "identity.key", clock=lambda: now[0])
+    typed = ("volunteer.pause_when=[busy,battery]", "volunteer.settle_s=10")
+    mine = standby(tmp_path, *typed, clock=lambda: now[0])
     with caplog.at_level(logging.WARNING):
-        assert standby.reason() == standby.reason() == "10 %"
+        assert mine.reason() == mine.reason() == "10 %"
         assert asked == ["busy", "battery"]
-        verdicts["busy"] = [Verdict(True, "a game"), Verdict(None, "busy: no keyboard")]
-        verdicts["battery"] = [Verdict(True, "9 %")]
+        verdicts |= {"busy": [Verdict(True, "a game"), unknown], "battery": [Verdict(True, "9 %")]}
         now[0] = 5.0
-        assert standby.reason() == "10 %; a game"
+        assert mine.reason() == "10 %; a game"
     assert caplog.text.count("volunteer.pause_when: busy: no keyboard; so this is no reason to pause") == 1
     verdicts["busy"] = verdicts["battery"] = [Verdict(False, "")]
     for now[0], why in ((10.0, "10 %; a game"), (15.0, "")):
-        assert standby.reason() == why
+        assert mine.reason() == why
 
 
-def test_only_rank_0_asks_and_no_one_pauses_where_all_would_wait(tmp_path: Path) -> None:
-    pausing = Standby(settings(tmp_path), tmp_path / "key", leads=False)
-    alike = Standby(settings(tmp_path, "outer=data_parallel"), tmp_path / "key")
+def test_only_rank_0_asks_and_none_where_all_would_wait(tmp_path: Path) -> None:
+    pausing, alike = standby(tmp_path, leads=False), standby(tmp_path, "outer=data_parallel")
     pause_file(tmp_path).touch()
     assert pausing.reason() == alike.reason() == ""
 
 
-def test_a_peer_never_writes_its_address_where_it_reads_that_of_others(tmp_path: Path) -> None:
+def test_a_peer_does_not_join_by_its_own_address_file(tmp_path: Path) -> None:
     for entry, found in ((f"@{tmp_path}/address", True), (f"@{tmp_path}/other", False)):
         assert joins_by(settings(tmp_path, f"swarm.initial_peers=['{entry}']"), tmp_path / "address") is found
     assert not joins_by(settings(tmp_path), tmp_path / "address")
 
 
-# -- sessions ---------------------------------------------------------------------------------------------------------
-
 ALONE = Island(torch.device("cpu"))
-ADDRESS = "/ip4/203.0.113.7/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 
 
 class Session:
     """Stands for what a session trains with: bytes that it sent, and whether it was interrupted."""
 
     def __init__(self, sent: int) -> None:
-        self.sent, self.looked = sent, threading.Semaphore(0)
+        self.sent, self.looked, self.interrupted = sent, threading.Semaphore(0), threading.Event()
         self.addresses = ["/ip4/127.0.0.1/tcp/4242/p2p/Qm1"]
         self.view: Any = SimpleNamespace(node=self)
-        self.interrupted = threading.Event()
+        self.interrupt = self.interrupted.set
 
     @property
     def traffic(self) -> SimpleNamespace:
         self.looked.release()
         return SimpleNamespace(bytes_sent=self.sent)
 
-    def interrupt(self) -> None:
-        self.interrupted.set()
 
-
-def test_a_session_is_interrupted_when_its_day_is_spent_and_what_leaving_sends_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.001)
-    standby, session = Standby(settings(tmp_path, "swarm.upload_per_day=100"), tmp_path / "me.key"), Session(99)
-    with standby.watching(session):  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_session_is_interrupted_when_its_day_is_spent(tmp_path: Path) -> None:
+    """What it sends while it leaves counts, too."""
+    mine, session = standby(tmp_path, "swarm.upload_per_day=100"), Session(99)
+    with mine.watching(session):  # type: ignore[arg-type]
         for _ in range(3):
             assert session.looked.acquire(timeout=60)
-        assert not session.interrupted.is_set() and standby.why == ""
+        assert not session.interrupted.is_set() and mine.why == ""
         session.sent = 100
         assert session.interrupted.wait(60)
-    assert standby.why == "100 B sent today, of swarm.upload_per_day=100; until midnight"
+    assert mine.why == "100 B sent today, of swarm.upload_per_day=100; until midnight"
     session.sent = 170
-    standby.end_session(session)  # type: ignore[arg-type]
+    mine.end_session(session)  # type: ignore[arg-type]
     assert json.loads((tmp_path / "me.sent.json").read_text())["bytes"] == 170
 
 
-def test_who_pauses_says_so_once_and_goes_on_when_the_reason_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
-    standby, told = Standby(settings(tmp_path), tmp_path / "me.key"), list[Message]()
+@pytest.mark.usefixtures("impatient")
+def test_who_pauses_says_so_once_and_goes_on_afterwards(tmp_path: Path) -> None:
+    mine, told = standby(tmp_path), list[Message]()
 
     def end_it(message: Message) -> None:
         told.append(message)
         pause_file(tmp_path).unlink()
 
-    assert standby.wait(ALONE, end_it) and standby.paused_s == 0.0 and not told
+    assert mine.wait(ALONE, end_it) and mine.paused_s == 0.0 and not told
     pause_file(tmp_path).touch()
-    assert standby.wait(ALONE, end_it) and standby.paused_s > 0.0
+    assert mine.wait(ALONE, end_it) and mine.paused_s > 0.0
     assert told == [Status(state="paused", why="diloco pause")]
-
-
-def test_who_pauses_leaves_at_a_signal(tmp_path: Path) -> None:
-    standby = Standby(settings(tmp_path), tmp_path / "me.key")
     pause_file(tmp_path).touch()
-    assert not standby.wait(ALONE, lambda message: os.kill(os.getpid(), signal.SIGTERM))
+    assert not mine.wait(ALONE, lambda message: os.kill(os.getpid(), signal.SIGTERM)), "it leaves at a signal"
 
 
 def test_who_comes_back_listens_where_it_did(tmp_path: Path) -> None:
-    typed = settings(tmp_path, "swarm.listen=[/ip4/0.0.0.0/tcp/0]")
-    standby = Standby(typed, tmp_path / "me.key")
-    assert standby.coming().swarm == typed.swarm and standby.sessions == 1
-    standby.remember(Session(0))  # type: ignore[arg-type]
-    assert standby.coming().swarm.listen == ("/ip4/0.0.0.0/tcp/4242",)
-    assert standby.forget() and not standby.forget()
-    assert standby.coming().swarm == typed.swarm
-
-
-# -- real peers -------------------------------------------------------------------------------------------------------
+    typed = settings(tmp_path, "swarm.listen=[/ip4/0.0.0.0/tcp/0]").swarm
+    mine = standby(tmp_path, "swarm.listen=[/ip4/0.0.0.0/tcp/0]")
+    assert mine.coming().swarm == typed and mine.sessions == 1
+    mine.remember(Session(0))  # type: ignore[arg-type]
+    assert mine.coming().swarm.listen == ("/ip4/0.0.0.0/tcp/4242",)
+    assert mine.forget() and not mine.forget()
+    assert mine.coming().swarm == typed

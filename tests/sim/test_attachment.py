@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diloco.rundir.summary import PhaseTimer
-from diloco.train.api import Swarm
+from diloco.train.api import Attachment, Swarm
 from tests.support.loops import Direct, LastFlight, Loop, train
 
 
@@ -20,48 +20,40 @@ def test_a_loop_of_ones_own_trains_again_after_each_exchange(outer: dict[str, An
     seen: list[tuple[bool, str, int]] = []
 
     def work(loop: Loop) -> None:
-        for _ in range(8):
+        for _ in range(9):
             loop.step()
             seen.append((loop.sync.exchanged, loop.node.protocol.state, loop.sync.version))
+        if not outer:
+            [other] = loop.node.protocol.members.all()
+            assert other.round_versions == [2]
 
     train("ab", work, sync_every=4, **outer)
     assert {state for exchanged, state, _ in seen if exchanged} == {"training"}
     assert max(version for _, _, version in seen) >= 1
 
 
-def test_a_round_is_said_to_begin_from_the_newest_version() -> None:
-    def work(loop: Loop) -> None:
-        for _ in range(9):
-            loop.step()
-        [other] = loop.node.protocol.members.all()
-        assert other.round_versions == [2]
-
-    train("ab", work, sync_every=4)
+def last_flight(node: LastFlight, steps: int, **outer: Any) -> Attachment:
+    """A loop of one's own that ends after some steps while contributions are on their way."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    swarm = Swarm(run_id="run", identity=Path("a"), sync_every=4, overlap=2, runtime=Direct(node), **outer)  # type: ignore[arg-type]
+    with swarm.attach(model, optimizer, phases=PhaseTimer()) as sync:
+        for _ in range(steps):
+            optimizer.step()
+    return sync
 
 
 def test_what_is_discarded_of_the_last_contributions_is_counted() -> None:
-    node = LastFlight()
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    swarm = Swarm(run_id="run", identity=Path("a"), sync_every=4, overlap=2, runtime=Direct(node))  # type: ignore[arg-type]
-    with swarm.attach(model, optimizer, phases=PhaseTimer()) as sync:
-        for _ in range(4):  # the fourth sends, and the sixth would adopt
-            optimizer.step()
+    sync = last_flight(node := LastFlight(), 4)  # the fourth sends, and the sixth would adopt
     assert node.said.index("receive (0,)") < node.said.index("leave")
     assert (sync.discarded_tokens, sync.version, sync.applied_tokens) == (7, 3, 30)
 
 
-def test_who_finishes_in_the_middle_of_the_cycle_sends_the_rest_too() -> None:
+def test_who_finishes_in_mid_cycle_sends_the_rest_too() -> None:
     """Another peer, elsewhere in the cycle, may wait for it, while this one waits for what that one would send next."""
     node = LastFlight()
     node.protocol.versions = [3, 3]
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer = {"sync_every": 4, "fragments": 2, "staggered": True, "overlap": 2}
-    swarm = Swarm(run_id="run", identity=Path("a"), runtime=Direct(node), **outer)  # type: ignore[arg-type]
-    with swarm.attach(model, optimizer, phases=PhaseTimer()):
-        for _ in range(3):  # the second sends the first fragment, and the fourth would adopt it
-            optimizer.step()
+    last_flight(node, 3, fragments=2, staggered=True)  # the second sends a fragment, and the fourth would adopt it
     assert node.said.count("send") == 2 and "receive (0, 1)" in node.said
 
 
@@ -70,11 +62,10 @@ def test_who_finishes_in_the_middle_of_the_cycle_sends_the_rest_too() -> None:
 def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times: int, codec: str) -> None:
     def work(loop: Loop) -> None:
         loop.noise = torch.Generator().manual_seed(ord(seeds["abc".index(loop.name)]))
-        for _ in range(12):
-            loop.step()
+        loop.step(12)
 
     loops = train("abc", work, sync_every=4, width=2048, codec_up=codec)
-    found = [fields for loop in loops.values() for fields in counted(loop, "same_data")]
+    found = [fields for loop in loops.values() for fields in loop.told("same_data")]
     assert len(found) == times
     for fields in found:
         assert (fields["names"], fields["peers"], fields["version"]) == (["a", "b"], ["a", "b"], 1)
@@ -82,13 +73,10 @@ def test_two_peers_that_train_on_the_same_data_are_named_once(seeds: str, times:
 
 
 def test_who_goes_on_after_the_planned_rounds_is_told_once() -> None:
-    def work(loop: Loop) -> None:
-        for _ in range(16):
-            loop.step()
-
-    loops = train("ab", work, sync_every=4, rounds=2)
-    assert [counted(loop, "rounds_over") for loop in loops.values()] == 2 * [[{"rounds": 2, "version": 3}]]
-    assert all(not counted(loop, "rounds_over") for loop in train("ab", work, sync_every=4, rounds=4).values())
+    loops = train("ab", lambda loop: loop.step(16), sync_every=4, rounds=2)
+    assert [loop.told("rounds_over") for loop in loops.values()] == 2 * [[{"rounds": 2, "version": 3}]]
+    loops = train("ab", lambda loop: loop.step(16), sync_every=4, rounds=4)
+    assert not any(loop.told("rounds_over") for loop in loops.values())
 
 
 def test_what_was_not_sent_is_told_from_what_was() -> None:
@@ -104,18 +92,16 @@ def test_what_was_not_sent_is_told_from_what_was() -> None:
 # -- between two rounds -----------------------------------------------------------------------------------------------
 
 
-def counted(loop: Loop, kind: str) -> list[dict[str, Any]]:
-    return [fields for said, fields in loop.events if said == kind]
-
-
 @pytest.mark.parametrize("slow", ["a", "b"])
-def test_writing_a_checkpoint_for_a_minute_costs_nobody_a_contribution(slow: str) -> None:
-    """One of the two is syncer. What is written stays one version, whoever is the slow one."""
+def test_a_minute_of_checkpointing_costs_no_contribution(slow: str) -> None:
+    """Nor does one of evaluating. One of the two is syncer; what is written stays one version, whoever is slow."""
 
     def work(loop: Loop) -> None:
         for _ in range(12):
             loop.step()
             if loop.sync.exchanged and loop.name == slow:
+                with loop.sync.anchored():
+                    loop.pass_s(60.0)
                 with loop.sync.checkpointing() as saved:
                     outer = [vector for master, state in saved.outer.values() for vector in (master, *state.vectors)]
                     tensors = [*saved.anchors, *outer]
@@ -125,25 +111,12 @@ def test_writing_a_checkpoint_for_a_minute_costs_nobody_a_contribution(slow: str
                     assert list(saved.versions) == loop.node.protocol.versions
         assert loop.sync.version == 3
 
-    loops = train("ab", work, sync_every=4, fragments=2)
-    for loop in loops.values():
-        assert counted(loop, "missing") == counted(loop, "discarded") == counted(loop, "out_of_step") == []
+    for loop in train("ab", work, sync_every=4, fragments=2).values():
+        assert loop.told("missing") == loop.told("discarded") == loop.told("out_of_step") == []
         assert loop.sync.tokens == 12 and loop.sync.applied_tokens == 24
 
 
-def test_evaluating_for_a_minute_costs_nobody_a_contribution() -> None:
-    def work(loop: Loop) -> None:
-        for _ in range(8):
-            loop.step()
-            if loop.sync.exchanged and loop.name == "a":
-                with loop.sync.anchored():
-                    loop.pass_s(60.0)
-
-    for loop in train("ab", work, sync_every=4).values():
-        assert counted(loop, "missing") == [] and loop.sync.applied_tokens == 16
-
-
-def test_a_peer_that_pauses_too_long_begins_again_with_the_others() -> None:
+def test_who_pauses_too_long_begins_again_with_the_others() -> None:
     """Nobody waits for it for ever. One inner step later it is where they are, and knows what it has lost."""
     began: list[tuple[int, int]] = []
 
@@ -159,28 +132,31 @@ def test_a_peer_that_pauses_too_long_begins_again_with_the_others() -> None:
     loops = train("abc", work, sync_every=40)
     [(version, discarded)] = began
     assert version > 1 and discarded == 1
-    assert counted(loops["c"], "out_of_step") == [], "it did not train a whole round in vain"
+    assert loops["c"].told("out_of_step") == [], "it did not train a whole round in vain"
     assert len({loop.sync.anchor_digest() for loop in loops.values()}) == 1
 
 
 @pytest.mark.parametrize("outer", [{}, {"overlap": 2}, {"quorum": 1}])
-def test_the_anchor_of_an_interrupted_peer_can_be_evaluated_after_it_has_left(outer: dict[str, Any]) -> None:
+def test_an_interrupted_peer_can_evaluate_the_anchor(outer: dict[str, Any]) -> None:
+    """After it has left."""
+
     def work(loop: Loop) -> None:
-        for _ in range(9):
-            loop.step()
+        loop.step(9)
         loop.sync.interrupt()
         loop.step()
         assert loop.sync.interrupted
 
+    def values() -> torch.Tensor:
+        return torch.cat([parameter.flatten() for parameter in sync.parameters.values()])
+
     sync = train("a", work, sync_every=4, **outer)["a"].sync
     assert sync.node is not None
-    local = torch.cat([parameter.flatten() for parameter in sync.parameters.values()])
+    local = values()
     with sync.anchored():
         if outer:  # at a barrier they differ from it only in the middle of a round
-            shown = torch.cat([parameter.flatten() for parameter in sync.parameters.values()])
-            assert torch.equal(shown.sort().values, sync.node.replica.anchors[0].sort().values)
-            assert not torch.equal(shown, local)
-    assert torch.equal(torch.cat([parameter.flatten() for parameter in sync.parameters.values()]), local)
+            assert torch.equal(values().sort().values, sync.node.replica.anchors[0].sort().values)
+            assert not torch.equal(values(), local)
+    assert torch.equal(values(), local)
 
 
 def test_a_cold_peer_that_evaluates_is_still_cold() -> None:

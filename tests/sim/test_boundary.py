@@ -10,19 +10,16 @@ import torch
 
 from diloco.errors import SwarmError
 from diloco.protocol.patience import PAUSE_LIMIT_S
-from diloco.sim.virtual_time import virtual_time
 from diloco.swarm.node.node import Node
-from tests.support.village import Village, Villager
+from tests.support.village import Village, Villager, village_of
 
 NUMEL = 1000
 
 
 @pytest.fixture
 def village(monkeypatch: pytest.MonkeyPatch) -> Iterator[Village]:
-    with virtual_time() as loop:
-        village = Village(loop, monkeypatch, NUMEL)
+    with village_of(monkeypatch, NUMEL) as village:
         yield village
-        village.run(village.all(list(village.peers.values()), lambda peer: peer.node.close()))
 
 
 async def step_and_exchange(peer: Villager, busy_s: float = 0.0) -> None:
@@ -39,8 +36,8 @@ async def step_and_exchange(peer: Villager, busy_s: float = 0.0) -> None:
 @pytest.mark.parametrize("busy", ["syncer", "other"])
 def test_a_barrier_waits_for_a_peer_that_evaluates_for_long(village: Village, busy: str) -> None:
     """Far longer than ten of its inner steps, after which a peer without progress counts as stalled."""
-    peers = village.donors(2)
-    slow = peers[0 if busy == "syncer" else 1]
+    syncer, other = peers = village.donors(2)
+    slow = syncer if busy == "syncer" else other
 
     async def rounds(peer: Villager) -> None:
         await step_and_exchange(peer)
@@ -52,9 +49,8 @@ def test_a_barrier_waits_for_a_peer_that_evaluates_for_long(village: Village, bu
     assert torch.equal(peers[0].replica.anchors[0], torch.arange(float(NUMEL)) - 3.0)
 
 
-def test_a_training_loop_that_stopped_at_the_boundary_is_not_waited_for_for_ever(village: Village) -> None:
-    peers = village.donors(2)
-    [syncer, stopped] = peers
+def test_a_loop_that_stopped_is_not_waited_for_for_ever(village: Village) -> None:
+    syncer, stopped = peers = village.donors(2)
     village.run(village.all(peers, step_and_exchange))
     began_at = village.loop.time()
 
@@ -69,7 +65,7 @@ def test_a_training_loop_that_stopped_at_the_boundary_is_not_waited_for_for_ever
     assert syncer.node.protocol.versions == [3] and stopped.node.protocol.versions == [2]
 
 
-def test_the_tensors_of_a_checkpoint_move_again_once_the_peer_goes_on(village: Village) -> None:
+def test_tensors_of_a_checkpoint_move_when_the_peer_goes_on(village: Village) -> None:
     peers = village.donors(2)
     village.run(village.all(peers, step_and_exchange))
     saved = {peer: village.run(peer.node.snapshot()) for peer in peers}

@@ -14,11 +14,10 @@ from diloco.errors import PayloadError
 from diloco.protocol.heads import sign_head
 from diloco.protocol.messages import Message, Refusal, expect
 from diloco.protocol.messages.bulk import PartList, PartRequest, StateHeader, StateRequest
-from diloco.sim.virtual_time import virtual_time
 from diloco.swarm.conversations.anchor import AnchorFetcher
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import Stream, Traffic, open_bulk
-from tests.support.village import MANIFEST, NUMEL, PART, UP, Village, Villager
+from tests.support.village import MANIFEST, NUMEL, PART, UP, Village, Villager, village_of
 
 PARTS, NBYTES, PART_NBYTES = 11, 4 * NUMEL, 4 * PART
 CONTROL_NBYTES = 30_000  # of heartbeats and headers, at most
@@ -26,16 +25,14 @@ CONTROL_NBYTES = 30_000  # of heartbeats and headers, at most
 
 @pytest.fixture
 def village(monkeypatch: pytest.MonkeyPatch) -> Iterator[Village]:
-    with virtual_time() as loop:
-        village = Village(loop, monkeypatch)
+    with village_of(monkeypatch) as village:
         yield village
-        village.run(village.all(list(village.peers.values()), lambda peer: peer.node.close()))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_an_anchor_comes_from_up_to_four_donors_at_once_and_each_part_once(village: Village, count: int) -> None:
-    donors = village.donors(count)
-    joiner = village.joiner()
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_an_anchor_comes_from_up_to_four_donors_at_once(village: Village, count: int) -> None:
+    """And each part once."""
+    donors, joiner = village.donors(count), village.joiner()
     took_s = village.until(lambda: joiner.has(1))
     sources = {source for source, _ in village.came}
     assert len(sources) == min(count, 4) and sources <= set(village.peers)
@@ -49,7 +46,7 @@ def test_an_anchor_comes_from_up_to_four_donors_at_once_and_each_part_once(villa
 
 
 @pytest.mark.parametrize("victim", ["syncer", "other"])
-def test_when_a_donor_crashes_midway_only_its_part_is_fetched_again(village: Village, victim: str) -> None:
+def test_when_a_donor_crashes_only_its_part_is_fetched_again(village: Village, victim: str) -> None:
     donors = village.donors(3)
     dying = donors[0 if victim == "syncer" else 1].node.protocol.me
     joiner = village.joiner()
@@ -63,7 +60,7 @@ def test_when_a_donor_crashes_midway_only_its_part_is_fetched_again(village: Vil
 
 
 @pytest.mark.parametrize("liar", ["syncer", "other"])
-def test_a_donor_that_serves_wrong_bytes_is_found_out_and_left_alone(
+def test_a_donor_that_serves_wrong_bytes_is_left_alone(
     village: Village, monkeypatch: pytest.MonkeyPatch, liar: str
 ) -> None:
     liars: list[set[str]] = []
@@ -78,8 +75,7 @@ def test_a_donor_that_serves_wrong_bytes_is_found_out_and_left_alone(
     right = donors[0].replica.anchors[0].clone()
     lying = donors[0 if liar == "syncer" else 1]
     lying.replica.anchors[0][::1000] += 1.0
-    joiner = village.joiner()
-    village.until(lambda: joiner.has(1))
+    joiner = village.joins()
     assert torch.equal(joiner.replica.anchors[0], right)
     name = lying.node.protocol.me
     [told] = joiner.said("lying_donor")
@@ -102,15 +98,14 @@ def forge(villager: Villager, digest: str = "") -> None:
 
 
 def test_a_list_that_the_syncer_never_published_is_not_believed(village: Village) -> None:
-    donors = village.donors(2)
-    other = donors[1]
+    syncer, other = village.donors(2)
     other.replica.anchors[0][5] += 1.0  # an anchor of its own, with a digest that fits
     forge(other)
 
     async def busy(stream: Stream, request: object) -> None:
         raise PayloadError("busy")
 
-    donors[0].node._server._answers[StateRequest] = busy
+    syncer.node._server._answers[StateRequest] = busy
     joiner = village.joiner()
     village.run(asyncio.sleep(5))
     assert joiner.node.protocol.versions == [0] and not village.came
@@ -118,7 +113,8 @@ def test_a_list_that_the_syncer_never_published_is_not_believed(village: Village
     assert why and f"is by {other.node.protocol.me} under term 1, which it did not hold" in why[0]
 
 
-def test_donors_finish_the_version_they_began_with_and_the_record_brings_the_next(village: Village) -> None:
+def test_donors_finish_the_version_they_began_with(village: Village) -> None:
+    """The record brings the next."""
     donors = village.donors(3)
     for peer in donors:
         village.network.uplinks[peer.node.protocol.me]._bytes_per_s = None
@@ -149,7 +145,7 @@ def test_a_version_is_there_for_all_as_long_as_one_reads_it(village: Village) ->
     assert not donors[0].node._server.anchors._kept, "and none afterwards, without waiting for the collector"
 
 
-def test_a_download_that_broke_off_goes_on_with_what_the_next_version_left_alone(village: Village) -> None:
+def test_a_broken_download_goes_on_with_what_did_not_change(village: Village) -> None:
     donors = village.donors(2)
     joiner = village.joiner()
     village.until(lambda: len(village.came) == 6)
@@ -179,28 +175,22 @@ def test_an_anchor_that_is_wrong_in_one_place_costs_one_part(village: Village) -
     values = village.donors(2)[0].replica.anchors[0].clone()
     values[3 * PART + 7] += 1.0
     saved = Saved(anchors=[values], versions=[1], terms=[0], applied_tokens=0)
-    joiner = village.joiner(values, saved=saved)
-    village.until(lambda: joiner.has(1))
+    joiner = village.joins(values, saved=saved)
     assert village.parts() == [3]
     assert joiner.node.traffic.bytes_received < PART_NBYTES + CONTROL_NBYTES
 
 
-def test_a_fragment_of_one_part_comes_in_one_stream_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    with virtual_time() as loop:
-        village = Village(loop, monkeypatch, numel=PART)
-        [syncer, *_] = village.donors(3)
-        joiner = village.joiner()
-        village.until(lambda: joiner.has(1))
+def test_a_fragment_of_one_part_comes_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    with village_of(monkeypatch, PART) as village:
+        [syncer, *_], joiner = village.donors(3), village.joins()
         assert joiner.opened == [syncer.node.protocol.me] and not village.asked
 
 
 def test_a_liar_with_a_small_fragment_is_found_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with virtual_time() as loop:
-        village = Village(loop, monkeypatch, numel=1000)
+    with village_of(monkeypatch, 1000) as village:
         [syncer, *_] = village.donors(3)
         syncer.replica.anchors[0][5] += 1.0
-        joiner = village.joiner()
-        village.until(lambda: joiner.has(1))
+        joiner = village.joins()
         assert torch.equal(joiner.replica.anchors[0], torch.arange(1000.0) - 1.0)
         assert joiner.said("lying_donor") == [{"peer": syncer.node.protocol.me, "fragment": 0}]
 
@@ -210,7 +200,7 @@ def test_a_liar_with_a_small_fragment_is_found_out_too(monkeypatch: pytest.Monke
 
 def answers(village: Village, *requests: Message) -> list[Message]:
     """What d0 says to each of these, on one stream; a part that follows a header is dropped."""
-    [said] = [villager.node.context.transport for name, villager in village.peers.items() if name == "joiner"]
+    said = village.peers["joiner"].node.context.transport
     assert said is not None
 
     async def talk() -> list[Message]:
@@ -221,14 +211,12 @@ def answers(village: Village, *requests: Message) -> list[Message]:
                 heard.append(await stream.receive())
         return heard
 
-    heard: list[Message] = village.run(talk())
-    return heard
+    return list(village.run(talk()))
 
 
-def test_a_part_that_does_not_exist_is_refused_and_another_version_named(village: Village) -> None:
-    [donor] = village.donors(1)
-    joiner = village.joiner()
-    village.until(lambda: joiner.has(1))
+def test_a_part_that_does_not_exist_is_refused(village: Village) -> None:
+    """And of another version its digest is named."""
+    [donor], _ = village.donors(1), village.joins()
     right = {"manifest_hash": MANIFEST, "fragment": 0, "digest": donor.node.protocol.digests[0], "part": 0}
     for field, value, why in (
         ("part", PARTS, f"part {PARTS} of fragment 0 is not in this conversation"),
@@ -244,16 +232,14 @@ def test_a_part_that_does_not_exist_is_refused_and_another_version_named(village
     assert [expect(header, StateHeader).digest for header in headers] == [right["digest"]] * 2, "and nothing after it"
 
 
-def test_a_donor_that_has_another_version_than_it_announced_is_asked_once(village: Village) -> None:
-    donors = village.donors(2)
-    [peer] = [peer for peer in donors if not peer.replica.held]
-    other = peer.node
-    forge(peer, "5" * 64)
-    joiner = village.joiner()
-    village.until(lambda: joiner.has(1))
-    assert village.served(other.protocol.me) == 0 and len(village.asked) == PARTS + 1
+def test_a_donor_with_another_version_is_asked_once(village: Village) -> None:
+    """Than it announced."""
+    _, other = village.donors(2)
+    forge(other, "5" * 64)
+    joiner = village.joins()
+    assert village.served(other.node.protocol.me) == 0 and len(village.asked) == PARTS + 1
     [told] = joiner.said("refused")
-    assert (told["peer"], told["fragment"]) == (other.protocol.me, 0)
+    assert (told["peer"], told["fragment"]) == (other.node.protocol.me, 0)
     assert told["why"] == "version 1 is asked for, and another anchor of version 1 is there"
 
 

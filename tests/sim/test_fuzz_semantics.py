@@ -10,8 +10,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.base import KINDS
@@ -20,14 +18,13 @@ from diloco.testing.fuzz.liar import LIAR, Lie, lie_of, num_lies, play_lie
 from tests.support.messages import EXAMPLES
 
 
-@settings(max_examples=4, deadline=None, database=None, derandomize=True)
-@given(st.integers(0, num_lies() - 1))
+@pytest.mark.parametrize("seed", range(0, num_lies(), num_lies() // 3 + 1))
 def test_no_number_within_its_bounds_ends_or_stops_a_peer(seed: int) -> None:
     assert play_lie(lie_of(seed)).violation is None
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.kind)
-def test_every_number_of_every_message_can_be_at_its_bounds_and_still_fits(example: Any) -> None:
+def test_every_number_of_every_message_fits_at_its_bounds(example: Any) -> None:
     for kind, path in targets():
         if kind != example.kind or path[-1] in ("pushes", "wire_version"):
             continue

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from diloco.errors import CheckpointError, ConfigError
@@ -46,8 +48,8 @@ def test_a_run_that_stopped_ends_where_an_uninterrupted_one_ends(outer: dict[str
         here, there = stopped[name], whole[name]
         assert (here.sync.steps, here.sync.tokens) == (there.sync.steps, there.sync.tokens) == (16, 16)
         assert here._optimizer.param_groups[0]["lr"] == there._optimizer.param_groups[0]["lr"]
-        [drawn] = [fields["all"] for kind, fields in here.events if kind == "drawn"]
-        assert len(drawn) == 16, "the loop has its own state again"
+        [drawn] = here.told("drawn")
+        assert len(drawn["all"]) == 16, "the loop has its own state again"
 
 
 def alone(directory: Path, steps: int, saves: bool = True) -> tuple[Swarm, float]:
@@ -55,8 +57,7 @@ def alone(directory: Path, steps: int, saves: bool = True) -> tuple[Swarm, float
     drawn: list[float] = []
 
     def work(loop: Loop) -> None:
-        for _ in range(steps):
-            loop.step()
+        loop.step(steps)
         if saves:
             loop.swarm.save()
         drawn.append(float(torch.rand(())))
@@ -65,7 +66,7 @@ def alone(directory: Path, steps: int, saves: bool = True) -> tuple[Swarm, float
     return peer.swarm, drawn[0]
 
 
-def test_a_checkpoint_in_the_middle_of_a_round_goes_on_at_the_last_exchange(tmp_path: Path) -> None:
+def test_a_checkpoint_in_mid_round_goes_on_at_the_last_exchange(tmp_path: Path) -> None:
     _, then = alone(tmp_path, 6)
     again, now = alone(tmp_path, 0, saves=False)
     assert again.attachment is not None
@@ -73,9 +74,7 @@ def test_a_checkpoint_in_the_middle_of_a_round_goes_on_at_the_last_exchange(tmp_
     assert again.attachment.discarded_tokens == 2 and now == then
 
 
-def test_a_checkpoint_holds_the_model_by_its_names_and_nothing_that_runs_code(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
+def test_a_checkpoint_holds_the_model_and_nothing_that_runs(tmp_path: Path) -> None:
     swarm, _ = alone(tmp_path, 4)
     [step] = tmp_path.glob("step-*")
     assert {one.suffix for one in step.iterdir()} == {".safetensors", ".json"}
@@ -85,46 +84,36 @@ def test_a_checkpoint_holds_the_model_by_its_names_and_nothing_that_runs_code(tm
         assert torch.equal(saved[name], parameter.detach())
 
 
-def refused(work: Callable[[], object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as error:
-        work()
+@contextmanager
+def refused(said: str, kind: type[Exception] = ConfigError) -> Iterator[None]:
+    with pytest.raises(kind, match=said) as error:
+        yield
     assert "\n" not in str(error.value)
 
 
-def attached(directory: Path, model: nn.Module, **settings: Any) -> Any:
+def attached(directory: Path, model: nn.Module, optimizer: Any = torch.optim.SGD, **settings: Any) -> Swarm:
     swarm = Swarm(**{"run_id": "run", "runtime": Direct(LastFlight()), **EXACT, **settings})
-    return swarm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoints=directory)
+    swarm.attach(model, optimizer(model.parameters(), lr=0.1), checkpoints=directory)
+    return swarm
 
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     alone(tmp_path, 4)
-    refused(
-        lambda: attached(tmp_path, nn.Linear(4, 1), sync_every=5),
-        "^checkpoints=.* holds a run with other settings .outer.sync_every is 4 there, 5 here",
-    )
-    refused(
-        lambda: attached(tmp_path, nn.Linear(5, 1)),
-        r"^checkpoints=.* holds another model .weight is \[1, 4\] there, and \[1, 5\] here.; build the model",
-    )
-    with pytest.raises(
-        CheckpointError, match=r"^checkpoints directory: its checkpoint holds the state of SGD for 5 parameters"
-    ):
-        model = nn.Linear(4, 1)
-        swarm = Swarm(run_id="run", runtime=Direct(LastFlight()), **EXACT)  # type: ignore[arg-type]
-        swarm.attach(model, torch.optim.AdamW(model.parameters()), checkpoints=tmp_path)
+    with refused("^checkpoints=.* holds a run with other settings .outer.sync_every is 4 there, 5 here"):
+        attached(tmp_path, nn.Linear(4, 1), sync_every=5)
+    with refused(r"^checkpoints=.* holds another model .weight is \[1, 4\] there, and \[1, 5\] here.; build the model"):
+        attached(tmp_path, nn.Linear(5, 1))
+    with refused("^checkpoints directory: its checkpoint holds the state of SGD for 5 parameters", CheckpointError):
+        attached(tmp_path, nn.Linear(4, 1), torch.optim.AdamW)
 
 
 def test_two_loops_in_one_directory_are_refused(tmp_path: Path) -> None:
-    first = Swarm(run_id="run", runtime=Direct(LastFlight()), **EXACT)  # type: ignore[arg-type]
-    model = nn.Linear(4, 1)
-    with first:
-        first.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoints=tmp_path)
-        refused(
-            lambda: attached(tmp_path, nn.Linear(4, 1)),
-            "^checkpoints directory: .* is in use by another process; end that",
-        )
+    with attached(tmp_path, nn.Linear(4, 1)):
+        with refused("^checkpoints directory: .* is in use by another process; end that"):
+            attached(tmp_path, nn.Linear(4, 1))
     attached(tmp_path, nn.Linear(4, 1))
 
 
 def test_saving_without_a_place_is_refused() -> None:
-    refused(Swarm(run_id="run", sync_every=4).save, r"^Swarm.save: no place for checkpoints; name a directory with")
+    with refused(r"^Swarm.save: no place for checkpoints; name a directory with"):
+        Swarm(run_id="run", sync_every=4).save()

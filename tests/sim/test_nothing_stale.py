@@ -17,15 +17,13 @@ At a barrier, the last versions are made of what all trainers learned.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.config import BudgetConfig, InnerConfig, OuterConfig
 from diloco.outer.digest import digest_of
@@ -48,7 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"quorum": 1, "staleness_limit": 12, "optimizer": "delayed_nesterov", "dylu": True},
     "decoupled": {"quorum": 1, "grace_slack": 0.8, "overlap": 2, "staleness_limit": 12, "merge": "rda"},
 }
-CHANGES = ("join", "takeover", "resume", "hand over")
+CHANGES = ("join", "resume", "takeover", "hand over")
 INNER = InnerConfig(lr=1e-3, batch_size=1, warmup_steps=10)
 BUDGET = BudgetConfig(outer_steps=100)
 HEARD_S = 5.0  # in which everybody has heard of a version: two heartbeats, two inner steps, and some latency
@@ -96,14 +94,12 @@ class Reader:
     def _look(self, life: Life) -> None:
         sync, node = life.sync, life.node
         assert sync is not None and node is not None
-        lr = learning_rate(sync, INNER, BUDGET, H)
         loaded = tuple(node._anchors.loaded)
-        clock = sync.version, sync.inner_step, sync.target_steps
-        read = Read(self.swarm.loop.seconds, *clock, lr, sync.applied_tokens, loaded, tuple(node.protocol.versions))
-        before = self.reads.get(life.owner)
-        if before is None:
-            self.reads[life.owner] = before = []
+        clock = sync.version, sync.inner_step, sync.target_steps, learning_rate(sync, INNER, BUDGET, H)
+        read = Read(self.swarm.loop.seconds, *clock, sync.applied_tokens, loaded, tuple(node.protocol.versions))
+        if life.owner not in self.reads:
             self._check_moments(life, read)
+        before = self.reads.setdefault(life.owner, [])
         for fragment in range(FRAGMENTS):
             if not before or before[-1].loaded[fragment][1] != loaded[fragment][1]:  # a number alone loads nothing
                 self._check_parameters(life, fragment, loaded[fragment])
@@ -117,14 +113,13 @@ class Reader:
             return
         assert life.node is not None
         replica = life.node.replica
-        local = torch.empty(replica.fragments[fragment].numel)
+        at, local = replica._local[fragment], torch.empty(replica.fragments[fragment].numel)
         gather_(local, replica.fragments[fragment], 0, local.numel(), replica.parameters)
         if not self.outer.eager and digest_of(local) != base[1]:
             self._say(life, f"fragment {fragment} is not its anchor of version {base[0]}")
-        learned = list(replica._deltas(replica._local[fragment], replica.chunks[fragment]))
-        local_base = replica._local[fragment].base
-        moved = digest_of(replica.anchors[fragment] if local_base is None else local_base) != base[1]  # see below
-        if not (moved and not self.outer.eager) and any(float(chunk.abs().max()) for chunk in learned):
+        learned = replica._deltas(at, replica.chunks[fragment])
+        moved = digest_of(replica.anchors[fragment] if at.base is None else at.base) != base[1]  # see below
+        if (self.outer.eager or not moved) and any(float(chunk.abs().max()) for chunk in learned):
             self._say(life, f"fragment {fragment} has learned something before its round of version {base[0]}")
 
     def _check_base(self, life: Life, fragment: int, read: Read, before: list[Read]) -> None:
@@ -157,8 +152,7 @@ class Reader:
             if read.version < heard and len(self.reads[life.owner]) >= H:
                 self._say(life, f"at version {read.version}, {HEARD_S} s after version {heard}")
         self._published.append((read.at, min(life.node.protocol.versions)))
-        floor = DYLU_FLOOR if self.outer.dylu else H
-        if not floor <= read.target_steps <= H:
+        if not (DYLU_FLOOR if self.outer.dylu else H) <= read.target_steps <= H:
             self._say(life, f"takes {read.target_steps} inner steps a round")
 
     def _check_moments(self, life: Life, read: Read) -> None:
@@ -173,7 +167,7 @@ class Reader:
 
     def _began(self, life: Life) -> int:
         """The line of the story at which the life began: after the lives of this name that ended before."""
-        ends = [n for n, line in enumerate(self.swarm.crowd.story) if line.split()[1:] in ([life.name, "killed"],)]
+        ends = [n for n, line in enumerate(self.swarm.crowd.story) if line.split()[1:] == [life.name, "killed"]]
         return ends[-1] if ends else 0
 
     def _keep(self, life: Life) -> None:
@@ -228,30 +222,26 @@ def happens(swarm: Story, change: str, fresh: str) -> None:
     """One change of the swarm; `fresh` is the name of a peer that nobody knows."""
     assert not swarm.crowd.failures, swarm.crowd.failures
     names = sorted(swarm.nodes())
-    syncers = [name for name in names if swarm.held(name)] or names
-    victim = swarm.random.choice(syncers)
-    match change:
-        case "join":
-            swarm.start(fresh)
-        case "takeover" if len(names) > 1:
-            swarm.crowd.crash(victim)
-        case "resume" if len(names) > 1:
-            life = swarm.crowd.lives[victim]
-            swarm.crowd.crash(victim)
+    victim = swarm.random.choice([name for name in names if swarm.held(name)] or names)
+    if change == "join":
+        swarm.start(fresh)
+    elif len(names) > 1 and change == "hand over":
+        swarm.crowd.leave(victim)
+    elif len(names) > 1:
+        life = swarm.crowd.lives[victim]
+        swarm.crowd.crash(victim)
+        if change == "resume":
             swarm.run_for(swarm.random.choice([0.1, 8.0]))
             swarm.crowd.start(life.member, checkpoint=life.checkpoint)
-        case "hand over" if len(names) > 1:
-            swarm.crowd.leave(victim)
 
 
-def tell(mode: str, seed: int, changes: list[str], units: bool) -> None:
+def tell(mode: str, seed: int, changes: Sequence[str], units: bool) -> None:
     """The story of one swarm."""
     outer = {"sync_every": H, **MODES[mode]}
     with story(seed, fragments=FRAGMENTS, outer_steps=None, outer=outer, units=units) as swarm:
         reader = Reader(swarm)
-        swarm.start("abc", min_peers=3)
-        swarm.run_until_training()
-        for change, fresh in zip(changes, "xyz", strict=False):
+        swarm.begin("abc")
+        for change, fresh in zip(changes, "xyzw", strict=False):
             swarm.run_for(3.0 + 4.0 * swarm.random.random())
             happens(swarm, change, fresh)
         swarm.settle()
@@ -270,41 +260,20 @@ def tell(mode: str, seed: int, changes: list[str], units: bool) -> None:
             assert swarm.dealt(nodes).twice == 0
 
 
-@settings(max_examples=20, derandomize=True)  # the same stories each time; the fuzz looks for new ones
-@given(
-    mode=st.sampled_from(sorted(MODES)),
-    seed=st.integers(0, 10_000),
-    changes=st.lists(st.sampled_from(CHANGES), min_size=1, max_size=3),
-    units=st.booleans(),
-)
-def test_whatever_changes_nothing_that_training_reads_is_stale(
-    mode: str, seed: int, changes: list[str], units: bool
-) -> None:
-    tell(mode, seed, changes, units)
+ONCE_WRONG = [
+    ("async", 44, ["takeover"], False),  # two peers claimed at once
+    ("staggered", 8418, ["takeover", "hand over", "join"], True),  # the last fragment was never merged from the joiner
+    ("staggered", 3490, ["resume", "join", "resume"], False),  # nor from the one that came back
+    ("async", 4597, ["join", "join", "hand over"], False),  # the learning rate was that before a long exchange
+    ("async", 8794, ["join", "hand over", "join"], True),  # the heir did not wait for the leaver's last version
+    ("staggered", 1832, ["resume", "resume", "join"], True),  # two fragments waited for one another
+    ("grace", 893, ["hand over", "resume", "hand over"], True),  # a backup took over, and handed over
+    ("async", 248, ["hand over"], False),  # the heir got the leaver's last outer state, and cut its master
+]
 
 
 @pytest.mark.parametrize(
-    ("mode", "seed", "changes", "units"),
-    [
-        ("async", 44, ["takeover"], False),  # two peers claimed at once
-        (
-            "staggered",
-            8418,
-            ["takeover", "hand over", "join"],
-            True,
-        ),  # the last fragment was never merged from the joiner
-        ("staggered", 3490, ["resume", "join", "resume"], False),  # nor from the one that came back
-        ("async", 4597, ["join", "join", "hand over"], False),  # the learning rate was that before a long exchange
-        ("async", 8794, ["join", "hand over", "join"], True),  # the heir did not wait for the leaver's last version
-        ("staggered", 1832, ["resume", "resume", "join"], True),  # two fragments waited for one another
-        ("grace", 893, ["hand over", "resume", "hand over"], True),  # a backup took over, and handed over
-        ("async", 248, ["hand over"], False),  # the heir got the leaver's last outer state, and cut its master
-    ],
+    ("mode", "seed", "changes", "units"), [*ONCE_WRONG, *((mode, 1, CHANGES, True) for mode in MODES)]
 )
-def test_stories_that_once_went_wrong(mode: str, seed: int, changes: list[str], units: bool) -> None:
+def test_nothing_is_stale_in_these_stories(mode: str, seed: int, changes: Sequence[str], units: bool) -> None:
     tell(mode, seed, changes, units)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_joiner_and_a_peer_that_resumes_are_in_step_in_every_mode(mode: str) -> None:
-    tell(mode, 1, ["join", "resume", "takeover"], units=False)

@@ -12,24 +12,14 @@ from hypothesis import strategies as st
 from diloco.config import OuterConfig
 from diloco.errors import PayloadError
 from diloco.outer.digest import digest_of
+from diloco.protocol import numbers
 from diloco.protocol.actions import Broadcast
 from diloco.protocol.fragment import Lease
 from diloco.protocol.ledger import Ledger, count
 from diloco.protocol.messages import decode, encode
 from diloco.protocol.messages.bulk import StateHeader
-from diloco.protocol.messages.control import Claim, Figures, Hello, Published, Status
-from diloco.protocol.numbers import (
-    LEAP,
-    MAX_BYTES,
-    MAX_COUNT,
-    MAX_LOSS,
-    MAX_RATE,
-    MAX_SECONDS,
-    MAX_TOKENS,
-    MIN_RATE,
-    leaps_too_far,
-    within_bounds,
-)
+from diloco.protocol.messages.control import Claim, Figures, Published, Status
+from diloco.protocol.numbers import LEAP, MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_RATE, MAX_SECONDS, MAX_TOKENS, MIN_RATE
 from diloco.protocol.peer import Peer
 from diloco.protocol.shares import MAX_SHARES, OTHERS, Share, credited
 from diloco.protocol.snapshot import pack, unpack
@@ -37,6 +27,7 @@ from diloco.protocol.view import FASTEST
 from diloco.swarm.conversations.framing import FragmentState
 from diloco.swarm.conversations.recorder import Recorder
 from tests.support.certificates import MANIFEST, record_of
+from tests.support.core import hello_of
 from tests.support.stub_host import ME, OTHER, StubHost, run
 
 DIGEST = "1" * 64
@@ -52,11 +43,7 @@ def status(**fields: Any) -> Status:
 
 
 def join(peer: Peer, name: str, said: Status, *claims: Claim) -> None:
-    hello = Hello(
-        wire_version=1, run_id="run", manifest_hash=MANIFEST, name=name, trains=True, holds=True, peers=[],
-        status=said, claims=list(claims),
-    )  # fmt: skip
-    peer.connected(name, hello, 0.0)
+    peer.connected(name, hello_of(said, list(claims), name=name), 0.0)
 
 
 EXTREME = status(
@@ -71,11 +58,11 @@ EXTREME = status(
 # -- what others say --------------------------------------------------------------------------------------------------
 
 
-def test_what_watchers_need_copes_with_the_largest_numbers_of_several_peers() -> None:
-    """Sums of them were infinite, or over the bounds of a snapshot: the heartbeat of each honest peer failed."""
+def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
+    """Sums of them, of several peers, were infinite or over the bounds of a snapshot: each heartbeat failed."""
     peer = peer_of()
     failed: list[str] = []
-    recorder = Recorder(peer, '{"budget": {"tokens": 1e30}}'.replace("1e30", str(10**30)))
+    recorder = Recorder(peer, f'{{"budget": {{"tokens": {10**30}}}}}')
     recorder.on_failure = failed.append
     for name in ("x", "y", "z"):
         join(peer, name, EXTREME)
@@ -91,7 +78,7 @@ def test_what_watchers_need_copes_with_the_largest_numbers_of_several_peers() ->
     assert unpack(b"".join(pack(snapshot))) == snapshot
 
 
-def test_a_bug_in_what_watchers_need_is_an_event_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_what_watchers_need_is_just_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         host = StubHost(OTHER)
 
@@ -110,22 +97,15 @@ def test_a_bug_in_what_watchers_need_is_an_event_and_nothing_else(monkeypatch: p
     run(scene)
 
 
-def test_a_peer_that_claims_any_pace_does_not_make_the_others_take_hardly_any_steps() -> None:
-    peer = peer_of()
-    assert peer.fastest_steps_per_s(0.0) == 0.0
+def test_no_pace_that_a_peer_claims_costs_the_others_their_steps() -> None:
+    peer, two = peer_of(), peer_of()
+    assert peer.fastest_steps_per_s(0.0) == 0.0 and peer.fastest_steps_per_s(3.0) == 3.0
     for name, pace in (("slow", 1.0), ("quick", 2.0), ("liar", MAX_RATE)):
         join(peer, name, status(steps_per_s=pace))
     assert peer.fastest_steps_per_s(1.5) == FASTEST * 1.5, "the median of 1, 1.5, 2 and a million"
-    assert peer_of().fastest_steps_per_s(3.0) == 3.0
-    two = peer_of()
-    join(two, "liar", status(steps_per_s=MAX_RATE))
+    join(two, "liar", EXTREME)
     assert two.fastest_steps_per_s(1.5) == FASTEST * 1.5
-
-
-def test_a_newcomer_begins_within_the_cycle_whatever_pace_others_claim() -> None:
-    peer = peer_of()
-    join(peer, "liar", EXTREME)
-    assert peer.first_position(1e9) == 99
+    assert two.first_position(1e9) == 99, "a newcomer begins within the cycle"
 
 
 # -- what this peer says ----------------------------------------------------------------------------------------------
@@ -136,7 +116,10 @@ def published(version: int, **fields: Any) -> Published:
     return Published(version=version, **{**known, **fields})
 
 
-@given(number=st.floats() | st.sampled_from([MAX_RATE, MIN_RATE, 5e-324, 1e308]), large=st.integers(-(2**70), 2**70))
+@given(
+    number=st.floats() | st.sampled_from([MAX_RATE, MIN_RATE, 5e-324, 1e308]),
+    large=st.integers(-(2**70), 2**70),
+)
 def test_a_status_fits_its_schema_whatever_was_measured(number: float, large: int) -> None:
     peer = peer_of()
     peer.progress(large, large, number, large)
@@ -144,32 +127,25 @@ def test_a_status_fits_its_schema_whatever_was_measured(number: float, large: in
     for action in peer.heartbeat(1.0, (large, large)):
         if isinstance(action, Broadcast):
             assert decode(encode(action.message)) == action.message
-    assert within_bounds(number, MAX_SECONDS) <= MAX_SECONDS
+    assert numbers.within_bounds(number, MAX_SECONDS) <= MAX_SECONDS
 
 
-def test_the_swarm_clock_and_the_public_record_stop_at_their_bounds() -> None:
+def test_the_swarm_clock_and_the_record_stop_at_their_bounds() -> None:
     """A syncer whose next sum was over the bound ended with an error, and so did each of its successors."""
     peer = peer_of(applied_tokens=MAX_TOKENS)
     peer.tick(0.0)
     for version in (1, 2):
-        [said] = [one.message for one in peer.published(0, DIGEST, {ME: MAX_TOKENS}, version) if _publishes(one)]
+        told = [getattr(one, "message", None) for one in peer.published(0, DIGEST, {ME: MAX_TOKENS}, version)]
+        [said] = [message for message in told if isinstance(message, Published)]
         assert decode(encode(said)) == said and said.applied_tokens == MAX_TOKENS
     assert peer.accounts.contributions()[0].tokens == MAX_TOKENS
     peers = {f"p{number}": Share(MAX_COUNT, MAX_TOKENS, 1, 1) for number in range(MAX_SHARES + 2)}
     assert credited(peers, 2, {}, {})[OTHERS] == Share(MAX_COUNT, MAX_TOKENS, 1, 1)
 
 
-def _publishes(action: object) -> bool:
-    return isinstance(action, Broadcast) and isinstance(action.message, Published)
-
-
-def test_the_list_of_sequences_has_an_end() -> None:
-    ledger = Ledger(MAX_TOKENS - 3)
+def test_there_is_an_end_of_sequences_and_of_terms() -> None:
+    ledger, peer = Ledger(MAX_TOKENS - 3), peer_of()
     assert count(ledger.grant("a", 5, [])) == 3 and ledger.grant("a", 5, [(MAX_TOKENS - 3, MAX_TOKENS)]) == []
-
-
-def test_a_fragment_without_a_next_term_is_not_claimed() -> None:
-    peer = peer_of()
     peer.fragments[0].term = MAX_COUNT
     assert not any(isinstance(action, Broadcast) for action in peer.tick(1.0)) and not peer.syncers
 
@@ -178,8 +154,10 @@ def test_a_fragment_without_a_next_term_is_not_claimed() -> None:
 
 
 def test_no_version_that_leaves_none_behind_it_is_adopted() -> None:
-    assert not leaps_too_far(0, MAX_COUNT // 2) and not leaps_too_far(MAX_COUNT - LEAP - 1, MAX_COUNT - 1)
-    assert leaps_too_far(0, MAX_COUNT) and leaps_too_far(MAX_COUNT // 2, MAX_COUNT // 2 + LEAP + 1)
+    assert not numbers.leaps_too_far(0, MAX_COUNT // 2) and not numbers.leaps_too_far(
+        MAX_COUNT - LEAP - 1, MAX_COUNT - 1
+    )
+    assert numbers.leaps_too_far(0, MAX_COUNT) and numbers.leaps_too_far(MAX_COUNT // 2, MAX_COUNT // 2 + LEAP + 1)
     peer = peer_of()
     claim = Claim(fragment=0, term=1, version=0, digest=DIGEST)
     join(peer, OTHER, status(versions=[MAX_COUNT]), claim)

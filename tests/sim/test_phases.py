@@ -19,11 +19,9 @@ def out_of_phase(preset: str, sync_every: int, paces: list[float], rounds: int) 
 
     Returns how many contributions of each peer were merged, and how many were discarded, once all of them trained.
     """
-    outer = compose(
-        ["experiment=smoke", f"outer={preset}", f"outer.sync_every={sync_every}", "outer.fragments=2"]
-    ).outer
-    settings = outer.model_dump(exclude={"method", "fragments", "sync_every"})
-    with story(fragments=2, outer_steps=None, outer={**settings, "sync_every": sync_every}, heartbeat_s=2.0) as swarm:
+    overrides = [f"outer={preset}", f"outer.sync_every={sync_every}", "outer.fragments=2"]
+    outer = compose(["experiment=smoke", *overrides]).outer.model_dump(exclude={"method", "fragments"})
+    with story(fragments=2, outer_steps=None, outer=outer, heartbeat_s=2.0) as swarm:
         for number, step_s in enumerate(paces):
             swarm.crowd.start(Member(f"p{number:02}", step_s=step_s, latency_s=0.02))
             swarm.run_for(STEP_S + sync_every * STEP_S / len(paces))

@@ -26,13 +26,13 @@ SCHEDULES: dict[str, Made] = {
     "cosine": lambda optimizer: torchs.CosineAnnealingLR(optimizer, 20),
     "restarts": lambda optimizer: torchs.CosineAnnealingWarmRestarts(optimizer, 7),
     "one cycle": lambda optimizer: torchs.OneCycleLR(optimizer, 0.5, 40),
-    "sequence": lambda optimizer: torchs.SequentialLR(
-        optimizer, [torchs.LinearLR(optimizer, 0.1, 1.0, 5), torchs.ExponentialLR(optimizer, 0.9)], [5]
-    ),
-    "chain": lambda optimizer: torchs.ChainedScheduler(
-        [torchs.LinearLR(optimizer, 0.1, 1.0, 5), torchs.ExponentialLR(optimizer, 0.9)]
-    ),
+    "sequence": lambda optimizer: torchs.SequentialLR(optimizer, two(optimizer), [5]),
+    "chain": lambda optimizer: torchs.ChainedScheduler(two(optimizer)),
 }
+
+
+def two(optimizer: torch.optim.Optimizer) -> list[torchs.LRScheduler]:
+    return [torchs.LinearLR(optimizer, 0.1, 1.0, 5), torchs.ExponentialLR(optimizer, 0.9)]
 
 
 def made(schedule: Made) -> tuple[torch.optim.Optimizer, Any]:
@@ -46,36 +46,33 @@ def moved(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [(group["lr"], group["betas"]) for group in optimizer.param_groups]
 
 
-def stepped(schedule: Made, steps: int) -> list[Any]:
-    """What a loop that was never interrupted has before its next step."""
+def looped(schedule: Made, steps: int) -> tuple[torch.optim.Optimizer, Any]:
+    """A loop that was never interrupted, before its next step."""
     optimizer, scheduler = made(schedule)
     for _ in range(steps):
         optimizer.step()
         scheduler.step()
-    return moved(optimizer)
+    return optimizer, scheduler
+
+
+def stepped(schedule: Made, steps: int) -> list[Any]:
+    """What such a loop has."""
+    return moved(looped(schedule, steps)[0])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_is_brought_forward_and_back_to_what_a_loop_would_have(schedule: Made) -> None:
+def test_a_schedule_is_brought_to_what_a_loop_would_have(schedule: Made) -> None:
+    """Forward and back; from a checkpoint, which the library restores in mid-round, to the last exchange, too."""
     optimizer, scheduler = made(schedule)
     schedules = Schedules([scheduler])
+    kept = json.loads(json.dumps(schedules.state()))
     for step in (0, 12, 12, 13, 9, 30, 0, 6, 38):
         schedules.bring_(step)
         assert moved(optimizer) == stepped(schedule, step), step
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_from_a_checkpoint_goes_back_to_the_last_exchange(schedule: Made) -> None:
-    """The library restores it in the middle of a round, and the peer goes on from before."""
+    states = [one.state_dict() for one in looped(schedule, 14)]
     optimizer, scheduler = made(schedule)
-    kept = json.loads(json.dumps(Schedules([scheduler]).state()))
-    for _ in range(14):
-        optimizer.step()
-        scheduler.step()
-    states = scheduler.state_dict(), optimizer.state_dict()
-    optimizer, scheduler = made(schedule)
-    scheduler.load_state_dict(states[0])
-    optimizer.load_state_dict(states[1])
+    optimizer.load_state_dict(states[0])
+    scheduler.load_state_dict(states[1])
     schedules = Schedules([scheduler])
     schedules.bring_(12)
     assert moved(optimizer) == stepped(schedule, 14), "nobody knows where it began"
@@ -85,12 +82,11 @@ def test_a_schedule_from_a_checkpoint_goes_back_to_the_last_exchange(schedule: M
         assert moved(optimizer) == stepped(schedule, step)
 
 
-def test_a_schedule_that_steps_seldom_or_several_times_keeps_its_pace() -> None:
-    schedule = SCHEDULES["exponential"]
-    for times, every, steps, taken in ((1, 4, 11, 2), (3, 1, 5, 15)):
-        optimizer, scheduler = made(schedule)
-        Schedules([Paced(scheduler, times, every)]).bring_(steps)
-        assert moved(optimizer) == stepped(schedule, taken)
+@pytest.mark.parametrize(("times", "every", "steps", "taken"), [(1, 4, 11, 2), (3, 1, 5, 15)])
+def test_who_steps_seldom_or_often_keeps_its_pace(times: int, every: int, steps: int, taken: int) -> None:
+    optimizer, scheduler = made(SCHEDULES["exponential"])
+    Schedules([Paced(scheduler, times, every)]).bring_(steps)
+    assert moved(optimizer) == stepped(SCHEDULES["exponential"], taken)
 
 
 def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
@@ -108,20 +104,17 @@ def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
     [
         (torchs.ReduceLROnPlateau, "schedulers: ReduceLROnPlateau follows a metric of this peer, and no step"),
         (lambda optimizer: optimizer, "schedulers: AdamW is no learning rate scheduler; name those of torch"),
+        (SCHEDULES["one cycle"], ".*OneCycleLR is over after 40 steps, and the swarm is at 41; make it as long"),
     ],
 )
-def test_what_is_no_schedule_of_steps_is_refused(wrong: Made, said: str) -> None:
+def test_what_is_no_schedule_of_so_many_steps_is_refused(wrong: Made, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}") as error:
-        Schedules([made(wrong)[1]])
+        Schedules([made(wrong)[1]]).bring_(41)
     assert "\n" not in str(error.value)
 
 
-def test_a_schedule_that_is_shorter_than_the_run_says_so() -> None:
-    with pytest.raises(ConfigError, match="OneCycleLR is over after 40 steps, and the swarm is at 41; make it as long"):
-        Schedules([made(SCHEDULES["one cycle"])[1]]).bring_(41)
-
-
-def test_a_schedule_that_is_stepped_for_each_micro_batch_is_an_error_and_a_skipped_step_is_none() -> None:
+def test_a_schedule_stepped_for_each_micro_batch_is_an_error() -> None:
+    """And a skipped step is none."""
     optimizer, scheduler = made(SCHEDULES["exponential"])
     schedules = Schedules([scheduler])
     optimizer.step()  # or torch warns
@@ -155,7 +148,7 @@ def test_a_step_that_a_scaler_skips_is_no_step(fused: bool) -> None:
     assert calls.count("after") == 2
 
 
-def test_a_joiner_has_the_learning_rate_of_the_others_before_its_first_step() -> None:
+def test_a_joiner_has_the_learning_rate_of_the_others_at_once() -> None:
     node = LastFlight()  # the swarm has made 3 outer steps
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -170,14 +163,13 @@ def test_a_joiner_has_the_learning_rate_of_the_others_before_its_first_step() ->
             assert swarm.steps == step
 
 
-def recorded(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"schedulers": [torchs.LambdaLR(optimizer, lambda step: 0.001 / (1 + step))]}
-
-
 @pytest.mark.parametrize("outer", [{}, {"fragments": 4, "staggered": True, "overlap": 3}])
-def test_every_step_has_the_learning_rate_of_the_swarm_also_after_a_pause(outer: dict[str, Any]) -> None:
+def test_every_step_has_the_learning_rate_of_the_swarm(outer: dict[str, Any]) -> None:
     """One pauses for so long that the others go on without it. It has their learning rate from then on."""
     places: list[int] = []
+
+    def attach(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"schedulers": [torchs.LambdaLR(optimizer, lambda step: 0.001 / (1 + step))]}
 
     def work(loop: Loop) -> None:
         while loop.sync.version < 5:
@@ -190,6 +182,6 @@ def test_every_step_has_the_learning_rate_of_the_swarm_also_after_a_pause(outer:
                     with loop.sync.anchored():
                         loop.pass_s(660.0)
 
-    train("abc", work, sync_every=40, attach=lambda name, optimizer: recorded(optimizer), **outer)
+    train("abc", work, sync_every=40, attach=attach, **outer)
     jumps = [later - before for before, later in itertools.pairwise(places)]
     assert max(jumps) > 10, "it went on where the others were"

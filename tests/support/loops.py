@@ -36,11 +36,8 @@ class Loop:
     noise: torch.Generator | None = None  # of the gradients, which are ones without
 
     def __init__(self, name: str, sync: Attachment, optimizer: torch.optim.Optimizer, lockstep: Lockstep[None]) -> None:
-        self.name = name
-        self.sync = sync
+        self.name, self.sync, self._optimizer, self._lockstep = name, sync, optimizer, lockstep
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self._optimizer = optimizer
-        self._lockstep = lockstep
 
     @property
     def node(self) -> Node:
@@ -50,24 +47,24 @@ class Loop:
     def pass_s(self, seconds: float) -> None:
         self._lockstep.call(asyncio.sleep(seconds))
 
-    def step(self) -> None:
-        self.pass_s(STEP_S)
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
+    def step(self, count: int = 1) -> None:
+        """So many inner steps."""
+        for _ in range(count):
+            self.pass_s(STEP_S)
+            for parameter in (one for group in self._optimizer.param_groups for one in group["params"]):
                 ones = torch.ones_like(parameter)
                 parameter.grad = ones if self.noise is None else torch.randn(ones.shape, generator=self.noise)
-        self._optimizer.step()
+            self._optimizer.step()
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """What was said in events of a kind."""
+        return [fields for said, fields in self.events if said == kind]
 
 
 def train(
-    names: str,
-    work: Callable[[Loop], None],
-    *,
-    saved: Saved | None = None,
-    width: int = 4,
-    attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {},
-    **outer: Any,
-) -> dict[str, Loop]:
+    names: str, work: Callable[[Loop], None], *, saved: Saved | None = None, width: int = 4,
+    attach: Callable[[str, torch.optim.Optimizer], dict[str, Any]] = lambda name, optimizer: {}, **outer: Any,
+) -> dict[str, Loop]:  # fmt: skip
     """Peers of these names, all there before the first inner step, each in a loop of its own; they leave at the end.
 
     `attach` gives what else `Swarm.attach` is told.
@@ -84,15 +81,10 @@ def train(
             model = nn.Linear(width, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             swarm = Swarm(
-                run_id="run",
-                name=name,
-                identity=Path(name),
-                min_peers=len(names),
-                runtime=SimRuntime(loop, lockstep, connect),
-                on_event=lambda kind, fields: loops[name].events.append((kind, fields)),
-                on_ready=lambda address: None,
-                **outer,
-            )
+                run_id="run", name=name, identity=Path(name), min_peers=len(names),
+                runtime=SimRuntime(loop, lockstep, connect), on_ready=lambda address: None,
+                on_event=lambda kind, fields: loops[name].events.append((kind, fields)), **outer,
+            )  # fmt: skip
             attached = swarm.attach(model, optimizer, saved=saved, **attach(name, optimizer))
             mine = loops[name] = Loop(name, attached, optimizer, lockstep)
             mine.swarm = swarm
@@ -119,15 +111,9 @@ class LastFlight:
 
     def __init__(self) -> None:
         self.protocol = SimpleNamespace(
-            versions=[3],
-            steps=3,
-            applied_tokens=30,
-            measured=None,
-            progress=None,
+            versions=[3], steps=3, applied_tokens=30, measured=None, progress=None, members=Membership(), me="me",
             fastest_steps_per_s=lambda mine: mine,
-            members=Membership(),
-            me="me",
-        )
+        )  # fmt: skip
         self.traffic = Traffic()
         self.leased = SimpleNamespace(expect=lambda sequences: None)
         self.addresses: list[str] = []

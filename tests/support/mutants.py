@@ -140,7 +140,7 @@ MUTANTS = [
         "diloco.swarm.node.anchors",
         "if not outer and self._protocol.fragments[fragment].syncer is not None:",
         "if self._protocol.fragments[fragment].syncer is not None:",
-        test="tests/sim/test_nothing_stale.py::test_stories_that_once_went_wrong[async-248-changes7-False]",
+        test="tests/sim/test_nothing_stale.py::test_nothing_is_stale_in_these_stories[async-248-changes7-False]",
     ),
     Mutant(
         "successor-merges-again",
@@ -285,7 +285,7 @@ MUTANTS = [
         "diloco.train.attachment",
         "if self.outer.staggered and self.outer.barrier:",
         "if False:",
-        test="tests/sim/test_attachment.py::test_who_finishes_in_the_middle_of_the_cycle_sends_the_rest_too",
+        test="tests/sim/test_attachment.py::test_who_finishes_in_mid_cycle_sends_the_rest_too",
     ),
     Mutant(
         "history-comes-back",

@@ -10,16 +10,15 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
-
-import torch
 
 from diloco.protocol.fragment import CONTROL_FRAGMENT
 from diloco.protocol.ledger import Units, count, union
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.node import Node
 from diloco.testing.fuzz.crowd import Crowd, Life, Member, small_pieces
-from diloco.testing.fuzz.invariants import Violation, Watch, check_end, moving
+from diloco.testing.fuzz.invariants import Violation, Watch, check_end
 from diloco.testing.fuzz.lineage import Made
 from diloco.testing.fuzz.stage import quiet_process
 
@@ -41,11 +40,8 @@ class Belief(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """The state of the data at the end of a story.
-
-    Attributes:
-        learned: the work units of each contribution that is in the model.
-        cursor, open, free: as in the `Ledger` of the peer that deals.
+    """The state of the data at the end of a story: the work units of each contribution that is in the model, and
+    `cursor`, `open` and `free` of the `Ledger` of the peer that deals.
     """
 
     learned: list[Units]
@@ -83,11 +79,15 @@ class Story:
         self.loop, self.fragments, self.random = loop, fragments, random.Random(seed)
         self.crowd = Crowd(loop, seed, steps, heartbeat_s=heartbeat_s, **settings)
         self.watch = Watch(self.crowd)
-        self.outer_states_differ: list[str] = []
         if outer_steps is not None:
             self.crowd.goal = outer_steps
 
     # -- what happens -------------------------------------------------------------------------------------------------
+
+    def begin(self, names: str) -> None:
+        """All of these peers start, and train."""
+        self.start(names, min_peers=len(names))
+        self.run_until_training()
 
     def start(self, names: str, min_peers: int = 1, trains: bool = True) -> None:
         """Peers of these names start; where nobody is there yet, one of them does so a little before the others."""
@@ -108,24 +108,23 @@ class Story:
     def split(self, one: str, other: str) -> None:
         """Peers of two sides reach each other no more, and notice at once."""
         self.crowd.torn = True
-        for a, b in ((a, b) for a in one for b in other):
-            self.crowd.network.cut(a, b)
-            self.crowd.network.reset(a, b)
+        for pair in product(one, other):
+            self.crowd.network.cut(*pair)
+            self.crowd.network.reset(*pair)
 
     def mend(self, one: str, other: str) -> None:
         """Peers of two sides can reach each other again."""
-        for a, b in ((a, b) for a in one for b in other):
-            self.crowd.network.mend(a, b)
+        for pair in product(one, other):
+            self.crowd.network.mend(*pair)
 
-    def at_turn(self, turn: int, happens: Callable[[], None]) -> None:
-        """Let something happen right after a turn of the event loop."""
+    def every_turn(self, happens: Callable[[], None]) -> None:
+        """From now on let something happen right after each turn of the event loop."""
         look = self.loop.on_turn
         assert look is not None
 
         def looks() -> None:
             look()
-            if self.loop.turns == turn:
-                happens()
+            happens()
 
         self.loop.on_turn = looks
 
@@ -138,14 +137,12 @@ class Story:
     def run_until(self, condition: Callable[[], bool], what: str) -> None:
         """Let virtual time pass until the turn after which something is so; `Violation` when it is in vain."""
         reached, look = self.loop.create_future(), self.loop.on_turn
-        assert look is not None
 
         def looks() -> None:
-            look()
             if not reached.done() and (self.crowd.failures or condition()):
                 reached.set_result(None)
 
-        self.loop.on_turn = looks
+        self.every_turn(looks)
         try:
             self.loop.run_until_complete(asyncio.wait([reached], timeout=PATIENCE_S))
         finally:
@@ -158,13 +155,10 @@ class Story:
 
         def settled() -> bool:
             living = [life for life in self.crowd.living() if not life.leaving]
-            beliefs = [self.beliefs(node) for node in self.nodes().values()]
-            return (
-                len(beliefs) == len(living)
-                and all(belief == beliefs[0] for belief in beliefs)
-                and {belief.holder for belief in beliefs[0].values()} <= self.nodes().keys()
-                and len(beliefs[0]) == self.fragments
-            )
+            one, *others = beliefs = [self.beliefs(node) for node in self.nodes().values()] or [{}]
+            alike = len(beliefs) == len(living) and all(belief == one for belief in others)
+            holders = {belief.holder for belief in one.values()}
+            return alike and len(one) == self.fragments and holders <= self.nodes().keys()
 
         self.run_until(settled, "all believe in the same syncers")
 
@@ -181,16 +175,13 @@ class Story:
         checks were made.
         """
         if outer_steps:
-            self.crowd.goal = outer_steps + max(
-                known.steps for node in self.nodes().values() for known in node.protocol.fragments
-            )
+            fragments = [fragment for node in self.nodes().values() for fragment in node.protocol.fragments]
+            self.crowd.goal = outer_steps + max(fragment.steps for fragment in fragments)
         self.run_until(lambda: all(map(_done, self.crowd.living())), "all trainers are done")
-        lives = [
-            life for _, life in sorted(self.crowd.lives.items()) if life.ended in ("", "done") and not life.leaving
-        ]
-        nodes = [self.node(life.name) for life in lives]
+        lives = sorted(self.crowd.lives.items())
+        nodes = [self.node(name) for name, life in lives if life.ended in ("", "done") and not life.leaving]
         self.last_beliefs = [self.beliefs(node) for node in nodes]
-        self.last_held = [self.held(life.name) for life in lives]
+        self.last_held = [self.held(node.protocol.name) for node in nodes]
         self.run_until(lambda: not any(life.member.trains for life in self.crowd.living()), "all trainers have left")
         for life in self.crowd.living():
             self.crowd.leave(life.name)
@@ -256,35 +247,6 @@ class Story:
     def has_units(self, name: str) -> Units:
         """The sequences that are leased to a peer, and that are not in the model as far as it knows."""
         return self.node(name).protocol.accounts.units
-
-    def watch_outer_states(self) -> None:
-        """From now on `outer_states_differ` lists syncers whose master or momentum is not that of their anchor.
-
-        The first syncer that holds a fragment at some digest decides which outer state belongs to that anchor.
-        """
-        known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        seen: set[tuple[str, int, str]] = set()
-
-        def compare(life: Life, node: Node, fragment: int) -> None:
-            digest, state = node.protocol.digests[fragment], node.replica.held[fragment]
-            if (life.owner, fragment, digest) in seen or moving(node, fragment):
-                return
-            seen.add((life.owner, fragment, digest))
-            first = known.setdefault(digest, (state.master.clone(), state.state.momentum.clone()))
-            if not (torch.equal(state.master, first[0]) and torch.equal(state.state.momentum, first[1])):
-                version = node.protocol.versions[fragment]
-                self.outer_states_differ.append(f"fragment {fragment} of {life.name} at version {version}")
-
-        look = self.loop.on_turn
-        assert look is not None
-
-        def looks() -> None:
-            look()
-            for life in self.crowd.living():
-                for fragment in [] if life.node is None else life.node.protocol.syncers:
-                    compare(life, life.node, fragment)
-
-        self.loop.on_turn = looks
 
 
 def agreed(swarm: Story, nodes: list[Node], version: int | None = None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from diloco.outer import digest
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.protocol.messages.bulk import PartList
-from diloco.sim.network import Link, Network, SimTransport
-from diloco.sim.virtual_time import VirtualLoop
+from diloco.sim.network import Link, Network
+from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.conversations import parts
 from diloco.swarm.conversations.context import Context
 from diloco.swarm.node.node import Node
@@ -27,14 +28,8 @@ from diloco.swarm.wire.streams import BULK, Stream
 from diloco.swarm.wire.transport import Transport
 
 PART = 2**15  # elements: small parts, so that a small fragment has many
-
-
 NUMEL = 10 * PART + 1000
-
-
 UP, LATENCY_S = 2e5, 0.01  # bytes per second of every donor, and half a round trip between any two peers
-
-
 MANIFEST = "0" * 64
 
 
@@ -57,11 +52,8 @@ class Villager:
 
     def has(self, version: int) -> bool:
         protocol = self.node.protocol
-        return (
-            protocol.versions == [version]
-            and protocol.fragments[0].agrees()
-            and self.replica.digests() == protocol.digests
-        )
+        agrees = protocol.fragments[0].agrees() and self.replica.digests() == protocol.digests
+        return agrees and protocol.versions == [version]
 
 
 class Village:
@@ -89,27 +81,25 @@ class Village:
         monkeypatch.setattr(parts, "fetch_part", watched)
 
     def peer(
-        self,
-        name: str,
-        *seeds: str,
-        values: Tensor,
-        down: float | None = None,
-        min_peers: int = 1,
+        self, name: str, *seeds: str, values: Tensor, down: float | None = None, min_peers: int = 1,
         saved: Saved | None = None,
-    ) -> Villager:
+    ) -> Villager:  # fmt: skip
         """A started node."""
-        parameters = {"w": values.clone()}
-        settings = OuterConfig(
-            method="diloco", sync_every=1, fragments=1, lr=1.0, momentum=0.0, codec_up="fp32", codec_down="fp32"
-        )
-        replica = Replica(parameters, partition({"w": self.numel}, 1), settings)
+        exact = {"lr": 1.0, "momentum": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
+        settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, "fragments": 1, **exact})
         events: list[tuple[str, dict[str, object]]] = []
-
+        replica = Replica({"w": values.clone()}, partition({"w": self.numel}, 1), settings)
         villager = self.peers[name] = Villager(replica, events)
 
         async def connect(options: NodeOptions) -> Transport:
             transport = self.network.join(name, list(seeds), Link(down=down, latency_s=LATENCY_S))
-            watch(transport, villager)
+            open_ = transport.open
+
+            async def watched(peer: str, protocol: str) -> Any:
+                villager.opened += [peer] * (protocol == BULK)
+                return await open_(peer, protocol)
+
+            transport.open = watched  # type: ignore[method-assign]
             return transport
 
         options = NodeOptions(RunSpec("run", MANIFEST, "{}"), SwarmConfig(min_peers=min_peers), Path(name), name, saved)
@@ -147,6 +137,12 @@ class Village:
         values = torch.zeros(self.numel) if values is None else values
         return self.peer("joiner", "d0", values=values, **options)
 
+    def joins(self, values: Tensor | None = None, **options: Any) -> Villager:
+        """A joiner that has got the donors' first version."""
+        joiner = self.joiner(values, **options)
+        self.until(lambda: joiner.has(1))
+        return joiner
+
     def crash(self, name: str) -> None:
         self.network.crash(name)
         self.loop.kill(name)
@@ -174,12 +170,10 @@ class Village:
         return sum(source == donor for source, _ in self.came)
 
 
-def watch(transport: SimTransport, villager: Villager) -> None:
-    open_ = transport.open
-
-    async def watched(peer: str, protocol: str) -> Any:
-        if protocol == BULK:
-            villager.opened.append(peer)
-        return await open_(peer, protocol)
-
-    transport.open = watched  # type: ignore[method-assign]
+@contextmanager
+def village_of(monkeypatch: pytest.MonkeyPatch, numel: int = NUMEL) -> Iterator[Village]:
+    """A village in a virtual time of its own, whose peers are closed at the end."""
+    with virtual_time() as loop:
+        village = Village(loop, monkeypatch, numel)
+        yield village
+        village.run(village.all(list(village.peers.values()), lambda peer: peer.node.close()))

@@ -29,7 +29,7 @@ PATIENCE_S = 1800.0
 CRASHES = ("crash:1@17.5", "crash:1@9.5,join:4@11,crash:2@21.5")
 DOWNLOAD = (
     "tests/swarm/test_swarm.py::test_a_joiner_draws_parts_from_three_donors_and_finishes_when_one_dies",
-    "tests/sim/test_download.py::test_when_a_donor_crashes_midway_only_its_part_is_fetched_again",
+    "tests/sim/test_download.py::test_when_a_donor_crashes_only_its_part_is_fetched_again",
 )
 
 Figures = dict[str, Any]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.completion import VARIABLE
-from tests.support.exit_codes import exit_code
+from tests.support.command_line import Typed
 
 Offer = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Offer:
+def offered(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> Offer:
     """Says what may follow on a command line, as fish and zsh ask for it: the last word is being typed."""
 
     def ask(line: str) -> list[str]:
@@ -24,8 +24,7 @@ def offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         monkeypatch.setenv("COMP_WORDS", "\n".join(words))
         monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
         monkeypatch.setenv(VARIABLE, "bash_complete")
-        assert exit_code() == 0
-        return [line.partition(",")[2] for line in capsys.readouterr().out.split()]
+        return [line.partition(",")[2] for line in typed().split()]
 
     return ask
 
@@ -68,7 +67,7 @@ def test_choices_of_ones_own_are_offered(offered: Offer, tmp_path: Path, monkeyp
     assert offered("diloco train -cd shared train=h") == ["train=h100", "train=h200"]
 
 
-def test_bash_completes_by_the_script_that_is_printed_without_waiting_for_torch(tmp_path: Path) -> None:
+def test_bash_completes_by_the_script_without_torch(tmp_path: Path) -> None:
     program = tmp_path / "diloco"
     check = "import sys; from diloco.cli.main import _invoke; _invoke(sys.argv[1:]); assert 'torch' not in sys.modules"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{check}" "$@"\n')
@@ -78,31 +77,23 @@ def test_bash_completes_by_the_script_that_is_printed_without_waiting_for_torch(
         "COMP_WORDS=(diloco train outer = two); COMP_CWORD=4; _diloco_completion diloco; "
         'echo "${COMPREPLY[@]}"; complete -p'
     )
-    done = subprocess.run(["bash", "--norc", "-c", asked], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "--norc", "-c", asked], capture_output=True, text=True, timeout=240)
     assert done.stdout.splitlines() == ["two_bit", "complete -o nosort -F _diloco_completion diloco"], done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_hydras_way_and_clicks_way_print_the_same_script(
-    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shell: str, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert exit_code("-sc", f"install={shell}") == 0
-    script = capsys.readouterr().out
+    script = typed("-sc", f"install={shell}")
     assert "_diloco_completion" in script and f"{VARIABLE}={shell}_complete" in script
     nospace = {"bash": "[[ $value == *[=.] ]] && compopt -o nospace", "zsh": "compadd -S '' -U"}
     assert nospace.get(shell, "") in script
     monkeypatch.setenv(VARIABLE, f"{shell}_source")
-    assert exit_code() == 0
-    assert capsys.readouterr().out == script
+    assert typed() == script
 
 
-@pytest.mark.parametrize(
-    "arguments", [("-sc", "install=tcsh"), ("-sc",), ("-sc", "uninstall=bash"), ("train", "-sc", "install=bash")]
-)
-def test_what_cannot_be_done_says_what_to_type(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*arguments) == 2
-    said = capsys.readouterr().err
-    assert said.endswith(
-        '; write eval "$(diloco -sc install=bash)", or install=zsh; with fish diloco -sc install=fish | source\n'
-    )
-    assert said.count("\n") == 1
+@pytest.mark.parametrize("line", ["-sc install=tcsh", "-sc", "-sc uninstall=bash", "train -sc install=bash"])
+def test_what_cannot_be_done_says_what_to_type(line: str, typed: Typed) -> None:
+    hint = 'write eval "$(diloco -sc install=bash)", or install=zsh; with fish diloco -sc install=fish | source'
+    assert typed.refused(*line.split()).endswith(f"; {hint}\n")

@@ -29,7 +29,7 @@ from diloco.protocol.snapshot import MAX_HISTORY, MAX_PEERS, MAX_TEXT_BYTES, Sna
 from diloco.swarm.conversations.recorder import ELSEWHERE_S, Recorder
 from diloco.swarm.visit.visitor import Visitor
 from diloco.text import sparkline
-from tests.support.exit_codes import exit_code
+from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
 from tests.support.places import ROOT
 from tests.support.statuses import status
@@ -39,8 +39,8 @@ TEXT = '{"model": {"name": "tiny"}, "budget": {"outer_steps": 9, "tokens": null}
 ME, OTHER = "a" * 46, "b" * 46
 
 
-def node(fragments: int = 2) -> Peer:
-    return Peer(ME, "me", "run", MANIFEST, ["1" * 64] * fragments, device="cpu")
+def node() -> Peer:
+    return Peer(ME, "me", "run", MANIFEST, ["1" * 64] * 2, device="cpu")
 
 
 def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -> Peer:
@@ -52,9 +52,9 @@ def joined(peer: Peer, other: str = OTHER, name: str = "other", **fields: Any) -
     return peer
 
 
-def told(peer: Peer, recorder: Recorder, message: Status | Published, now: float, other: str = OTHER) -> None:
-    peer.heard(other, message, now)
-    recorder.heard(other, message, now)
+def told(peer: Peer, recorder: Recorder, message: Status | Published, now: float) -> None:
+    peer.heard(OTHER, message, now)
+    recorder.heard(OTHER, message, now)
 
 
 def published(version: int, fragment: int = 0, **fields: Any) -> Published:
@@ -62,12 +62,14 @@ def published(version: int, fragment: int = 0, **fields: Any) -> Published:
     return Published(fragment=fragment, version=version, **{**known, **fields})
 
 
-# --- What a node remembers --------------------------------------------------------------------------------------------
+def watched(**fields: Any) -> tuple[Peer, Recorder]:
+    """A node with one other peer, and what it remembers."""
+    peer = joined(node(), **fields)
+    return peer, Recorder(peer, TEXT)
 
 
 def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
-    peer = joined(node(), tokens=70, loss=2.5, bytes_sent=4)
-    recorder = Recorder(peer, TEXT)
+    peer, recorder = watched(tokens=70, loss=2.5, bytes_sent=4)
     peer.discovered(0.0)
     seen = recorder.snapshot(3.0)
     assert (seen.run.run_id, seen.run.mode, seen.run.model, seen.run.outer_steps) == ("run", "synchronous", "tiny", 9)
@@ -81,9 +83,8 @@ def test_a_snapshot_has_the_run_the_peers_and_who_holds_what() -> None:
     assert any(row.syncer == ME and row.backup == OTHER for row in seen.fragments)
 
 
-def test_a_round_is_recorded_once_with_who_was_there_and_how_long_it_took() -> None:
-    peer = joined(node())
-    recorder = Recorder(peer, TEXT)
+def test_a_round_is_recorded_once_with_peers_and_seconds() -> None:
+    peer, recorder = watched()
     told(peer, recorder, published(1, contributors=[OTHER], staleness=2), 1.0)
     told(peer, recorder, published(1), 1.1)
     told(peer, recorder, status(version=1, rounds=1, seconds=[4.0, 2.0, 1.0, 0.0]), 1.2)
@@ -96,19 +97,16 @@ def test_a_round_is_recorded_once_with_who_was_there_and_how_long_it_took() -> N
     assert (row.seconds.compute, row.seconds.wait, row.seconds.comm) == (5.0, 1.0, 1.0)
     assert seen.run.at - row.closed_at == pytest.approx(4.0)
     assert [(one.peer_id, one.round) for one in seen.timeline] == [(OTHER, 1), (ME, 1)]
+    for term, version in ((1, 2), (1, 2), (2, 2), (1, 3)):  # a successor makes one again
+        told(peer, recorder, published(version, term=term), 5.0)
+    assert [row.version for row in recorder.snapshot(6.0).rounds] == [1, 2, 2]
 
 
-def test_versions_that_a_successor_makes_again_are_rounds_too() -> None:
-    peer = joined(node())
-    recorder = Recorder(peer, TEXT)
-    for term, version in ((1, 1), (1, 2), (1, 2), (2, 2), (1, 3)):
-        told(peer, recorder, published(version, term=term), 1.0)
-    assert [row.version for row in recorder.snapshot(2.0).rounds] == [1, 2, 2]
-
-
-def test_the_loss_is_the_mean_of_those_who_train_and_its_history_spans_the_run() -> None:
-    peer = joined(node())
-    recorder = Recorder(peer, TEXT)
+def test_the_loss_is_a_mean_whose_history_spans_the_run() -> None:
+    peer, recorder = watched()
+    for none in (float("nan"), float("inf"), -1.0):
+        peer.measured(none, 1, [])
+        assert peer.status(figures=True).figures.loss == 0.0
     peer.state = "training"
     peer.measured(3.0, 0, [])
     told(peer, recorder, status(loss=2.0), 1.0)
@@ -118,20 +116,11 @@ def test_the_loss_is_the_mean_of_those_who_train_and_its_history_spans_the_run()
     for second in range(2, 5000):
         told(peer, recorder, status(loss=2.0, tokens=second), float(second))
     loss = recorder.snapshot(5000.0).loss
-    assert MAX_HISTORY // 4 < len(loss) <= MAX_HISTORY
-    assert loss[-1].at - loss[0].at > 4900
+    assert MAX_HISTORY // 4 < len(loss) <= MAX_HISTORY and loss[-1].at - loss[0].at > 4900
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -1.0])
-def test_a_loss_that_is_none_is_not_told(loss: float) -> None:
-    peer = node()
-    peer.measured(loss, 1, [])
-    assert peer.status(figures=True).figures.loss == 0.0
-
-
-def test_what_a_peer_gave_stays_on_the_books_when_it_is_gone_and_tokens_balance() -> None:
-    peer = joined(node())
-    recorder = Recorder(peer, TEXT)
+def test_what_a_peer_gave_stays_on_the_books() -> None:
+    peer, recorder = watched()
     told(peer, recorder, status(tokens=170, discarded=30), 1.0)
     peer.adopted(0, 1, "2" * 64, 2.0, contributors={OTHER: 100})
     peer.lost(OTHER, 3.0, "reset")
@@ -141,45 +130,26 @@ def test_what_a_peer_gave_stays_on_the_books_when_it_is_gone_and_tokens_balance(
     assert (ledger.processed, ledger.applied, ledger.discarded, ledger.in_flight) == (170, 100, 30, 40)
 
 
-def test_a_peer_that_the_dht_goes_on_naming_is_in_another_component() -> None:
-    peer = joined(node())
-    recorder = Recorder(peer, TEXT)
-    recorder.named({ME: "me", OTHER: "other", "c": "far"}, 0.0)
-    recorder.named({ME: "me", OTHER: "other", "c": "far"}, ELSEWHERE_S + 1)
+def test_a_peer_that_the_dht_goes_on_naming_is_elsewhere() -> None:
+    _, recorder = watched()
+    for now in (0.0, ELSEWHERE_S + 1):
+        recorder.named({ME: "me", OTHER: "other", "c": "far"}, now)
     assert recorder.snapshot(ELSEWHERE_S).components == [[ME, OTHER]]
     assert recorder.snapshot(ELSEWHERE_S + 1).components == [[ME, OTHER], ["c"]]
     recorder.named({OTHER: "other"}, ELSEWHERE_S + 2)  # its record has run out
     assert recorder.snapshot(ELSEWHERE_S + 2).components == [[ME, OTHER]]
 
 
-def test_hundreds_of_peers_are_cut_to_what_a_reply_holds_and_the_rest_is_counted() -> None:
+def test_hundreds_of_peers_are_cut_to_what_a_reply_holds() -> None:
     peer = node()
     recorder = Recorder(peer, TEXT)
     for index in range(MAX_PEERS + 7):
         joined(peer, f"{index:046d}", "x" * 128)
-    seen = unpack(b"".join(recorder.packed(1.0)))
-    assert (len(seen.peers), seen.left_out) == (MAX_PEERS, 8)
-    assert seen.peers[0].peer_id == ME
-
-
-def test_one_snapshot_answers_all_who_ask_at_the_same_time() -> None:
-    peer = joined(node())
-    recorder = Recorder(peer, TEXT)
-    first = recorder.packed(1.0)
-    assert recorder.packed(1.4) is first
-    assert recorder.packed(1.5) is not first
-
-
-# --- How it travels ---------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_comes_through_unchanged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = snapshot(64)
-    assert max(map(len, pack(sent))) <= MAX_SNAPSHOT_PIECE_BYTES
-    monkeypatch.setattr(schema, "MAX_SNAPSHOT_PIECE_BYTES", 1000)
-    pieces = pack(sent)
-    assert len(pieces) > 3
-    assert unpack(b"".join(pieces)) == sent
+    packed = recorder.packed(1.0)
+    seen = unpack(b"".join(packed))
+    assert (len(seen.peers), seen.left_out, seen.peers[0].peer_id) == (MAX_PEERS, 8, ME)
+    assert recorder.packed(1.4) is packed, "one answers all who ask at the same time"
+    assert recorder.packed(1.5) is not packed
 
 
 @given(st.binary(max_size=200))
@@ -188,7 +158,7 @@ def test_what_is_no_snapshot_is_refused(garbage: bytes) -> None:
         unpack(garbage)
 
 
-def test_a_snapshot_that_is_cut_off_inflates_without_end_or_has_wrong_fields_is_refused() -> None:
+def test_a_snapshot_comes_in_pieces_and_damage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = b"".join(pack(snapshot(2)))
     for packed, reason in (
         (whole[:-9], "cut off"),
@@ -199,11 +169,16 @@ def test_a_snapshot_that_is_cut_off_inflates_without_end_or_has_wrong_fields_is_
     ):
         with pytest.raises(PayloadError, match=reason):
             unpack(packed)
+    sent = snapshot(64)
+    assert max(map(len, pack(sent))) <= MAX_SNAPSHOT_PIECE_BYTES
+    monkeypatch.setattr(schema, "MAX_SNAPSHOT_PIECE_BYTES", 1000)
+    pieces = pack(sent)
+    assert len(pieces) > 3 and unpack(b"".join(pieces)) == sent
 
 
-def test_who_only_watches_imports_neither_torch_nor_the_rest_of_hivemind() -> None:
+def test_who_only_watches_imports_no_torch_and_little_hivemind() -> None:
     code = (
-        "import sys\nfrom diloco.cli import status\n"
+        "import sys, diloco.cli.table\nfrom diloco.cli import status\n"
         "from diloco.swarm.visit.visitor import light_hivemind\nlight_hivemind()\n"
         "from diloco.swarm.wire.libp2p import Libp2p\n"
         "print(sorted({'torch', 'hivemind.dht.node', 'transformers', 'numpy'} & set(sys.modules)), Libp2p.__name__)"
@@ -217,8 +192,7 @@ class Answering:
 
     def __init__(self, *messages: Message, why: str = "") -> None:
         self.me, self.addresses, self.seeds = "", [], ["12D3KooWseed"]
-        self.messages, self.why = messages, why
-        self.closed = False
+        self.messages, self.why, self.closed = messages, why, False
 
     async def open(self, peer: str, protocol: str) -> tuple[Any, Any]:
         if self.why:
@@ -238,6 +212,10 @@ class Silent:
     def write(self, data: bytes) -> None: ...
     async def drain(self) -> None: ...
     def close(self) -> None: ...
+
+
+def reply(data: bytes, **fields: Any) -> SnapshotReply:
+    return SnapshotReply(**{"wire_version": WIRE_VERSION, "data": data, **fields})
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 1) -> Snapshot:
@@ -265,108 +243,76 @@ def asked(monkeypatch: pytest.MonkeyPatch, *transports: Answering, times: int = 
     [
         (Answering(why="protocols not supported"), "peer oWseed is no diloco peer; check the address"),
         (Answering(why="dial backoff"), "does not answer"),
-        (Answering(SnapshotReply(wire_version=99, data=b"")), "cannot be understood: wire version 99 there does not"),
-        (
-            Answering(SnapshotReply(wire_version=WIRE_VERSION, data=b"junk")),
-            "cannot be understood: a snapshot cannot be inflated",
-        ),
+        (Answering(reply(b"", wire_version=99)), "cannot be understood: wire version 99 there does not"),
+        (Answering(reply(b"junk")), "cannot be understood: a snapshot cannot be inflated"),
         (Answering(Refusal(reason="not for you")), "cannot be understood: refused: not for you"),
-        (Answering(*[SnapshotReply(wire_version=WIRE_VERSION, data=bytes(2**19), more=True)] * 17), "more than"),
-        (Answering(SnapshotReply(wire_version=WIRE_VERSION, data=b"x", more=True)), "does not answer"),  # and ends
+        (Answering(*[reply(bytes(2**19), more=True)] * 17), "more than"),
+        (Answering(reply(b"x", more=True)), "does not answer"),  # and ends
     ],
 )
-def test_who_cannot_tell_what_the_swarm_does_is_named_with_the_reason(
+def test_who_cannot_tell_what_the_swarm_does_is_named(
     monkeypatch: pytest.MonkeyPatch, transport: Answering, reason: str
 ) -> None:
     with pytest.raises(SwarmError, match=reason) as caught:
         asked(monkeypatch, transport)
-    assert str(caught.value).startswith("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed: peer")
-    assert transport.closed
+    assert str(caught.value).startswith("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWseed: peer") and transport.closed
 
 
-def test_when_nobody_answers_any_more_the_address_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    reply = SnapshotReply(wire_version=WIRE_VERSION, data=b"".join(pack(snapshot(2))))
-    first, second = Answering(reply), Answering(reply)
+def test_when_nobody_answers_the_address_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (Answering(reply(b"".join(pack(snapshot(2))))) for _ in range(2))
     assert asked(monkeypatch, first, second, times=2).run.run_id == "fake"
     assert first.closed and second.closed
 
 
-# --- What a terminal shows --------------------------------------------------------------------------------------------
+def test_an_empty_file_with_a_link_is_named(tmp_path: Path, typed: Typed) -> None:
+    (tmp_path / "link.txt").write_text("\n")
+    said = f"@{tmp_path / 'link.txt'} is empty; put the address of a peer, or the link of an invitation, into it"
+    assert typed.refused("status", f"@{tmp_path / 'link.txt'}") == f"diloco: error: {said}\n"
 
 
 def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=50, color_system=None, _environ={})
-    with console.capture() as capture:
-        console.print(render(seen, console, rows, lost))
-    return [line.rstrip() for line in capture.get().splitlines()]
+    console.print(render(seen, console, rows, lost))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_tables_fit_the_terminal_and_name_everything(width: int) -> None:
-    lines = shown(snapshot(5), width)
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    for part in ("peers\n", "fragments\n", "rounds\n", "ledger", "contributions\n", "events\n", "loss 5", "worker-04"):
-        assert part in text
-    assert ("device" in text) == (width == 200)
+def test_the_tables_fit_the_terminal_and_name_everything() -> None:
+    parts = ("peers\n", "fragments\n", "rounds\n", "ledger", "contributions\n", "events\n", "loss 5", "worker-04")
+    for width in (60, 80, 200):
+        lines = shown(snapshot(5), width)
+        text = "\n".join(lines)
+        assert max(map(len, lines)) <= width and all(part in text for part in parts)
+        assert ("device" in text) == (width == 200)
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, "  1 peer"), (2, "  2 peers")])
-def test_the_head_counts_peers(count: int, said: str) -> None:
-    assert shown(snapshot(count), 200)[0].rstrip().endswith(said)
-
-
-def test_an_empty_file_with_a_link_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "link.txt").write_text("\n")
-    assert exit_code("status", f"@{tmp_path / 'link.txt'}") == 2
-    assert capsys.readouterr().err == (
-        f"diloco: error: @{tmp_path / 'link.txt'} is empty; put the address of a peer, or the link of an invitation, "
-        "into it\n"
-    )
-
-
-def test_what_is_lost_or_split_or_has_no_syncer_is_said() -> None:
+def test_what_is_lost_cut_split_or_without_a_syncer_is_said() -> None:
+    for count, said in ((1, "  1 peer"), (2, "  2 peers")):
+        assert shown(snapshot(count), 200)[0].endswith(said)
+    assert "61 more" in "\n".join(shown(snapshot(64), rows=3))
     seen = snapshot(3)
     nobody = [row.model_copy(update={"syncer": None}) for row in seen.fragments]
     seen = seen.model_copy(update={"fragments": nobody, "components": [*seen.components, ["x", "y"]]})
     text = "\n".join(shown(seen, lost="lost, last seen 7 s ago"))
     for part in ("split: 2 more peers", "nobody", "lost, last seen 7 s ago"):
         assert part in text
-
-
-def test_rows_that_have_no_room_are_counted() -> None:
-    assert "61 more" in "\n".join(shown(snapshot(64), rows=3))
-
-
-def test_a_name_moves_no_cursor() -> None:
-    peer = joined(node(), name="=\x1b[2J\nroot")
-    recorder = Recorder(peer, TEXT)
-    told(peer, recorder, status(tokens=1), 1.0)
-    recorder.note("join\n", {"name": "\x1b]0;x\x07"}, 1.0)
-    seen = recorder.snapshot(1.0)
-    assert seen.peers[1].name == "= [2J root"
-    assert (seen.events[0].kind, seen.events[0].text) == ("join ", "name= ]0;x ")
-    assert not any("\x1b" in line for line in shown(seen))
-
-
-def test_what_happens_in_every_round_of_one_peer_is_no_event_for_watchers() -> None:
-    peer = joined(node())
-    recorder = Recorder(peer, TEXT)
-    recorder.note("units", {"base_version": 1, "units": [[0, 8]]}, 1.0)
-    recorder.note("takeover", {"fragment": 1}, 2.0)
-    assert [event.kind for event in recorder.snapshot(2.0).events] == ["takeover"]
-
-
-def test_peers_of_one_name_are_told_apart() -> None:
-    seen = snapshot(3)
     alike = seen.model_copy(update={"peers": [row.model_copy(update={"name": "peer"}) for row in seen.peers]})
     assert set(alike.names().values()) == {f"peer-{peer_id(index)[-6:]}" for index in range(3)}
 
 
+def test_an_event_moves_no_cursor_and_is_not_of_every_round() -> None:
+    peer, recorder = watched(name="=\x1b[2J\nroot")
+    told(peer, recorder, status(tokens=1), 1.0)
+    recorder.note("units", {"base_version": 1, "units": [[0, 8]]}, 1.0)
+    recorder.note("join\n", {"name": "\x1b]0;x\x07"}, 1.0)
+    seen = recorder.snapshot(1.0)
+    assert seen.peers[1].name == "= [2J root"
+    assert [(event.kind, event.text) for event in seen.events] == [("join ", "name= ]0;x ")]
+    assert not any("\x1b" in line for line in shown(seen))
+
+
 def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([5, 5], 10) == "▁▁"
-    assert sparkline([8, 8, 1, 1], 2) == "█▁"
+    assert (sparkline([5, 5], 10), sparkline([8, 8, 1, 1], 2)) == ("▁▁", "█▁")
     assert sparkline([], 10) == sparkline([1.0], 0) == ""
 
 
@@ -389,6 +335,3 @@ def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:
         await watching
 
     asyncio.run(watch())
-
-
-# --- A real swarm -----------------------------------------------------------------------------------------------------

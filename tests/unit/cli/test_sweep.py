@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from diloco.cli import members
 from diloco.config import Start, compose
 from diloco.config.multirun import hydra_multirun
 from diloco.config.sweeps import Axis, grid, parse_axes, plan_sweep
-from tests.support.exit_codes import exit_code
+from tests.support.command_line import Typed
+from tests.support.peers import eventually
 from tests.support.sweeps import SMOKE, outcome, states, sweep
 
 # Stands for diloco: writes what it was asked into the run directory, and ends as run.seed says.
@@ -34,12 +35,9 @@ code = {3: 3, 4: 4}.get(seed, 0)
 stopped = []
 if seed in (8, 9):
     signal.signal(signal.SIGINT, (lambda *_: stopped.append(1)) if seed == 8 else signal.SIG_IGN)
+if seed in (8, 9, 20, 21):
     (place / "waits").touch()
-    while not stopped:
-        time.sleep(0.01)
-if seed in (20, 21):
-    (place / "waits").touch()
-    while len(list(place.parent.glob("*/waits"))) < 2:
+    while not stopped and (seed < 10 or len(list(place.parent.glob("*/waits"))) < 2):
         time.sleep(0.01)
 if code != 3:
     loss = 2.0 + seed / 100
@@ -61,93 +59,74 @@ def calls(name: str) -> list[str]:
     return (Path("s") / name / "calls").read_text().splitlines()
 
 
-def after(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
-    """Acts from another thread once the condition holds."""
+@contextmanager
+def signalled(name: str, *numbers: int) -> Iterator[None]:
+    """Once this member waits, this process gets the signals."""
 
     def watch() -> None:
-        deadline = time.monotonic() + 20
-        while not condition() and time.monotonic() < deadline:
-            threading.Event().wait(0.01)
-        act()
+        eventually((Path("s") / name / "waits").exists, name, timeout_s=240)
+        for number in numbers:
+            os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    return thread
-
-
-# --- Axes -------------------------------------------------------------------------------------------------------------
+    yield
+    thread.join()
 
 
 def test_several_values_are_axes_and_the_rest_is_left_alone() -> None:
     arguments = ["experiment=smoke", "outer.lr=0.5,0.7", "run.seed=range(1,4)", "data.path=~/a b", "x", "a=[1,2]"]
-    assert parse_axes(arguments) == [
-        "experiment=smoke",
-        Axis("outer.lr", "0.5,0.7", ("0.5", "0.7")),
-        Axis("run.seed", "range(1,4)", ("1", "2", "3")),
-        "data.path=~/a b",
-        "x",
-        "a=[1,2]",
-    ]
+    axes = [Axis("outer.lr", "0.5,0.7", ("0.5", "0.7")), Axis("run.seed", "range(1,4)", ("1", "2", "3"))]
+    assert parse_axes(arguments) == ["experiment=smoke", *axes, "data.path=~/a b", "x", "a=[1,2]"]
 
 
-@pytest.mark.parametrize(
-    ("argument", "values"),
-    [
-        ("model=tiny,14m", ("tiny", "14m")),
-        ("model=choice(tiny,14m)", ("tiny", "14m")),
-        ("model=glob(1*)", ("14m", "150m", "1b")),
-        ("sim.step_s=[1,2],[3]", ("[1,2]", "[3]")),
-        ("budget.tokens=null,100", ("null", "100")),
-        ("+outer.lr=range(0.5,1,0.25)", ("0.5", "0.75")),
-    ],
-)
-def test_the_grammar_is_that_of_hydra(argument: str, values: tuple[str, ...]) -> None:
-    [axis] = parse_axes([argument])
-    assert isinstance(axis, Axis) and axis.values == values
+def test_the_grammar_is_that_of_hydra() -> None:
+    for argument, values in {
+        "model=tiny,14m": ("tiny", "14m"),
+        "model=choice(tiny,14m)": ("tiny", "14m"),
+        "model=glob(1*)": ("14m", "150m", "1b"),
+        "sim.step_s=[1,2],[3]": ("[1,2]", "[3]"),
+        "budget.tokens=null,100": ("null", "100"),
+        "+outer.lr=range(0.5,1,0.25)": ("0.5", "0.75"),
+    }.items():
+        [axis] = parse_axes([argument])
+        assert isinstance(axis, Axis) and axis.values == values
 
 
 def test_a_grid_is_every_combination_with_the_last_axis_fastest() -> None:
     combinations = grid(parse_axes(["a=1,2", "b=0", "c=x,y"]))
-    assert [arguments for arguments, _ in combinations] == [
-        ("a=1", "b=0", "c=x"),
-        ("a=1", "b=0", "c=y"),
-        ("a=2", "b=0", "c=x"),
-        ("a=2", "b=0", "c=y"),
-    ]
+    assert [" ".join(arguments) for arguments, _ in combinations] == [
+        "a=1 b=0 c=x", "a=1 b=0 c=y", "a=2 b=0 c=x", "a=2 b=0 c=y",
+    ]  # fmt: skip
     assert combinations[1][1] == (("a", "1"), ("c", "y"))
     assert grid(parse_axes(["b=0"])) == [(("b=0",), ())]
 
 
-# --- Before anything starts -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("line", "complaint"),
     [
-        (["outer.lrr=0.5,0.7"], "outer.lrr is not a setting; did you mean outer.lr?"),
-        (["outer.lr=0.5,-1"], "outer.lr=-1 is out of range; expected a number > 0 and <= 10"),
-        (["outer.sync_every=8,4", "outer.overlap=1,5"], "outer.overlap=5 is more than the 4 inner steps"),
-        (["model=tiny,huge"], "model=huge is not a choice"),
-        (["outer.lr=0.5,0.7", "outer.lr=1"], "outer.lr=0.5,0.7 is swept and given again; give outer.lr once"),
-        (["model=glob(z*)"], "model=glob(z*) matches nothing"),
-        (["run.seed=range(3,1)"], "run.seed=range(3,1) has no values"),
-        (["run.dir=a,b"], "run.dir=a,b: each member has a directory of its own; set --dir"),
-        (["run.seed=range(0,20000)"], "run.seed are 20000 members; at most 10000 are run"),
-        (["outer.lr=interval(0.1,1)"], "outer.lr=interval(0.1,1) is a range of numbers; list values, or choose"),
-        (["run.seed=1,2", "--sweeper", "optuna"], "pip install 'diloco[sweep]'"),
-        (["run.seed=1,2", "--launcher", "submitit_slurm"], "pip install 'diloco[sweep]'"),
-        (["run.seed=1,2", "--sweeper", "nothing"], "nothing is a plugin of Hydra that is not installed: install"),
-        (["run.seed=1,2", "--cfg", "job"], "--cfg=job shows one configuration"),
-        (["run.seed=1,2", "hydra.sweeper.n_trials=3"], "hydra.sweeper.n_trials is not a setting"),
+        ("outer.lrr=0.5,0.7", "outer.lrr is not a setting; did you mean outer.lr?"),
+        ("outer.lr=0.5,-1", "outer.lr=-1 is out of range; expected a number > 0 and <= 10"),
+        ("outer.sync_every=8,4 outer.overlap=1,5", "outer.overlap=5 is more than the 4 inner steps"),
+        ("model=tiny,huge", "model=huge is not a choice"),
+        ("outer.lr=0.5,0.7 outer.lr=1", "outer.lr=0.5,0.7 is swept and given again; give outer.lr once"),
+        ("model=glob(z*)", "model=glob(z*) matches nothing"),
+        ("run.seed=range(3,1)", "run.seed=range(3,1) has no values"),
+        ("run.dir=a,b", "run.dir=a,b: each member has a directory of its own; set --dir"),
+        ("run.seed=range(0,20000)", "run.seed are 20000 members; at most 10000 are run"),
+        ("outer.lr=interval(0.1,1)", "outer.lr=interval(0.1,1) is a range of numbers; list values, or choose"),
+        ("run.seed=1,2 --sweeper optuna", "pip install 'diloco[sweep]'"),
+        ("run.seed=1,2 --launcher submitit_slurm", "pip install 'diloco[sweep]'"),
+        ("run.seed=1,2 --sweeper nothing", "nothing is a plugin of Hydra that is not installed: install"),
+        ("run.seed=1,2 --cfg job", "--cfg=job shows one configuration"),
+        ("run.seed=1,2 hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials is not a setting"),
     ],
 )
 def test_a_sweep_that_cannot_work_is_refused(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, complaint: str, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(import_module("diloco.config.compose"), "installed", lambda group: ["basic"])
-    assert sweep(*arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("diloco: error: ") and complaint in said and said.count("\n") == 1
+    assert complaint in typed.refused("sweep", "local", SMOKE, *line.split(), "--dir", "s")
     assert not list(Path("s").glob("*/*"))
 
 
@@ -160,19 +139,23 @@ def test_a_dry_run_lists_the_members_and_writes_nothing(capsys: pytest.CaptureFi
     assert not Path("s").exists()
 
 
-def test_the_default_directory_has_the_name_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("local", "--multirun", SMOKE, "run.seed=1,2") == 0
+def test_the_default_directory_has_the_name_of_the_run(typed: Typed) -> None:
+    typed("local", "--multirun", SMOKE, "run.seed=1,2")
     assert set(states("runs/smoke-sweep")) == {"0-seed1", "1-seed2"}
-    assert exit_code("simulate", SMOKE, "run.seed=1", "--multirun", "run.dir=here") == 0
+    typed("simulate", SMOKE, "run.seed=1", "--multirun", "run.dir=here")
     assert set(states("here")) == {"0"}
 
 
-# --- Running ----------------------------------------------------------------------------------------------------------
-
-
-def test_every_member_runs_in_a_directory_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep("run.seed=1,2", "outer.lr=0.5,0.7") == 0
+@pytest.mark.parametrize("launcher", [(), ("--launcher", "basic")])
+def test_every_member_runs_in_a_directory_of_its_own(
+    launcher: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("run.seed=1,2", "outer.lr=0.5,0.7", *launcher) == 0
+    assert list(states()) == ["0-seed1_lr0.5", "1-seed1_lr0.7", "2-seed2_lr0.5", "3-seed2_lr0.7"]
     assert list(states().values()) == ["done"] * 4
+    assert f"local {SMOKE} run.seed=2 outer.lr=0.5" in calls("2-seed2_lr0.5")[0]
+    if launcher:
+        return
     assert calls("2-seed2_lr0.5") == [f"local {SMOKE} run.seed=2 outer.lr=0.5 run.id=smoke-2 run.dir=s/2-seed2_lr0.5"]
     assert (Path("s") / "2-seed2_lr0.5" / "output.log").read_text() == "seed 2\n"
     assert (Path("s") / "2-seed2_lr0.5" / "group").read_text() == "s"
@@ -184,27 +167,20 @@ def test_every_member_runs_in_a_directory_of_its_own(capsys: pytest.CaptureFixtu
     assert outcome()["members"][3]["result"]["eval"]["loss"] == 2.02
 
 
-def test_failures_and_divergence_are_recorded_and_do_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ends_badly_stops_no_other_and_is_run_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep("run.seed=3,4,5") == 3
-    assert states() == {"0-seed3": "failed", "1-seed4": "diverged", "2-seed5": "done"}
-    assert [member["exit"] for member in outcome()["members"]] == [3, 4, 0]
+    ended = {"0-seed3": "failed", "1-seed4": "diverged", "2-seed5": "done"}
+    assert states() == ended and [member["exit"] for member in outcome()["members"]] == [3, 4, 0]
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1] == (
-        "diloco: error: 1 of 3 members failed, the first with exit code 3; see s/0-seed3/output.log"
-    )
-    assert "4 diverged" in captured.out
+    said = "1 of 3 members failed, the first with exit code 3; see s/0-seed3/output.log"
+    assert captured.err.splitlines()[-1] == f"diloco: error: {said}" and "4 diverged" in captured.out
+    assert sweep("run.seed=3,4,5", "--jobs", "2") == 3
+    assert [len(calls(name)) for name in ended] == [2, 1, 1] and states() == ended
+    assert "2 of 3 members have ended before" in capsys.readouterr().out
 
 
 def test_divergence_alone_is_a_result() -> None:
     assert sweep("run.seed=4,5") == 0
-
-
-def test_the_same_command_goes_on_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep("run.seed=3,4,5") == 3
-    assert sweep("run.seed=3,4,5", "--jobs", "2") == 3
-    assert [len(calls(name)) for name in ("0-seed3", "1-seed4", "2-seed5")] == [2, 1, 1]
-    assert "2 of 3 members have ended before" in capsys.readouterr().out
-    assert states() == {"0-seed3": "failed", "1-seed4": "diverged", "2-seed5": "done"}
 
 
 def test_a_directory_with_other_settings_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,43 +193,32 @@ def test_a_directory_with_other_settings_is_refused(capsys: pytest.CaptureFixtur
     assert sweep("run.seed=1,2") == 0  # where it runs, and under which name, is not what it is
 
 
-def test_jobs_run_at_the_same_time_and_share_the_cores() -> None:
-    assert sweep("run.seed=20,21", "train.threads=null", "--jobs", "2") == 0  # each waits for the other
+@pytest.mark.parametrize("launcher", [(), ("--launcher", "basic")])
+def test_jobs_run_at_the_same_time_and_share_the_cores(launcher: tuple[str, ...]) -> None:
+    assert sweep("run.seed=20,21", "train.threads=null", "--jobs", "2", *launcher) == 0  # each waits for the other
+    assert list(states().values()) == ["done"] * 2
     threads = max(1, (os.cpu_count() or 1) // (2 * 2))
-    assert f"train.threads={threads}" in calls("0-seed20")[0]
+    assert launcher or f"train.threads={threads}" in calls("0-seed20")[0]
 
 
-def test_ctrl_c_lets_the_members_leave_and_the_sweep_goes_on_later(capsys: pytest.CaptureFixture[str]) -> None:
-    watcher = after(lambda: Path("s/0-seed8/waits").exists(), lambda: os.kill(os.getpid(), signal.SIGINT))
-    assert sweep("run.seed=8,1") == 0
-    watcher.join()
+def test_ctrl_c_lets_the_members_leave(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command goes on later."""
+    with signalled("0-seed8", signal.SIGINT):
+        assert sweep("run.seed=8,1") == 0
     assert states() == {"0-seed8": "interrupted", "1-seed1": "pending"}
     assert "stopped with 2 of 2 members to go; the same command goes on" in capsys.readouterr().out
     assert not Path("s/1-seed1").exists()
     Path("s/0-seed8/waits").unlink()
-    watcher = after(lambda: Path("s/0-seed8/waits").exists(), lambda: os.kill(os.getpid(), signal.SIGINT))
-    assert sweep("run.seed=8,1") == 0
+    with signalled("0-seed8", signal.SIGINT):
+        assert sweep("run.seed=8,1") == 0
     assert len(calls("0-seed8")) == 2
 
 
 def test_a_second_ctrl_c_kills() -> None:
-    def twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # another one, as two pending signals of one kind are one
-
-    after(lambda: Path("s/0-seed9/waits").exists(), twice)
-    assert sweep("run.seed=9,1") == 5
+    with signalled("0-seed9", signal.SIGINT, signal.SIGTERM):  # two pending signals of one kind would be one
+        assert sweep("run.seed=9,1") == 5
     assert states() == {"0-seed9": "interrupted", "1-seed1": "pending"}
     assert outcome()["members"][0]["exit"] == -signal.SIGKILL
-
-
-# --- Hydra ------------------------------------------------------------------------------------------------------------
-
-
-def test_launchers_of_hydra_get_the_same_members() -> None:
-    assert sweep("run.seed=1,2", "outer.lr=0.5,0.7", "--launcher", "basic") == 0
-    assert list(states()) == ["0-seed1_lr0.5", "1-seed1_lr0.7", "2-seed2_lr0.5", "3-seed2_lr0.7"]
-    assert "run.seed=2 outer.lr=0.5" in calls("2-seed2_lr0.5")[0]
 
 
 def test_hydra_hands_over_the_values_and_leaves_the_command_line(tmp_path: Path) -> None:
@@ -269,13 +234,9 @@ def test_hydra_hands_over_the_values_and_leaves_the_command_line(tmp_path: Path)
     assert sys.argv == before and "HYDRA_FULL_ERROR" not in os.environ
 
 
-def test_a_launcher_of_hydra_here_runs_several_members_at_a_time() -> None:
-    assert sweep("run.seed=20,21", "--launcher", "basic", "--jobs", "2") == 0  # each waits for the other
-    assert list(states().values()) == ["done"] * 2
-
-
 @pytest.mark.filterwarnings("ignore:The ..declarative_base")  # of SQLAlchemy, for Optuna
-def test_optuna_looks_for_several_objectives_and_the_result_has_our_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_optuna_looks_for_several_objectives(capsys: pytest.CaptureFixture[str]) -> None:
+    """The result has our names."""
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "sweep.objective=[loss,wall_s]", "--jobs", "2")
     assert sweep("run.seed=1,5", "outer.lr=0.5,0.7", *optuna) == 0
     assert list(states().values()) == ["done"] * 2
@@ -293,45 +254,39 @@ def test_a_member_that_ends_badly_does_not_stop_optuna(seed: int, code: int, obj
     assert set(states().values()) == {"failed" if code else "diverged"}
 
 
+OPTUNA = "hydra/sweeper=optuna sweep.objective=[loss,wall_s]"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("line", "complaint"),
     [
-        (["hydra.sweeper.direction=minimize"], "hydra.sweeper.direction=minimize is for 1 objectives, and sweep.obj"),
-        (["hydra.sweeper.storage=sqlite:///o.db"], "hydra.sweeper.storage=sqlite:///o.db needs SQLAlchemy below 2"),
-        (["hydra.run.dir=x"], "hydra.run.dir=x has no effect in a sweep; set hydra.sweep.dir, or --dir"),
-        (["hydra.sweep.dir=x"], "--dir=s and hydra.sweep.dir=x are one setting; drop one of them"),
-        (["sweep.jobs=1,2"], "sweep.jobs=1,2 is said once for all members; give one value"),
-        (["hydra/sweeper=basic", "sweep.objective=loss"], "sweep.objective has no effect on every combination"),
+        (f"{OPTUNA} hydra.sweeper.direction=minimize", "hydra.sweeper.direction=minimize is for 1 objectives, and"),
+        (f"{OPTUNA} hydra.sweeper.storage=sqlite:///o.db", "hydra.sweeper.storage=sqlite:///o.db needs SQLAlchemy be"),
+        (f"{OPTUNA} hydra.run.dir=x", "hydra.run.dir=x has no effect in a sweep; set hydra.sweep.dir, or --dir"),
+        (f"{OPTUNA} hydra.sweep.dir=x", "--dir=s and hydra.sweep.dir=x are one setting; drop one of them"),
+        (f"{OPTUNA} sweep.jobs=1,2", "sweep.jobs=1,2 is said once for all members; give one value"),
+        ("hydra/sweeper=basic sweep.objective=loss", "sweep.objective has no effect on every combination"),
     ],
 )
-def test_what_a_sweep_of_hydra_cannot_do_is_said_in_the_dry_run(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_a_sweep_of_hydra_cannot_do_is_said_in_a_dry_run(
+    line: str, complaint: str, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diloco.config.multirun.version", lambda name: "2.1.9")
-    objective = ["hydra/sweeper=optuna", "sweep.objective=[loss,wall_s]"] if len(arguments) == 1 else []
-    assert sweep("run.seed=1,2", *objective, *arguments, "--dry-run") == 2
-    assert capsys.readouterr().err.startswith(f"diloco: error: {complaint}")
-    assert not Path("s").exists()
+    said = typed.refused("sweep", "local", SMOKE, "run.seed=1,2", *line.split(), "--dir", "s", "--dry-run")
+    assert said.startswith(f"diloco: error: {complaint}") and not Path("s").exists()
 
 
-# --- A sweep in a file ------------------------------------------------------------------------------------------------
-
-
-def test_one_page_holds_a_sweep_its_seeds_and_its_plot(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("sweep", "experiment=lr-sweep", "--dir", "s") == 0
+def test_one_page_holds_a_sweep_its_seeds_and_its_plot(typed: Typed) -> None:
+    assert "s: sweep.json, loss-by-tokens.png" in typed("sweep", "experiment=lr-sweep", "--dir", "s")
     assert list(states()) == ["0-lr0.5_seed0", "1-lr0.5_seed1", "2-lr0.9_seed0", "3-lr0.9_seed1"]
     shown = "local experiment=lr-sweep outer.lr=0.9 run.seed=0 hydra.mode=RUN run.id=lr-2 run.dir=s/2-lr0.9_seed0"
     assert calls("2-lr0.9_seed0") == [shown]
     assert [picture.name for picture in Path("s").glob("*.png")] == ["loss-by-tokens.png"]
-    assert "s: sweep.json, loss-by-tokens.png" in capsys.readouterr().out
 
 
-def test_the_mode_of_a_file_makes_a_command_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mode_of_a_file_makes_a_command_a_sweep(typed: Typed) -> None:
     page = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {run.seed: '1,2'}}}\n"
     Path("configs/experiment").mkdir(parents=True)
     Path("configs/experiment/seeds.yaml").write_text(page)
-    assert exit_code("local", "experiment=[smoke,seeds]") == 0
+    typed("local", "experiment=[smoke,seeds]")
     assert set(states("runs/smoke-sweep")) == {"0-seed1", "1-seed2"}
-
-
-# --- For real ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from rich.console import Console
 
 from diloco.cli.table import LiveView, _Stderr
 from diloco.text import human_bytes, human_count, human_seconds
-from tests.support.places import ROOT
 
 
 class Clock:
@@ -26,10 +24,10 @@ class Clock:
 
 
 def make(
-    terminal: bool, peers: int = 2, total: int | None = 16, width: int = 80, height: int = 24
+    terminal: bool, peers: int = 2, total: int | None = 16, width: int = 80
 ) -> tuple[LiveView, io.StringIO, Clock]:
     clock, file = Clock(), io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=width, height=height, color_system=None, _environ={})
+    console = Console(file=file, force_terminal=terminal, width=width, height=24, color_system=None, _environ={})
     return LiveView(console, [f"p{index}" for index in range(peers)], total, "run quickstart", clock), file, clock
 
 
@@ -38,21 +36,23 @@ def status(peer: str = "p0", state: str = "training", version: int = 3, **fields
     return {"t": "status", "peer": peer, "state": state, "version": version, **defaults, **fields}
 
 
-def shown(view: LiveView, width: int = 80, height: int = 24) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, height=height, color_system=None, _environ={})
-    with console.capture() as capture:
-        console.print(view.render())
-    return capture.get().splitlines()
-
-
-# --- Lines ------------------------------------------------------------------------------------------------------------
+def shown(view: LiveView, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=24, color_system=None, _environ={})
+    console.print(view.render())
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 def test_a_line_has_the_documented_format() -> None:
     view, file, clock = make(terminal=False, width=20)  # and is never wrapped
     clock.now = 12.34
     view.update(status())
-    assert file.getvalue() == "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training\n"
+    view.update({"t": "ready", "peer": "p0", "peer_id": "12D3", "address": "/ip4/127.0.0.1/tcp/1/p2p/12D3"})
+    view.note("one\ntwo")
+    assert file.getvalue().splitlines() == [
+        "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training",
+        "[ 12.3s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",
+        "[ 12.3s] one two",
+    ]
 
 
 def test_there_is_at_most_one_line_per_peer_and_outer_step() -> None:
@@ -77,7 +77,8 @@ def test_a_long_outer_step_gives_a_line_every_ten_seconds() -> None:
     assert [line[:8] for line in file.getvalue().splitlines()] == [f"[{t:5.1f}s]" for t in range(10, 60, 10)]
 
 
-def test_a_summary_ends_a_peer_with_a_line_even_within_the_same_step() -> None:
+def test_a_summary_ends_a_peer_with_a_line() -> None:
+    """Even within the same step."""
     view, file, _ = make(terminal=False)
     view.update(status(version=16))
     view.update({"t": "summary", "peer": "p0", "steps": 480, "outer_steps": 16, "eval": {"loss": 2.4}, "exit": 0})
@@ -88,29 +89,15 @@ def test_a_summary_ends_a_peer_with_a_line_even_within_the_same_step() -> None:
     ]
 
 
-def test_why_a_peer_pauses_is_a_line_and_its_state_is_in_the_table() -> None:
-    said = status(state="paused", why="on battery (9 %)")
+def test_why_a_peer_pauses_is_a_line() -> None:
     for terminal in (False, True):
         view, file, _ = make(terminal)
-        view.update(said)
+        view.update(status(state="paused", why="on battery (9 %)"))
         assert "[  0.0s] p0 paused: on battery (9 %)\n" in file.getvalue()
         assert any("p0" in line and " paused " in line for line in shown(view))
 
 
-def test_addresses_and_notes_are_lines_of_their_own() -> None:
-    view, file, _ = make(terminal=False)
-    view.update({"t": "ready", "peer": "p0", "peer_id": "12D3", "address": "/ip4/127.0.0.1/tcp/1/p2p/12D3"})
-    view.note("one\ntwo")
-    assert file.getvalue().splitlines() == [
-        "[  0.0s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",
-        "[  0.0s] one two",
-    ]
-
-
-# --- Terminal ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_shows_every_peer_their_sum_and_the_progress() -> None:
+def test_the_table_shows_every_peer_the_sum_and_the_progress() -> None:
     view, _, clock = make(terminal=True)
     view.update(status(version=2))
     clock.now = 10.0
@@ -134,15 +121,13 @@ def test_the_view_fits_the_terminal_and_cuts_no_number(width: int, peers: int) -
         fields = {"inner_step": 1_234_567, "bytes_sent": 123.4e9, "bytes_received": 99.9e9, "tokens_per_s": 99.9e3}
         view.update(status(f"p{index}", "evaluating", 9_999, **fields))
     lines = shown(view, width)
-    assert len(lines) <= 23
-    assert max(map(len, lines)) <= width
-    assert "…" not in "".join(lines)
-    assert "9999/10000" in lines[2]
-    assert "9999/10000" in lines[-1]
+    assert len(lines) <= 23 and max(map(len, lines)) <= width and "…" not in "".join(lines)
+    assert "9999/10000" in lines[2] and "9999/10000" in lines[-1]
     assert ("43 more" in "".join(lines)) == (peers == 60)
 
 
-def test_a_volunteer_sees_how_many_peers_there_are_and_no_column_that_stays_empty() -> None:
+def test_a_volunteer_sees_the_number_of_peers() -> None:
+    """No column that stays empty, and without a known total no bar."""
     view, _, _ = make(terminal=True, peers=1)
     view.update(status(eval_loss=None, peers=1))
     lines = shown(view)
@@ -153,12 +138,24 @@ def test_a_volunteer_sees_how_many_peers_there_are_and_no_column_that_stays_empt
     narrow, _, _ = make(terminal=True, peers=1, width=40, total=10_000)
     narrow.update(status(version=9_999, peers=12))
     assert shown(narrow, 40)[-1].endswith(" - to go"), "the progress is worth more"
+    endless, _, _ = make(terminal=True, total=None)
+    endless.update(status(outer_steps=None))
+    assert shown(endless)[-1].split() == ["outer", "steps", "3/?", "0:00", "elapsed", "-", "to", "go"]
+    endless.update(status(outer_steps=20))
+    assert "3/20" in shown(endless)[-1]
 
 
-def test_the_time_to_go_is_told_apart_from_the_state_of_who_left() -> None:
-    view, _, _ = make(terminal=True, peers=1)
-    view.update(status(state="left"))
-    assert [line.split().count("left") for line in shown(view)][2:] == [1, 0]
+def test_rows_have_a_state_and_the_step_of_the_round() -> None:
+    view, _, _ = make(terminal=True, peers=1, width=120)
+    view.update(status(state="left", inner_step=21))
+    assert [line.split().count("left") for line in shown(view)][2:] == [1, 0], "the time to go is no state"
+    view.update(status(state="evaluating", inner_step=0))
+    assert shown(view, 120)[2].split()[:4] == ["p0", "evaluating", "3/16", "0"], "a new round starts at step zero"
+    view.update(status("volunteer"))
+    assert any(line.startswith("volunteer") for line in shown(view)), "whom nobody announced"
+    view.update(status("[red]x[/red]\x1b[2J", state="[bold]\nodd"))
+    [line] = [line for line in shown(view, 200) if "[red]x[/red] [2J" in line]
+    assert "[bold] odd" in line, "text, and no markup"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -181,50 +178,25 @@ def test_a_machine_that_slept_is_told_so(terminal: bool) -> None:
     assert pass_time(0.5) == pass_time(0.5, asleep=-3725) == pass_time(0.5, asleep=2) == ""
 
 
-def test_a_warning_stands_above_the_table(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
     view, file, _ = make(terminal=True)
     handler, logger = _Stderr(), logging.getLogger("diloco.above")
     logger.addHandler(handler)
     with view:
         logger.warning("the disk is %s", "behind")
-    logger.removeHandler(handler)
-    assert "diloco: the disk is behind\n" in file.getvalue()
-
-
-def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
-    view, file, _ = make(terminal=True)
-    with view:
         for peer in ("p0", "p1"):
             view.update({"t": "ready", "peer": peer, "address": f"/address/of/{peer}"})
         view.update(status(version=16, state="done"))
-    assert "p0 ready at /address/of/p0" in file.getvalue()
-    assert "/address/of/p1" not in file.getvalue()
+    logger.removeHandler(handler)
+    assert "diloco: the disk is behind\n" in file.getvalue(), "above the table"
+    assert "p0 ready at /address/of/p0" in file.getvalue() and "/address/of/p1" not in file.getvalue()
     assert "done" in file.getvalue().rpartition("run quickstart")[2]
     assert file.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_without_a_known_total_there_is_no_bar() -> None:
-    view, _, _ = make(terminal=True, total=None)
-    view.update(status(outer_steps=None))
-    assert shown(view)[-1].split() == ["outer", "steps", "3/?", "0:00", "elapsed", "-", "to", "go"]
-    view.update(status(outer_steps=20))
-    assert "3/20" in shown(view)[-1]
-
-
-def test_a_peer_that_nobody_announced_gets_a_row() -> None:
-    view, _, _ = make(terminal=True)
-    view.update(status("volunteer"))
-    assert any(line.startswith("volunteer") for line in shown(view))
-
-
-# --- Any message ------------------------------------------------------------------------------------------------------
-
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400) | st.lists(st.none())
-NAMES = (
-    "t peer state version inner_step steps loss eval_loss eval tokens_per_s bytes_sent bytes_received outer_steps "
-    "address kind exit unknown"
-)
-names = st.sampled_from(NAMES.split())
+NAMES = "t peer state version inner_step steps loss eval_loss eval tokens_per_s bytes_sent bytes_received outer_steps"
+names = st.sampled_from([*NAMES.split(), "address", "kind", "exit", "unknown"])
 kinds = st.sampled_from(["ready", "status", "event", "summary", "other"])
 
 
@@ -241,51 +213,14 @@ def test_no_message_can_end_the_view_or_break_its_lines(terminal: bool, messages
         assert file.getvalue().replace("\n", "").isprintable()
 
 
-def test_markup_and_control_characters_of_a_peer_are_shown_as_text() -> None:
-    view, _, _ = make(terminal=True)
-    view.update(status("[red]x[/red]\x1b[2J", state="[bold]\nodd"))
-    [line] = [line for line in shown(view, 200) if "[red]x[/red] [2J" in line]
-    assert "[bold] odd" in line
-
-
 @pytest.mark.parametrize(
-    ("count", "text"),
+    ("readable", "texts"),
     [
-        (None, "-"),
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (1.234e6, "1.2 MB"),
-        (99.96e6, "100 MB"),
-        (999.6e6, "1.0 GB"),
-        (5e15, "5000 TB"),
-        (float("nan"), "-"),
+        (human_bytes, {None: "-", 0: "0 B", 999: "999 B", 1000: "1.0 kB", 1.234e6: "1.2 MB", 99.96e6: "100 MB"}),
+        (human_bytes, {999.6e6: "1.0 GB", 5e15: "5000 TB", float("nan"): "-"}),
+        (human_count, {None: "-", 7.4: "7", 4100: "4.1k", 123456: "123k", 2e6: "2.0M"}),
+        (human_seconds, {0: "0:00", 59.6: "1:00", 3725: "1:02:05", 90000: "25:00:00", float("inf"): "-"}),
     ],
 )
-def test_bytes_are_readable(count: float | None, text: str) -> None:
-    assert human_bytes(count) == text
-
-
-@pytest.mark.parametrize(("count", "text"), [(None, "-"), (7.4, "7"), (4100, "4.1k"), (123456, "123k"), (2e6, "2.0M")])
-def test_counts_are_readable(count: float | None, text: str) -> None:
-    assert human_count(count) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3725, "1:02:05"), (90000, "25:00:00"), (float("inf"), "-")]
-)
-def test_durations_are_readable(seconds: float, text: str) -> None:
-    assert human_seconds(seconds) == text
-
-
-def test_the_table_needs_no_torch() -> None:
-    script = "import sys, diloco.cli.table; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
-
-
-def test_a_new_round_starts_again_at_step_zero() -> None:
-    view, _, _ = make(terminal=True, width=120)
-    view.update(status(inner_step=21))
-    view.update(status(state="evaluating", inner_step=0))
-    row = next(line for line in shown(view, width=120) if line.startswith("p0"))
-    assert row.split()[3] == "0"
+def test_numbers_are_readable(readable: Callable[[float | None], str], texts: dict[float | None, str]) -> None:
+    assert {number: readable(number) for number in texts} == texts

@@ -15,7 +15,7 @@ from diloco.model.cross_entropy import CHUNK_BYTES
 from diloco.train.inner import inner_optimizer, moment_numel
 from diloco.train.island import Island
 from diloco.train.machine import GIB, Machine
-from diloco.train.memory import Row, Split, fit_micro_batch, fitted, memory_need, memory_rows, sequence_bytes
+from diloco.train.memory import Row, Split, fitted, memory_need, memory_rows, sequence_bytes
 
 PLAIN = ["outer.robust=none", "outer.codec_up=fp32", "outer.codec_down=fp32", "inner=adamw", "outer.fragments=4"]
 ROOMY = Machine(torch.device("cuda"), "GPU", 2, 2, 80 * GIB, 80 * GIB, "fp32")
@@ -26,40 +26,32 @@ def table(config: Config, peers: int = 4, split: Split | None = None) -> dict[st
     return {row.what: row.per_parameter for row in rows if row.per_parameter is not None and row.where != "spare"}
 
 
-def total(rows: dict[str, float]) -> float:
-    return sum(rows.values())
-
-
-def test_the_bytes_of_four_peers_with_a_fragment_each() -> None:
-    assert table(compose(PLAIN)) == {
-        "weights": 4, "gradients": 4, "inner optimizer": 8, "anchors": 4, "master and momentum of fragments held": 2,
-        "contributions to them": 1, "updates of them": 1, "momentum of fragments backed up": 1,
-    }  # fmt: skip
-
-
-def test_a_peer_alone_holds_everything_and_many_peers_hold_one_fragment() -> None:
+def test_the_bytes_of_peers_with_a_fragment_each() -> None:
     held = "master and momentum of fragments held"
     by_peers = {peers: table(compose(PLAIN), peers) for peers in (1, 2, 3, 4, 100)}
+    assert by_peers[4] == {
+        "weights": 4, "gradients": 4, "inner optimizer": 8, "anchors": 4, held: 2,
+        "contributions to them": 1, "updates of them": 1, "momentum of fragments backed up": 1,
+    }  # fmt: skip
     assert {peers: rows[held] for peers, rows in by_peers.items()} == {1: 8, 2: 4, 3: 4, 4: 2, 100: 2}
     assert "momentum of fragments backed up" not in by_peers[1], "nobody else holds anything"
+    assert set(table(compose(["outer=data_parallel"]))) == {"weights", "gradients", "inner optimizer"}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "what", "more"),
-    [
-        (["outer.robust=clip", "outer.audit=0"], "contributions to them", 3.0),
-        (["outer.robust=clip"], "contributions kept for audits", 8.0),
-        (["outer.quorum=1"], "anchors of the round under way", 4.0),
-        (["outer.overlap=5"], "payloads that are sent while training goes on", 4.0),
-        (["outer.overlap=5", "outer.staggered=true"], "payloads that are sent while training goes on", 1.0),
-        (["outer.optimizer=fedbuff", "outer.delay=4"], "master and momentum of fragments held", 1.0),
-        (["outer.flatten=0.5"], "flattening", 1.0),
-        (["train.precision=bf16"], "weights in bf16", 2.0),
-    ],
-)
-def test_what_a_setting_adds(overrides: list[str], what: str, more: float) -> None:
-    changed = table(compose([*PLAIN, *overrides]))
-    assert changed[what] - table(compose(PLAIN)).get(what, 0.0) == pytest.approx(more)
+def test_what_a_setting_adds() -> None:
+    plain, late = table(compose(PLAIN)), "payloads that are sent while training goes on"
+    for overrides, what, more in (
+        ("outer.robust=clip outer.audit=0", "contributions to them", 3.0),
+        ("outer.robust=clip", "contributions kept for audits", 8.0),
+        ("outer.quorum=1", "anchors of the round under way", 4.0),
+        ("outer.overlap=5", late, 4.0),
+        ("outer.overlap=5 outer.staggered=true", late, 1.0),
+        ("outer.optimizer=fedbuff outer.delay=4", "master and momentum of fragments held", 1.0),
+        ("outer.flatten=0.5", "flattening", 1.0),
+        ("train.precision=bf16", "weights in bf16", 2.0),
+    ):
+        changed = table(compose([*PLAIN, *overrides.split()]))
+        assert changed[what] - plain.get(what, 0.0) == pytest.approx(more), overrides
 
 
 def test_fsdp_divides_what_is_trained_and_gathers_one_layer() -> None:
@@ -75,7 +67,7 @@ def on_accelerator(*overrides: str, split: Split | None = None) -> dict[str, Row
     return {row.what: row for row in memory_rows(compose([*PLAIN, *overrides]), 4, split or Split(), accelerator=True)}
 
 
-def test_an_accelerator_that_trains_on_has_a_copy_of_one_fragment() -> None:
+def test_an_accelerator_that_trains_on_copies_a_fragment() -> None:
     copy, buffers = "a copy of the fragment that is sent", "staging buffers, pinned"
     for overlap in (["outer.overlap=5"], ["outer.overlap=5", "outer.staggered=true"]):
         rows = on_accelerator(*overlap)
@@ -86,10 +78,6 @@ def test_an_accelerator_that_trains_on_has_a_copy_of_one_fragment() -> None:
     assert copy not in on_accelerator("outer.overlap=5", split=Split(2, sharded=True)), "ranks hand their rows over"
     on_cpu = {row.what for row in memory_rows(compose([*PLAIN, "outer.overlap=5"]), 4, accelerator=False)}
     assert not {copy, buffers} & on_cpu
-
-
-def test_data_parallel_takes_nothing_of_main_memory_for_each_parameter() -> None:
-    assert set(table(compose(["outer=data_parallel"]))) == {"weights", "gradients", "inner optimizer"}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -108,22 +96,19 @@ def test_the_need_is_the_sum_of_the_table() -> None:
     config = compose([*PLAIN, "train.precision=fp32"])
     rows: list[Row] = memory_rows(config, 4, accelerator=True)
     need = memory_need(config, ROOMY, 4)
-    assert need.device_bytes == sum(row.nbytes for row in rows if row.where == "device")
-    assert need.main_bytes == sum(row.nbytes for row in rows if row.where == "main")
+    for where, nbytes in (("device", need.device_bytes), ("main", need.main_bytes), ("spare", need.spare_bytes)):
+        assert nbytes == sum(row.nbytes for row in rows if row.where == where)
     [copy] = [row for row in rows if row.where == "spare"]
-    assert need.spare_bytes == copy.nbytes and copy.per_parameter == 4 + 2 + 8, "anchors, a fragment held, AdamW"
+    assert copy.per_parameter == 4 + 2 + 8, "anchors, a fragment held, AdamW"
     waiting = memory_need(compose([*PLAIN, "checkpoint.background=false"]), ROOMY, 4)
     assert waiting == replace(need, spare_bytes=0.0)
 
 
-def test_a_large_vocabulary_takes_a_chunk_of_logits_and_a_small_one_none() -> None:
-    config = ["model=60m", "data.sequence_length=1024", "inner.batch_size=64"]
-    [chunk] = [row for row in memory_rows(compose(config), 4) if row.what == "logits of a chunk"]
-    assert (chunk.where, chunk.nbytes) == ("device", 2.5 * CHUNK_BYTES)
-    assert not any(row.what == "logits of a chunk" for row in memory_rows(compose(PLAIN), 4))
-
-
-def test_layers_that_are_recomputed_keep_their_inputs_only() -> None:
+def test_a_large_model_has_logits_in_chunks_and_keeps_inputs() -> None:
+    large = ["model=60m", "data.sequence_length=1024", "inner.batch_size=64"]
+    for config, chunks in ((large, [("device", 2.5 * CHUNK_BYTES)]), (PLAIN, [])):
+        rows = memory_rows(compose(config), 4)
+        assert [(row.where, row.nbytes) for row in rows if row.what == "logits of a chunk"] == chunks
     config = compose(["model=60m", "data.sequence_length=512"])
     kept, recomputed = sequence_bytes(config), sequence_bytes(with_settings(config, {"train.checkpointing": True}))
     shape = config.model.config
@@ -131,29 +116,22 @@ def test_layers_that_are_recomputed_keep_their_inputs_only() -> None:
     assert inputs < recomputed < kept / 2, "one of three layers exists whole at a time"
 
 
-def test_what_would_fit_is_said() -> None:
-    config = compose(["model=1b"])
-    small = Machine(torch.device("cuda"), "GPU", 2, 2, 8 * GIB, 80 * GIB, "fp32")
-    with pytest.raises(ConfigError, match=r"GiB too little; .* or join a run of at most some [\de+.]+M parameters$"):
-        fit_micro_batch(memory_need(config, small), small, 8)
+def test_a_micro_batch_is_found_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine(free: float) -> Machine:
+        found = Machine(torch.device("cpu"), "CPU", 2, 2, free, free, "fp32")
+        monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: found)
+        return found
 
-
-def test_a_micro_batch_is_found_before_training_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = compose(["model=60m", *PLAIN, "swarm.min_peers=4"])
-    need = memory_need(config, Machine(torch.device("cpu"), "CPU", 2, 2, GIB, GIB, "fp32"), 4)
-    free = need.device_bytes + need.main_bytes + 3.5 * need.sequence_bytes
-    machine = Machine(torch.device("cpu"), "CPU", 2, 2, free, free, "fp32")
-    monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: machine)
-    island = Island(torch.device("cpu"))
+    config, island = compose([*PLAIN, "swarm.min_peers=4"]), Island(torch.device("cpu"))
+    need = memory_need(config, machine(GIB), 4)
+    room = need.device_bytes + need.main_bytes
+    machine(room + 3.5 * need.sequence_bytes)
     assert fitted(config, island).train.micro_batch == 3
     assert not fitted(config, island).checkpoint.background, "there is no room for a copy"
-    roomy = replace(machine, device_bytes=1e12, main_bytes=1e12)
-    monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: roomy)
-    assert fitted(config, island) == config
-    monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: machine)
-    chosen = compose(["model=60m", *PLAIN, "swarm.min_peers=4", "train.micro_batch=2"])
+    chosen = compose([*PLAIN, "swarm.min_peers=4", "train.micro_batch=2"])
     assert fitted(chosen, island).train == chosen.train
-    smaller = Machine(torch.device("cpu"), "CPU", 2, 2, GIB, GIB, "fp32")
-    monkeypatch.setattr("diloco.train.memory.machine_at", lambda *_: smaller)
+    machine(1e12)
+    assert fitted(config, island) == config
+    machine(room)
     with pytest.raises(ConfigError, match="this machine is too small for the run"):
         fitted(config, island)

@@ -38,7 +38,7 @@ COMPANIONS = {
     **{("model", name): ["data.tokenizer=tokenizer/"] for name in choices()["model"] if name[0].isdigit()},
 }
 DEFAULT = compose()
-SHIPPED = [(group, name) for group, names in choices().items() for name in names]
+SHIPPED = [(group, name) for group, names in choices().items() for name in names if name != "default"]
 
 OF_PEERS = ("swarm", "sim", "volunteer", "train", "checkpoint", "eval", "wandb", "sweep")
 PEER_LOCAL = {key for key in CHANGES if key.split(".")[0] in OF_PEERS} | {

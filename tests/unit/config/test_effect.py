@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ ROWS = {
     "........ ...": "sweep.jobs sweep.objective sweep.plot",
 }
 EFFECT = {key: row for row, keys in ROWS.items() for key in keys.split()}
+composed = lru_cache(maxsize=4)(lambda *overrides: compose(overrides))
 
 
 def refusal(command: str, typed: str, config: Config) -> str | None:
@@ -81,7 +83,7 @@ def refusal(command: str, typed: str, config: Config) -> str | None:
 def is_taken(typed: str, others: list[str]) -> bool:
     """Whether a run has a use for a typed setting, beside others that a preset may say."""
     try:
-        return refusal("train", typed, compose([*others, typed])) is None
+        return refusal("train", typed, composed(*others, typed)) is None
     except ConfigError:  # they contradict each other
         return False
 
@@ -94,7 +96,7 @@ def test_every_setting_declares_where_it_has_an_effect() -> None:
 @pytest.mark.parametrize("key", EFFECT)
 def test_commands_and_modes_refuse_what_they_do_not_read(key: str) -> None:
     typed, *needed = CHANGES[key]
-    config = compose([*needed, typed])
+    config = composed(*needed, typed)
     said = {letter: refusal(command, typed, config) for letter, command in LETTERS.items()}
     commands = "".join("." if said[letter] else letter for letter in LETTERS)
     for letter, text in said.items():

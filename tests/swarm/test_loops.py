@@ -13,7 +13,7 @@ import pytest
 from tests.support.peers import command, free_port
 from tests.support.places import ROOT
 
-LOOPS = str(ROOT / "tests" / "loops_of_others.py")
+LOOPS = str(ROOT / "tests" / "support" / "loops_of_others.py")
 
 
 Found = dict[str, dict[str, Any]]

@@ -1,4 +1,4 @@
-"""A swarm that is not there, for the dashboard: `python tests/fake_swarm.py PORT PEERS` serves its page."""
+"""A swarm that is not there, for the dashboard: `python tests/support/fake_swarm.py PORT PEERS` serves its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of two peers in the loops of other libraries: `python tests/loops_of_others.py NAME DIRECTORY PHASE...`.
+"""One of two peers in the loops of other libraries: `python tests/support/loops_of_others.py NAME DIRECTORY PHASE...`.
 
 Both work in directories of their own below DIRECTORY. Peer `a` starts each swarm and leaves its address for `b`. The
 ranks of torchrun, all called `ranks`, are one peer alone. A phase runs a code block of the README of the integrations,

@@ -16,7 +16,7 @@ from diloco.swarm.node.node import Node
 from diloco.testing.attacks.arena import Attack
 from diloco.testing.attacks.attacker import Attacker, bend
 from diloco.testing.attacks.catalogue import ATTACKS
-from diloco.train.__main__ import _main
+from diloco.train.__main__ import peer
 
 LOOK_S = 0.2
 
@@ -82,7 +82,7 @@ def main() -> int:
         return node
 
     Node.open = open_bent  # type: ignore[assignment]
-    return guard(lambda: _main(sys.argv[3:]))
+    return guard(lambda: peer(sys.argv[3:]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.testing.attacks.arena import VERSIONS, Attack
@@ -57,19 +57,24 @@ def judge(attack: Attack, outcome: Outcome, calm: Outcome) -> Verdict:
         harm.append(f"{1 - outcome.kept:.0%} of the honest work lost")
     if outcome.done and outcome.seconds > PACE[0] * calm.seconds + PACE[1] + attack.lasts_s:
         harm.append(f"{outcome.seconds / calm.seconds:.1f} times as long")
+    harm += _excess(attack, outcome, calm)
+    if attack.proof and not outcome.named:
+        harm.append("nobody names it")
+    return Verdict(tuple(dict.fromkeys(harm)), outcome.named)
+
+
+def _excess(attack: Attack, outcome: Outcome, calm: Outcome) -> Iterator[str]:
+    """Yields what a peer had more of than it should."""
     for what, number, usual in (
         ("streams", outcome.streams, calm.streams),
         ("event lines", outcome.lines, calm.lines),
     ):
         if number > BUSY[0] * usual + BUSY[1]:
-            harm.append(f"{number} {what} of a peer, {usual} without it")
+            yield f"{number} {what} of a peer, {usual} without it"
     for figure, limit in attack.limits.items():
         value = outcome.measured.get(figure, math.nan)
         if not value <= limit:
-            harm.append(f"{figure.replace('_', ' ')}: {short(value)}")
-    if attack.proof and not outcome.named:
-        harm.append("nobody names it")
-    return Verdict(tuple(dict.fromkeys(harm)), outcome.named)
+            yield f"{figure.replace('_', ' ')}: {short(value)}"
 
 
 def short(value: float) -> str:

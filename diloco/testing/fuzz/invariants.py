@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,18 +78,8 @@ class Watch:
         """Be told of everything that happens to the node of a life, and of the versions that it makes."""
         node = life.node
         assert node is not None
-        peer, do = node.protocol, node.context.do
-
-        def told(actions: Sequence[Any]) -> None:
-            self._touched[life.owner] = life
-            twice = [each for each in actions if isinstance(each, Note) and each.kind == "units_twice"]
-            self._accused += [f"{peer.me}: {each.fields}" for each in actions if _accuses(each)]
-            beyond = [each for each in actions if isinstance(each, Note) and ALLOWS in str(each.fields.get("why"))]
-            self._crowd.failures += [f"{life.name} refused the version of an honest peer: {one}" for one in beyond]
-            self.lineage.units_twice += sum(note.fields["count"] for note in twice)  # type: ignore[misc]
-            do(actions)
-
-        node.context.do = told  # type: ignore[method-assign]
+        peer = node.protocol
+        node.context.do = self._told(life, peer.me, node.context.do)  # type: ignore[method-assign, assignment]
         self._seen[life.owner] = (list(peer.versions), list(peer.digests))
         self._watch_bytes(node.replica)
         published, adopted, offer = peer.published, peer.adopted, peer.offer
@@ -129,6 +119,18 @@ class Watch:
             return verdict
 
         peer.published, peer.adopted, peer.offer = makes, moves, hears  # type: ignore[method-assign, assignment]
+
+    def _told(self, life: Life, me: str, do: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
+        def told(actions: Sequence[Any]) -> None:
+            self._touched[life.owner] = life
+            twice = [each for each in actions if isinstance(each, Note) and each.kind == "units_twice"]
+            self._accused += [f"{me}: {each.fields}" for each in actions if _accuses(each)]
+            beyond = [each for each in actions if isinstance(each, Note) and ALLOWS in str(each.fields.get("why"))]
+            self._crowd.failures += [f"{life.name} refused the version of an honest peer: {one}" for one in beyond]
+            self.lineage.units_twice += sum(note.fields["count"] for note in twice)  # type: ignore[misc]
+            do(actions)
+
+        return told
 
     def _check_base(self, peer_id: str, header: Contribution, syncer: Node) -> None:
         """A contribution that is as new as the syncer's anchor was learned from that anchor."""
@@ -299,24 +301,13 @@ def check_end(crowd: Crowd, lineage: Lineage) -> None:
         raise Violation("nobody finished")
     one = done[0].node
     assert one is not None
-    for life in done:
-        node = life.node
-        assert node is not None
-        mine, its = (_brief(each) for each in (node, one))
-        if mine != its:
-            raise Violation(f"{life.name} ends at {mine}, {done[0].name} at {its} (version, digest)")
-        check_shares(lineage, life.name, node)
-    for fragment, digest in enumerate(one.protocol.digests):
-        if again := lineage.repeated(digest):
-            raise Violation(f"in fragment {fragment} are merged more than once: {again}")
-        if twice := lineage.repeated_payloads(digest):
-            raise Violation(f"in fragment {fragment} {twice} payloads are merged more than once")
+    _check_alike(done, lineage)
+    _check_merged_once(one, lineage)
     survived = lineage.of(one.protocol.digests[CONTROL_FRAGMENT])
-    for life in done:
-        lost = [
-            lineage.made[each] for each in lineage.had.get(life.owner, ()) - survived.keys() if each in lineage.made
-        ]
-        if lost and not crowd.torn:
+    for life in done if not crowd.torn else ():
+        had = lineage.had.get(life.owner, set()) - survived.keys()
+        lost = [lineage.made[each] for each in had if each in lineage.made]
+        if lost:
             raise Violation(f"{life.name} had versions {sorted(made.version for made in lost)}, and they are lost")
     repeated = lineage.repeated_sequences(one.protocol.digests[CONTROL_FRAGMENT])
     if one.replica.settings.barrier and not crowd.torn and repeated > lineage.units_twice:
@@ -327,7 +318,26 @@ def check_end(crowd: Crowd, lineage: Lineage) -> None:
             _check_tokens(life, lineage)
 
 
-def _brief(node: Node) -> list[tuple[int, str]]:
+def _check_alike(done: list[Life], lineage: Lineage) -> None:
+    """All who finished have the same versions, and count the same shares."""
+    its = _brief(done[0].node)
+    for life in done:
+        if (mine := _brief(life.node)) != its:
+            raise Violation(f"{life.name} ends at {mine}, {done[0].name} at {its} (version, digest)")
+        assert life.node is not None
+        check_shares(lineage, life.name, life.node)
+
+
+def _check_merged_once(node: Node, lineage: Lineage) -> None:
+    for fragment, digest in enumerate(node.protocol.digests):
+        if again := lineage.repeated(digest):
+            raise Violation(f"in fragment {fragment} are merged more than once: {again}")
+        if twice := lineage.repeated_payloads(digest):
+            raise Violation(f"in fragment {fragment} {twice} payloads are merged more than once")
+
+
+def _brief(node: Node | None) -> list[tuple[int, str]]:
+    assert node is not None
     return [(v, digest[:8]) for v, digest in zip(node.protocol.versions, node.protocol.digests, strict=True)]
 
 

@@ -122,7 +122,7 @@ def _prepare(
     return _with_files(config, found), None
 
 
-def _ask(config: Config, parameters: int, used_bytes: int, machine: str, yes: bool, stages: Stages) -> None:
+def _ask(config: Config, parameters: int, used_bytes: float, machine: str, yes: bool, stages: Stages) -> None:
     if needs_consent(config):
         with stages.paused():
             consent(stages.console, config, parameters, used_bytes, machine, yes)

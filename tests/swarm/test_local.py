@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -190,6 +191,9 @@ def test_an_exported_checkpoint_is_the_final_model(
     final, written = (load_file(place / "model.safetensors") for place in (run_dir / "model", exported))
     assert final.keys() == written.keys()
     assert all(torch.equal(final[name], written[name]) for name in final)
+    shown = call(capsys, "eval", str(run_dir), *SMOKE[:1])
+    shutil.rmtree(run_dir / "model")  # as after Ctrl+C within a round
+    assert "loss" in shown and call(capsys, "eval", str(run_dir), *SMOKE[:1]) == shown
 
 
 def test_a_single_peer_is_a_swarm(tmp_path: Path) -> None:

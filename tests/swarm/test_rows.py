@@ -111,7 +111,7 @@ def rank(kind: str, place: Path) -> None:
 def test_an_island_of_any_size_sends_and_takes_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={size}", f"--master-port={free_port()}")
     with command(
-        *launcher, "-m", "tests.unit.train.test_rows", kind, str(tmp_path / "found"), directory=tmp_path
+        *launcher, "-m", "tests.swarm.test_rows", kind, str(tmp_path / "found"), directory=tmp_path
     ) as started:
         assert started.wait() == 0, started.stderr
     found = torch.load(tmp_path / "found", weights_only=True)

@@ -14,6 +14,11 @@ from tests.support.peers import DEADLINE_S
 from tests.support.sweeps import SMOKE, outcome, states
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def test_a_sweep_of_simulations_ends_in_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

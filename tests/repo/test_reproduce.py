@@ -64,7 +64,7 @@ def test_an_arm_is_interrupted_when_the_time_is_over(
     reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupted `diloco` ends by itself, and is waited for."""
-    asleep, popen = [sys.executable, "-c", "import time; time.sleep(600)"], subprocess.Popen
+    asleep, popen = ["sleep", "600"], subprocess.Popen  # an interpreter that starts may lose a signal
     monkeypatch.setattr(reproduce.subprocess, "Popen", lambda command, **more: popen(asleep, **more))
     code = reproduce.train(reproduce.SIZES["tiny"], reproduce.Arm("", (), 1), tmp_path, [], time.monotonic())
     assert code == -signal.SIGINT

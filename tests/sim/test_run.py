@@ -135,7 +135,7 @@ def test_a_joiner_that_begins_behind_the_others_gets_in_step(
     monkeypatch.setattr(View, "first_position", behind)
     cycle = (f"fragments={fragments}", f"sync_every={sync_every}", "staggered=true", "overlap=2")
     events = f"sim.events=[join:4@{joins_at}]"
-    simulated(tmp_path, *(f"outer.{one}" for one in cycle), "budget.outer_steps=8", events, "sim.latency_s=0.01")
+    simulated(tmp_path, *(f"outer.{one}" for one in cycle), "budget.outer_steps=6", events, "sim.latency_s=0.01")
     late = [event["time"] for event in said(tmp_path, "discarded")]
     assert len(late) == 1 and late[0] < joins_at + sync_every
     assert not any(said(tmp_path, kind) for kind in ("out_of_step", "contribution_broke", "missing"))
